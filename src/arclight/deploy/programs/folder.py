@@ -212,7 +212,7 @@ def _read_body(folder: Path) -> tuple[dict[str, Any], str | None, Any, Mark]:
         raise ProgramError(f"{path} is a link or no file: copy the program itself")
     if found.st_size > _LARGEST:
         raise ProgramError(
-            f"{path} has {found.st_size} bytes, more than the {_LARGEST} of any program: copy or export it again"
+            f"{path} has {found.st_size} bytes, and at most {_LARGEST} are read: copy or export it again"
         )
     try:
         body = json.loads(path.read_bytes(), object_pairs_hook=_without_twins, parse_constant=_no_constant)
