@@ -290,6 +290,30 @@ def test_an_upload_to_the_wrong_address_is_answered_too(server):
     assert_one_sentence(body)
 
 
+ENDLESS = {
+    "headers": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b"X-Filler: " + bytes(b"x" * 1000) + b"\r\n"),
+    "one header": (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Filler: ", b"x" * 1000),
+    "an address": (b"GET /", b"x" * 1000),
+    "trailers": (
+        b"POST /detect HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+        b"X-Filler: " + b"x" * 1000 + b"\r\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_head_without_end_is_refused_before_it_fills_the_memory(server, sample, name):
+    beginning, piece = ENDLESS[name]
+    server.detect(sample("counter"))
+    with PeakMemory(server) as memory, server.connect() as connection:
+        connection.sendall(beginning)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            for _ in range(150):
+                connection.sendall(piece * 1000)
+    assert memory.peak < 50 * MB
+    assert server.detect(sample("counter")).status_code == 200
+
+
 def read_answer(connection: socket.socket) -> tuple[int, dict[str, str]]:
     """Status and JSON of one HTTP answer."""
     file = connection.makefile("rb")

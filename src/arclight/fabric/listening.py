@@ -1,4 +1,4 @@
-"""Reserve the address that a server will listen on, and check its certificate, before it starts.
+"""Reserve the address that a server will listen on, check its certificate, and bound the heads of its requests.
 
 ``arclight serve`` and federated servers call this first, so that a wrong address or certificate ends the command before anything is
 loaded or written.
@@ -11,6 +11,7 @@ import socket
 import ssl
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from arclight.fabric.extras import require
 from arclight.fabric.signing import SigningError, check_private
@@ -61,6 +62,43 @@ def reserve_address(host: str, port: int) -> socket.socket:
         reserved.close()
         raise AddressError.of(host, port, error) from error
     return reserved
+
+
+MAX_HEAD_BYTES = 65_536
+"""Bytes of a request's line and headers, or of what follows a chunked body: as many as h11 takes."""
+
+
+def http_protocol(extra: str) -> Any:
+    """Return uvicorn's protocol for httptools, which alone keeps headers of any size, with heads of at most ``MAX_HEAD_BYTES``.
+
+    ``extra`` installs uvicorn and httptools.
+    """
+    require("httptools", extra=extra)
+    base: Any = require("uvicorn.protocols.http.httptools_impl", extra=extra).HttpToolsProtocol
+
+    class Bounded(base):
+        _head_bytes = 0
+        """Bytes received since the last head or part of a body was complete."""
+
+        def data_received(self, data: bytes) -> None:
+            self._head_bytes += len(data)
+            super().data_received(data)
+            if self._head_bytes <= MAX_HEAD_BYTES or self.transport.is_closing():
+                return
+            if self.cycle is None or self.cycle.response_complete:
+                self.send_400_response(f"The request's headers exceed {MAX_HEAD_BYTES} bytes; send shorter ones.")
+            else:
+                self.transport.close()
+
+        def on_headers_complete(self) -> None:
+            self._head_bytes = 0
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._head_bytes = 0
+            super().on_body(body)
+
+    return Bounded
 
 
 class CertificateError(ValueError):

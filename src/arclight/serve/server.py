@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from arclight.fabric.extras import require
-from arclight.fabric.listening import AddressError, check_certificate, reserve_address
+from arclight.fabric.listening import AddressError, check_certificate, http_protocol, reserve_address
 from arclight.serve.settings import Limits, check_keys, is_loopback
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ def run(
     server = DrainingServer(
         uvicorn.Config(
             app,
+            http=http_protocol("serve"),
             access_log=False,
             server_header=False,
             ssl_certfile=None if tls is None else tls.certificate,

@@ -361,6 +361,15 @@ def test_headers_that_never_end(impatient: Running) -> None:
             assert back.read() == b""
 
 
+def test_headers_larger_than_any_client_sends(running: Running) -> None:
+    with socket.create_connection(("127.0.0.1", running.port), timeout=60) as line:
+        line.sendall(b"GET /v1/challenge HTTP/1.1\r\nx-filler: ")
+        with pytest.raises(ConnectionError):
+            for _ in range(50):
+                line.sendall(b"x" * 1_000_000)
+    assert running.ask("GET", "/v1/challenge")[0] == 200
+
+
 def test_no_more_uploads_than_allowed(running: Running) -> None:
     lines = []
     for number in range(2):

@@ -29,7 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.extras import require
-from arclight.fabric.listening import AddressError, reserve_address
+from arclight.fabric.listening import AddressError, http_protocol, reserve_address
 from arclight.federated.blobs.blob_store import check_digest
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.errors import BlobError, FederatedError, LinkError, ProtocolError, RefusedError, SessionError
@@ -201,8 +201,7 @@ def _newest_tls(config: Any, make: Callable[[], ssl.SSLContext]) -> ssl.SSLConte
 
 def _protocol(patience: float) -> Any:
     """Make uvicorn's protocol close connections on which no request completes its headers in time."""
-    require("httptools", extra="federated")
-    base: Any = require("uvicorn.protocols.http.httptools_impl", extra="federated").HttpToolsProtocol
+    base: Any = http_protocol("federated")
 
     class Timely(base):
         _closing: Any = None
