@@ -109,6 +109,20 @@ def test_what_clients_keep_is_fetched_once_and_by_those_who_join(tmp_path: Path)
     assert fetched("later") == pytest.approx(embedding + trunk + moments, abs=header)
 
 
+@pytest.mark.parametrize("down", [Raw(), Int8()])
+def test_a_file_of_a_round_that_nodes_are_not_offered_is_no_blob(tmp_path: Path, down: Codec) -> None:
+    """Its link would keep the whole model on the disk for an hour after its round was removed."""
+    run = Run(tmp_path, down, personal_from="server", words=1000)
+    for number in (0, 1, 2):
+        run.write(number, trunk=0.5 + number, moment=0.5 + number)
+        newest = run.published.publish(number)
+        assert number == 0 or newest.manifest != newest.own
+        assert set(run.blobs) == run.offered
+    run.published.collect_garbage({newest.manifest.digest}, [], [], [], run.blobs.remove)
+    assert set(run.blobs) == run.offered
+    assert run.opened().restore(2, newest.manifest.digest) == newest
+
+
 def test_a_small_part_that_clients_keep_is_left_in_its_file(tmp_path: Path) -> None:
     """It would cost the server more to write all weights twice than nodes to fetch it again."""
     run = Run(tmp_path, personal_from="server")

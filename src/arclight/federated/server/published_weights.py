@@ -77,6 +77,7 @@ class PublishedWeights:
         fetch it once. all_changed: every tensor differs from the round before, so that they need not be compared.
         """
         own = self._rounds.weights(number)
+        had = {digest for digest in own.blobs if self._blobs.here.size(digest) is not None}
         offered = self._link_blobs(number, own)
         former = next((weights.chain for weights in self.all() if weights.round == number - 1), None)
         whole = isinstance(self._federation.down, Raw) and all_changed
@@ -92,9 +93,10 @@ class PublishedWeights:
         if chain.changes or chain.weights != own:
             replace_text(self._file(number), chain.to_json())
         found = self._offer(number, chain, own)
-        written = offered.blobs.keys() - own.blobs.keys()  # copies, not links to the round's files
-        for digest in written.difference(*(weights.chain.blobs for weights in self.all())):
-            self._blobs.remove(digest)
+        # nodes get none of these: copies, and links, which would keep the round's files on the disk after the round is removed
+        private = (own.blobs.keys() | offered.blobs.keys()) - had
+        for digest in private.difference(*(weights.chain.blobs for weights in self.all())):
+            self._blobs.here.remove(digest)
         return found
 
     def restore(self, number: int, base: str) -> Weights:
