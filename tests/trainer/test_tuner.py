@@ -257,6 +257,33 @@ def test_a_resumed_fit_keeps_the_size_that_its_run_had_found(tmp_path: Path) -> 
     assert finder.optimal_batch_size == 8
 
 
+def test_finders_of_two_settings_keep_what_each_had_found(tmp_path: Path) -> None:
+    class Two(Hungry):
+        other = 1
+
+    def finders() -> list[al.Callback]:
+        return [
+            BatchSizeFinder(steps_per_trial=1),
+            BatchSizeFinder(steps_per_trial=1, batch_arg_name="other", max_trials=3),
+        ]
+
+    runner = trainer(tmp_path, callbacks=finders(), max_epochs=1)
+    runner.fit(Two(room=20))
+    runner.save_checkpoint(tmp_path / "kept")
+    resumed = finders()
+    trainer(tmp_path, callbacks=resumed).fit(model := Two(room=40), ckpt_path=tmp_path / "kept")
+    assert (model.batch_size, model.other) == tuple(finder.optimal_batch_size for finder in resumed) == (16, 8)
+
+
+@pytest.mark.parametrize("kind", [BatchSizeFinder, LearningRateFinder])
+def test_a_finder_that_found_nothing_takes_its_state_back(kind: Any) -> None:
+    """As from spawned processes, after a development run."""
+    finder = kind()
+    expected = finder.state_dict(), vars(finder) | {"_resumed": True}
+    finder.load_state_dict(finder.state_dict())
+    assert (finder.state_dict(), vars(finder)) == expected
+
+
 @pytest.mark.parametrize(
     "finder",
     [

@@ -65,11 +65,16 @@ class BatchSizeFinder(Callback):
         """Of a fit."""
         self._resumed = False
 
+    @property
+    def state_key(self) -> str:
+        name = self._search.batch_arg_name
+        return type(self).__qualname__ if name == "batch_size" else self._generate_state_key(batch_arg_name=name)
+
     def state_dict(self) -> dict[str, Any]:
         return {} if self._found is None else {"batch_size": self._found}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._found, self._resumed = state_dict["batch_size"], True
+        self._found, self._resumed = state_dict.get("batch_size"), True
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str | None = None) -> None:
         self._resumed = False

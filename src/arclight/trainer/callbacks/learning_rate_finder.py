@@ -57,12 +57,19 @@ class LearningRateFinder(Callback):
         self.optimal_lr: LRFinder | None = None
         self._resumed = False
 
+    @property
+    def state_key(self) -> str:
+        name = self._attr_name
+        return self._generate_state_key(attr_name=name) if name else type(self).__qualname__
+
     def state_dict(self) -> dict[str, Any]:
         return {} if self.optimal_lr is None else dict(self.optimal_lr.results)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimal_lr, self._resumed = self._unused(), True
-        self.optimal_lr.results = dict(state_dict)
+        self.optimal_lr, self._resumed = None, True
+        if state_dict:
+            self.optimal_lr = self._unused()
+            self.optimal_lr.results = dict(state_dict)
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         self._resumed = False
