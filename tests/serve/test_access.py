@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import ssl
+import sys
 
 import httpx
 import pytest
@@ -16,8 +17,9 @@ from tests.serve.test_tensors import SERVE
 from tests.waiting import wait_until
 
 from arclight import cli
+from arclight.fabric.extras import MissingExtraError
 from arclight.federated.transports.keys import make_certificate
-from arclight.serve import create_app, middleware
+from arclight.serve import create_app, middleware, serve
 
 KEY = "correct-horse-battery"
 
@@ -223,3 +225,11 @@ def test_a_key_that_waits_as_told_passes(monkeypatch):
     assert [rates.take(0), rates.take(0)] == [0.0, 0.25]
     now[0] += 1000
     assert [rates.take(0) for _ in range(9)] == [0.0] * 8 + [0.25], "what was not used is not saved for ever"
+
+
+@pytest.mark.parametrize("package", ["httptools", "orjson"])
+def test_an_extra_that_is_installed_in_part_is_named(monkeypatch, package):
+    """As by those who had the extra before it brought these."""
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match="serve"):
+        serve("no.onnx")

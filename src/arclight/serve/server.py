@@ -66,8 +66,8 @@ def serve(
     output, where nothing else is written then: the address goes to standard error. OSError where it cannot be.
     """
     keys = check_access(host, api_key, insecure=insecure, tls=tls, proxied=proxied)
-    require("fastapi", extra="serve")
-    require("prometheus_client", extra="serve")
+    for package in ("fastapi", "prometheus_client", "httptools", "orjson"):
+        require(package, extra="serve")
     from arclight.serve.app import build_app
     from arclight.serve.middleware import Access
     from arclight.serve.models import load
