@@ -23,7 +23,7 @@ def costs_of(name: str, unit: float, uneven: bool = False) -> list[UnitCost]:
     return [UnitCost(*(unit * turn / own for _ in "FIW")) for _, turn in zip(range(own * RANKS), turns, strict=False)]
 
 
-def compare(names: list[str], unit: float, uneven: bool = False, steps: int = 5) -> dict[str, tuple[float, float]]:
+def compare(names: list[str], unit: float, uneven: bool = False, steps: int = 2) -> dict[str, tuple[float, float]]:
     """For each schedule measured over simulated seconds of a step, and points of bubble that were measured beyond theory.
 
     Of the fastest of several steps: others have the processors at times, which takes nothing off.
@@ -43,7 +43,7 @@ def compare(names: list[str], unit: float, uneven: bool = False, steps: int = 5)
 @pytest.mark.slow
 def test_a_step_takes_about_what_is_simulated() -> None:
     def check(longer: float) -> None:
-        for name, (ratio, points) in compare(["1F1B", "V-Min"], 0.02 * longer, steps=2).items():
+        for name, (ratio, points) in compare(["1F1B", "V-Min"], 0.02 * longer).items():
             assert 0.99 < ratio < 1.4, name
             assert -5 < points < 15, name
 
@@ -51,12 +51,12 @@ def test_a_step_takes_about_what_is_simulated() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("uneven", [False, True])
-def test_steps_take_what_is_simulated(uneven: bool) -> None:
+def test_steps_take_what_is_simulated() -> None:
+    """With stages of unlike costs, which no schedule has been made for; naps grow for those alone that were disturbed."""
     left = set(SCHEDULES)
 
     def check(longer: float) -> None:
-        for name, (ratio, points) in compare(sorted(left), 0.06 * longer, uneven).items():
+        for name, (ratio, points) in compare(sorted(left), 0.03 * longer, uneven=True).items():
             if 0.99 < ratio < (1.05 if SCHEDULES[name].stages_per_process == 1 else 1.1) and abs(points) < 5:
                 left.remove(name)
         assert not left

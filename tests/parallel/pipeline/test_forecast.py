@@ -158,11 +158,11 @@ def test_what_cannot_be_simulated_is_said() -> None:
 
 def steps_of_a_pipe(schedule: str) -> Any:
     torch.set_num_threads(1)
-    model, x = Sleepers(16), torch.ones(8, 16)
+    model, x = Sleepers(8), torch.ones(8, 16)
     pipe = pipeline.split(model, (x[:1],), stages=8 if schedule == "V-Half" else 4)
     runner = pipe.on(schedule=schedule, micro_batches=8, loss=lambda output, _: (output.sum(), output.numel()))
-    with pipeline.record(skip=1, steps=4) as run:
-        for _ in range(5):
+    with pipeline.record(skip=1, steps=2) as run:
+        for _ in range(3):
             runner.step(x)
     return min(run.traces, key=lambda trace: trace.seconds)
 
@@ -171,7 +171,7 @@ def steps_of_a_pipe(schedule: str) -> Any:
 @pytest.mark.parametrize("schedule", ["1F1B", "V-Half"])
 def test_a_split_model_takes_as_long_as_was_simulated(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "COST", replace(COST, forward=0.03, inputs=0.02, weights=0.025))
-    model, x = Sleepers(16), torch.ones(1, 16)
+    model, x = Sleepers(8), torch.ones(1, 16)
     pipe = pipeline.split(model, (x,), stages=8 if schedule == "V-Half" else 4)
     expected = pipeline.simulate(pipe, (x,), schedule, micro_batches=8)
 
