@@ -23,7 +23,7 @@ from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model
 from arclight.trainer.callbacks import DiLoCo
 
-CLIP, RATE, BATCH, EVERY = 0.5, 0.02, 8, 3
+CLIP, RATE, BATCH, EVERY = 0.5, 0.02, 8, 2
 EPS = 1e-4  # else float32 roundings of gradients near 0 are steps
 
 
@@ -184,19 +184,17 @@ def test_an_exchange_after_every_step_of_sgd_is_ddp(tmp_path: Path) -> None:
     ("sizes", "window"),
     [
         ({}, 2), pytest.param({"dp_shard": 2}, 2, marks=pytest.mark.slow),
-        *(pytest.param(sizes, 1, marks=pytest.mark.slow) for sizes in ({"tp": 2}, {"dp_shard": 2}, {"cp": 2}, {"dp_shard": 2, "ep": 2})),
+        *(pytest.param(sizes, 1, marks=pytest.mark.slow) for sizes in ({"tp": 2}, {"cp": 2}, {"dp_shard": 2, "ep": 2})),
     ],
     ids=str,
 )  # fmt: skip
 def test_replicas_train_as_models_of_one_process_by_hand(tmp_path: Path, sizes: dict[str, int], window: int) -> None:
     """Batches that count differently and clipped gradients too; resumed between two exchanges with the same bits."""
-    plan, steps = Plan(dp_replicate=2, replicas="apart", **sizes), 4 if window > 1 else 7
+    plan, steps = Plan(dp_replicate=2, replicas="apart", **sizes), 3 if window > 1 else 5
     options = {"max_steps": steps, "accumulate_grad_batches": window}
     family = "qwen3-moe" if plan.ep > 1 else "llama3"
     wanted, loss = by_hand(steps, window, family)
-    found = fit(
-        tmp_path / "a", plan, DiLoCo(EVERY), module=Language(family=family), save_at=2 if window > 1 else 5, **options
-    )
+    found = fit(tmp_path / "a", plan, DiLoCo(EVERY), module=Language(family=family), save_at=steps - 2, **options)
     for rank, process in enumerate(found):
         assert_same(process["weights"], wanted[rank * 2 // plan.world_size], 2e-6)  # weights of batches are float32
         assert process["loss"] == pytest.approx(loss, abs=1e-6)
@@ -228,10 +226,10 @@ def test_a_replica_cut_by_fsdp_over_tensor_parallelism_is_saved(tmp_path: Path) 
 
 @pytest.mark.parametrize("sizes", [{}, pytest.param({"tp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_another_number_of_replicas_begins_at_the_anchor(tmp_path: Path, sizes: dict[str, int]) -> None:
-    fit(tmp_path / "a", Plan(dp_replicate=2, replicas="apart", **sizes), DiLoCo(EVERY), save_at=4, max_steps=4)
+    fit(tmp_path / "a", Plan(dp_replicate=2, replicas="apart", **sizes), DiLoCo(EVERY), save_at=3, max_steps=3)
     anchor = checkpoint.load(tmp_path / "a" / "state")["model"]
     plan = Plan(dp_shard=2, replicas="apart")
-    found = fit(tmp_path / "b", plan, DiLoCo(EVERY), ckpt=tmp_path / "a" / "state", max_steps=4)
+    found = fit(tmp_path / "b", plan, DiLoCo(EVERY), ckpt=tmp_path / "a" / "state", max_steps=3)
     assert_same({f"model.{name}": value for name, value in found[0]["weights"].items()}, anchor)
 
 

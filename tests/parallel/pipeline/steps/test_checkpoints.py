@@ -97,8 +97,8 @@ def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     ("tied", "stages", "others"),
     [
         (True, 2, (0,)),
-        pytest.param(True, 4, (0, 1, 2, 4), marks=pytest.mark.slow),
-        pytest.param(False, 4, (0, 1, 2, 4), marks=pytest.mark.slow),
+        pytest.param(True, 4, (1, 4), marks=pytest.mark.slow),
+        pytest.param(False, 4, (0, 2), marks=pytest.mark.slow),
     ],
 )
 def test_what_stages_save_others_go_on_from(tied: bool, stages: int, others: tuple[int, ...], tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_first_weights_of_a_model_without_memory_do_not_depend_on_stages(tied: b
         0.015 < float(one["model.model.layers.0.mlp.up_proj.weight"].std()) < 0.025
     )  # as the model's configuration says
     assert float(one["model.model.norm.weight"].min()) == 1
-    for stages in (2, 4) if not tied else (4,):
-        assert farthest(weights(go(tmp_path / f"{stages}", tied, stages, 0, deferred=True)), one) == 0
+    many = weights(go(tmp_path / "many", tied, 4 if tied else 2, 0, deferred=True))
+    assert farthest(many, one) == 0
 
 
 class Pretrained(Language):
@@ -147,7 +147,7 @@ def test_a_run_in_stages_begins_with_a_folder_of_transformers_and_ends_with_one(
     torch.manual_seed(8)
     build(tied).save_pretrained(tmp_path / "source", max_shard_size="4KB")
     for stages in (1, 4):
-        run = trainer(tmp_path, stages, 4)
+        run = trainer(tmp_path, stages, 2)
         run.fit(Pretrained(tied, tmp_path / "source", tmp_path / f"to{stages}"), texts())
     one, four = (LlamaForCausalLM.from_pretrained(tmp_path / f"to{stages}") for stages in (1, 4))
     assert farthest(four.state_dict(), one.state_dict()) < 1e-5
