@@ -43,6 +43,12 @@ PLACEMENTS = {
 }  # fmt: skip
 
 
+def placements_of(kind: str, count: int) -> list[tuple[Any, ...]]:
+    """All of them for the settings that mix optimizers; on four processes the others take turns with those over two dimensions."""
+    found: list[tuple[Any, ...]] = PLACEMENTS[count]
+    return found if count == 2 or kind == "mixed" else [found[n] for n in {"normuon": (2, 4, 6), "half": (3, 5)}[kind]]
+
+
 def numbers(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
@@ -83,7 +89,7 @@ def placements_equal_one_process(rank: int, count: int, kinds: Sequence[str]) ->
         alone = {name: nn.Parameter(value) for name, value in numbers(1).items()}
         wanted = settings.build(alone.items())
         steps(wanted, alone, lambda tensor: tensor, 0, 3)
-        for placements in PLACEMENTS[count]:
+        for placements in placements_of(kind, count):
             mesh = meshes[len(placements)]
 
             def place(tensor: torch.Tensor, mesh: Any = mesh, placements: Any = placements) -> torch.Tensor:

@@ -189,9 +189,16 @@ def model_errors(fabric: al.Fabric, dtype: torch.dtype) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "limit"), [pytest.param(torch.float32, 1e-7, marks=pytest.mark.slow), (torch.float64, 1e-12)], ids=str
+    ("processes", "dtype", "limit"),
+    [
+        (2, torch.float64, 1e-12),
+        *(
+            pytest.param(*given, marks=pytest.mark.slow)
+            for given in ((2, torch.float32, 1e-7), (4, torch.float64, 1e-12))
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_model_equals_one_process(processes: int, dtype: torch.dtype, limit: float) -> None:
     for errors in everywhere(processes, model_errors, dtype):
         assert len(errors) == 4
