@@ -7,6 +7,7 @@ pages of a mapped file are not, since they can be read again at any time) from w
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
 import threading
@@ -49,14 +50,12 @@ def load_peak(folder: Path, ways: Sequence[str] = WAYS, width: int = 2048) -> di
     checkpoint = folder / f"rows-{width}"
     if not checkpoint.exists():
         save(Rows(width), checkpoint, max_shard_size="64MB")
-    found = {}
-    for way in ways:
-        command = [sys.executable, "-m", "benchmarks.stage_loading", way, str(width), str(checkpoint)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-        found[way] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    command = [sys.executable, "-m", "benchmarks.stage_loading", str(width), str(checkpoint), *ways]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    lines = done.stdout.splitlines()
+    if done.returncode or len(lines) != len(ways):
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return {way: json.loads(line) for way, line in zip(ways, lines, strict=True)}
 
 
 def load_peak_over_stage(folder: Path) -> float:
@@ -88,7 +87,8 @@ def _anonymous() -> float:
     return 1024.0 * int(line.split()[1])
 
 
-def _measure(way: str, width: int, checkpoint: str) -> dict[str, float]:
+def _measure(way: str, width: int, checkpoint: str) -> None:
+    """Print what one way takes, as a line of JSON."""
     with torch.device("meta"):
         model = Rows(width)
     pipe = pipeline.split(model, (torch.zeros(1, 2, dtype=torch.int64),), at=["layers.2", "layers.8", "layers.14"])
@@ -108,8 +108,16 @@ def _measure(way: str, width: int, checkpoint: str) -> dict[str, float]:
         kept = pipe.stages[0].state_dict()
     peak = watch.stop()
     largest = max(tensor.numel() for tensor in kept.values()) * torch.float32.itemsize
-    return {"peak": peak, "stage": sum(tensor.nbytes for tensor in kept.values()), "largest": largest}
+    stage = sum(tensor.nbytes for tensor in kept.values())
+    print(json.dumps({"peak": peak, "stage": stage, "largest": largest}), flush=True)
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure(sys.argv[1], int(sys.argv[2]), sys.argv[3])))
+    for chosen in sys.argv[3:]:  # forked before anything was computed, so that none finds memory that another has left
+        process = multiprocessing.get_context("fork").Process(
+            target=_measure, args=(chosen, int(sys.argv[1]), sys.argv[2])
+        )
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(f"{chosen} ended with status {process.exitcode}")
