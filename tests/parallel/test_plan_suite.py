@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 from tests import warm
-from tests.parallel.plan_suite import CASES, Case
+from tests.parallel.plan_suite import CASES
 
 SCRIPT = Path(__file__).with_name("plan_suite.py")
 
 
-def run(world_size: int, quick: bool) -> dict[str, dict[str, float]]:
-    """All cases of one world size in one group of processes; what they found by the case's name."""
-    first, *others = warm.run_ranks(world_size, SCRIPT, *(["quick"] if quick else []), timeout=600)
+def run(world_size: int, which: str) -> dict[str, dict[str, float]]:
+    """The cases of one world size (quick, others or all) in one group of processes; what they found by the case's name."""
+    first, *others = warm.run_ranks(world_size, SCRIPT, which, timeout=600)
     for done in (*others, first):
         assert done.returncode == 0, done.stderr[-4000:]
     return {found["case"]: found for line in first.stdout.splitlines() if (found := json.loads(line))}
 
 
-def check(cases: list[Case], quick: bool) -> None:
-    (world_size,) = {case.plan.world_size for case in cases}
-    found = run(world_size, quick)
+def check(world_size: int, which: str) -> None:
+    cases = [c for c in CASES if c.plan.world_size == world_size and c.quick == (which == "quick")]
+    found = run(world_size, which)
     assert found.keys() == {case.name for case in cases}
     wrong = {
         case.name: found[case.name]
@@ -36,16 +36,16 @@ def check(cases: list[Case], quick: bool) -> None:
         graphs, breaks = found[case.name]["graphs"], found[case.name]["breaks"]
         if case.plan.ep > 1:  # exchanges of rows read their numbers on the host, and nothing else leaves the graph
             assert breaks == 1, case.name
-        else:  # one code for all blocks, whatever was done to them before
+        else:  # one code for all blocks
             assert (graphs, breaks) == (1, 0), case.name
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_quick_plans_equal_one_process(world_size: int) -> None:
-    check([case for case in CASES if case.quick and case.plan.world_size == world_size], quick=True)
+    check(world_size, "quick")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", sorted({case.plan.world_size for case in CASES}))
-def test_all_plans_equal_one_process(world_size: int) -> None:
-    check([case for case in CASES if case.plan.world_size == world_size], quick=False)
+def test_all_other_plans_equal_one_process(world_size: int) -> None:
+    check(world_size, "others")
