@@ -50,10 +50,7 @@ def test_the_first_fault_is_shown_once_and_ends_all_ranks(start_method: str, mee
         assert "rank 0 stops because rank 1 failed before it" in done.stderr
 
 
-WAYS = [
-    ("fork", "reduce"),
-    *(pytest.param("popen", meeting, marks=pytest.mark.slow) for meeting in ("reduce", "ddp")),
-]
+WAYS = [("fork", "reduce"), pytest.param("popen", "ddp", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("start_method", "meeting"), WAYS)

@@ -74,10 +74,7 @@ def assert_equal_runs(found: tuple[Any, list[float]], wanted: tuple[Any, list[fl
         torch.testing.assert_close(torch.tensor(found[0][name]), torch.tensor(value), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("data", "tensor", "meta"),
-    [(1, 2, True), *(pytest.param(*given, marks=pytest.mark.slow) for given in ((1, 2, False), (2, 2, False)))],
-)
+@pytest.mark.parametrize(("data", "tensor", "meta"), [(1, 2, True), pytest.param(2, 2, False, marks=pytest.mark.slow)])
 def test_a_mesh_equals_one_process(data: int, tensor: int, meta: bool) -> None:
     wanted = train(al.Fabric(accelerator="cpu", devices=1))
     assert_equal_runs(fabric_for(data, tensor).launch(train, meta=meta), wanted)

@@ -207,8 +207,8 @@ def test_in_a_bucket(tmp_path: Path, store: str) -> None:
 @pytest.mark.slow
 def test_shards_in_a_bucket(tmp_path: Path, store: str) -> None:
     script = Path(__file__).with_name("bucket_script.py")
-    done = warm.run(script, tmp_path, "s3://bucket/two", timeout=300)
-    assert done.returncode == 0, done.stderr
+    for done in warm.run_ranks(2, script, tmp_path, "s3://bucket/two", timeout=300):
+        assert done.returncode == 0, done.stderr
     assert checkpoint.inspect("s3://bucket/two/last.ckpt").ranks == 2
 
 

@@ -100,7 +100,7 @@ def test_two_processes_that_read_several_loaders(tmp_path: Path, workers: int) -
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    run(tmp_path / "whole", "--devices", "2")
+    run(tmp_path / "whole", "--devices", "2", ranks=2)
     state = checkpoint.load(tmp_path / "whole" / "end.ckpt")
     assert len(state["rng"]) == 2
     saved = sorted((tmp_path / "whole" / "run" / "1" / "checkpoints").glob("*step=6*"))
