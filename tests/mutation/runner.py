@@ -1,12 +1,16 @@
 """Run the nearest tests against mutants of the arithmetic: ``python -m tests.mutation.runner [FILE ...] [--count N]``.
 
-This process imports torch once and never this package. Every mutant is judged in a fork of it, which imports a copy of the package
-with that one change and runs, quickest first, those near tests that reached the changed lines when nothing was changed.
+This process imports torch once and never this package. For each file it forks one that imports a copy of the package and collects the
+near tests. A fork of that runs them with nothing changed and notes the lines that each reaches; then every mutant is judged in a fork that
+changes the code of its functions and runs, quickest first, the tests that reached its lines. Mutants of what runs at import are
+judged in processes that import a changed copy.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gc
 import importlib.util
 import json
 import os
@@ -23,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import pytest
@@ -36,6 +40,10 @@ SETTINGS: dict[str, Any] = tomllib.loads((HERE / "targets.toml").read_text(encod
 WARM = ["numpy", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.utils.data", "hypothesis",
         "hypothesis.extra.numpy", "safetensors.torch", "pydantic", "rich.console"]  # fmt: skip
 MEMORY_BYTES = 24 << 30
+TRACED = 2000
+"""Calls and lines of a function that are noted one by one in a test."""
+LOOK_SECONDS, FILE_SECONDS = 600, 3600
+"""Processor time of a file's near tests with nothing changed, and of the process whose forks they and its mutants are."""
 
 
 @dataclass
@@ -45,6 +53,14 @@ class Near:
     seconds: dict[str, float]
     lines: dict[str, list[int]]
     at_import: list[int]
+
+    def at_import_of(self, mutant: Mutant) -> bool:
+        """Return True for a mutant in a statement that runs at import, or in a function that is called there."""
+        return bool({*range(mutant.statement, mutant.lines[1] + 1)} & set(self.at_import))
+
+    def limit(self, tests: Sequence[str]) -> float:
+        """Seconds of processor time that tests may take with a change."""
+        return 5 + 3 * sum(self.seconds[name] for name in tests)
 
     def of(self, mutant: Mutant) -> list[str]:
         """Tests that reach a mutant, quickest first; all of them for code that runs at import."""
@@ -57,31 +73,127 @@ class Near:
         return []
 
 
-class Reached:
-    """A pytest plugin that notes which lines of one file each test reaches."""
+class Judging:
+    """A pytest plugin that runs the collected tests in forked processes: once as they are, and those that reach it for each mutant.
 
-    def __init__(self, file: Path) -> None:
-        self.file, self.lines, self.seconds = str(file), defaultdict[str, set[int]](set), dict[str, float]()
-        self._into = self.lines[""]
+    In the process that forks, ``judged`` holds whether each mutant was noticed, None for those that have to be imported. ``near`` is known
+    once the unchanged run has passed; ``code`` is the exit code of the last fork.
+    """
+
+    def __init__(self, copy: Path, file: str, drawn: Sequence[Mutant], until: float) -> None:
+        self.path, self.drawn, self.until = copy / "arclight" / file, drawn, until
+        self.source = self.path.read_text(encoding="utf-8")
+        self.near: Near | None = None
+        self.judged: list[tuple[int, bool | None]] = []
+        self.code, self.forked = 0, False
+        self._reached = copy.parent / "reached.json"
+        self._lines, self._seconds = defaultdict[str, set[int]](set), dict[str, float]()
+        self._into, self._left = self._lines[""], defaultdict[CodeType, int](lambda: TRACED)
+        self._file = str(self.path)
 
     def trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename != self.file:
+        """Note lines; of a function that goes on and on within a test all, since to be told of each line takes longer than it does."""
+        code = frame.f_code
+        if code.co_filename != self._file or (left := self._left[code]) == 0:
             return None
+        self._left[code] = left - 1
         if event == "line":
             self._into.add(frame.f_lineno)
+        if left == 1:
+            self._into.update(line for *_, line in code.co_lines() if line)
         return self.trace
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out tests that start a server to fork from: each mutant would start one."""
+        items[:] = [item for item in items if "fork_spawned" not in getattr(item, "fixturenames", ())]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        self._into, began = self.lines[item.nodeid], time.process_time()
+        self._into, began = self._lines[item.nodeid], time.monotonic()
+        self._left.clear()
         try:
             return (yield)
         finally:
-            self.seconds[item.nodeid] = time.process_time() - began
+            self._seconds[item.nodeid] = time.monotonic() - began
 
-    def found(self) -> dict[str, Any]:
-        lines = {name: sorted(own) for name, own in self.lines.items()}
-        return {"at_import": lines.pop(""), "lines": lines, "seconds": self.seconds}
+    def pytest_sessionfinish(self) -> None:
+        if self.forked and self.near is None:
+            lines = {name: sorted(own) for name, own in self._lines.items()}
+            found = {"at_import": lines.pop(""), "lines": lines, "seconds": self._seconds}
+            self._reached.write_text(json.dumps(found))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Return None in a forked process, where the tests that are left in the session are run then."""
+        if self._fork(LOOK_SECONDS):
+            return None
+        sys.settrace(None), threading.settrace(None)  # type: ignore[arg-type]
+        if self.code:
+            return True
+        self.near = Near(**json.loads(self._reached.read_text()))
+        for number, mutant in enumerate(self.drawn):
+            if time.monotonic() > self.until:
+                break
+            tests = self.near.of(mutant)
+            changed = None if self.near.at_import_of(mutant) else changed_code(self.source, mutant.source, self.path)
+            if tests and changed is None:
+                self.judged.append((number, None))
+            elif not tests:
+                self.judged.append((number, False))
+            else:
+                put(self.path, mutant.source)  # for processes that tests start
+                if self._fork(self.near.limit(tests)):
+                    change_functions(changed or {}, self.path)
+                    Chosen(tests).pytest_collection_modifyitems(session.items)
+                    session.config.option.maxfail, session.config.option.tbstyle = 1, "no"
+                    return None
+                put(self.path, self.source)
+                self.judged.append((number, noticed(self.code)))
+        return True
+
+    def _fork(self, seconds: float) -> bool:
+        """Return True in a forked process; in this one False, when that has ended."""
+        if pid := os.fork():
+            self.code = wait(pid, seconds)
+            return False
+        os.setsid()
+        limit(seconds)
+        self.forked = True
+        return True
+
+
+def changed_code(source: str, changed: str, path: Path) -> dict[tuple[str, int], CodeType] | None:
+    """The code of a changed source by name and first line of the code in whose place it comes; None if the sources have other functions."""
+    found: dict[tuple[str, int], CodeType] = {}
+    waiting = [tuple(compile(text, str(path), "exec", dont_inherit=True) for text in (source, changed))]
+    while waiting:
+        before, after = waiting.pop()
+        within = [[one for one in code.co_consts if isinstance(one, CodeType)] for code in (before, after)]
+        if [one.co_qualname for one in within[0]] != [one.co_qualname for one in within[1]]:
+            return None
+        waiting += zip(*within)
+        found[before.co_qualname, before.co_firstlineno] = after
+    return found
+
+
+def change_functions(changed: dict[tuple[str, int], CodeType], path: Path) -> None:
+    """Give all functions of a module the code that comes in the place of theirs, whoever holds them."""
+    file = str(path)
+    gc.unfreeze()
+    for one in gc.get_objects():
+        if (
+            type(one) is FunctionType and one.__code__.co_filename == file
+        ):  # what else is there may answer isinstance with a warning
+            one.__code__ = changed[one.__code__.co_qualname, one.__code__.co_firstlineno]
+    gc.freeze()
+
+
+@dataclass
+class Judged:
+    """The near tests of a file and its mutants: whether they notice each, None until one has been imported."""
+
+    near: Near
+    seen: dict[Mutant, bool | None]
 
 
 class Chosen:
@@ -118,14 +230,42 @@ def fork(work: Callable[[], int], log: Path, seconds: float) -> int:
         os.setsid()
         streams = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(streams, 1), os.dup2(streams, 2)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        limit(seconds)
         code = work()
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
+
+
+def limit(seconds: float) -> None:
+    """Limit the processor time and memory of this process."""
+    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+
+def wait(pid: int, seconds: float) -> int:
+    """Wait for a process with a limit of processor time, end its group, and return its exit code (negative: its signal)."""
+    until = time.monotonic() + 5 * seconds + 60
+    while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > until:
+            end_group(pid)
+        time.sleep(0.01)
+    end_group(pid)  # whatever its tests have started
+    return os.waitstatus_to_exitcode(found[1])
+
+
+def end_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def noticed(code: int) -> bool:
+    """Return True for pytest's exit codes of failures, and for signals."""
+    return code not in (0, 5)
 
 
 @dataclass
@@ -164,58 +304,56 @@ def run_all(jobs: Iterator[Job], folder: Path, workers: int) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         late = [one for one, (_, _, until) in busy.items() if time.monotonic() > until]
         for one in late:
-            os.killpg(one, signal.SIGKILL)
+            end_group(one)
         if pid not in busy:
             time.sleep(0.02)
             continue
         at, job, _ = busy.pop(pid)
-        try:
-            os.killpg(pid, signal.SIGKILL)  # whatever its tests have started
-        except ProcessLookupError:
-            pass
+        end_group(pid)
         put(at / "src/arclight" / job.file, (SOURCE / job.file).read_text(encoding="utf-8"))
         copies.append(at)
         job.done(os.waitstatus_to_exitcode(status), at / "log")
 
 
-def look(file: str, into: dict[str, Near]) -> Job:
-    """Run a file's near tests with nothing changed. Raises RuntimeError where they do not pass."""
-    tests = SETTINGS["tests"][file]
+def judge_file(file: str, drawn: Sequence[Mutant], until: float, into: dict[str, Judged]) -> Job:
+    """Run a file's near tests with nothing changed, and judge its mutants. Raises RuntimeError where they do not pass."""
 
     def work(copy: Path) -> int:
-        reached = Reached(copy / "arclight" / file)
-        threading.settrace(reached.trace)
-        sys.settrace(reached.trace)
-        code = run_tests(copy, tests, reached)
-        sys.settrace(None)
+        judging = Judging(copy, file, drawn, until)
+        threading.settrace(judging.trace)
+        sys.settrace(judging.trace)
+        code = run_tests(copy, SETTINGS["tests"][file], judging)
         if not str(sys.modules["arclight"].__file__).startswith(str(copy)):
             raise RuntimeError(
                 f"the tests of {file} import {sys.modules['arclight'].__file__} and not the copy in {copy}"
             )
-        (copy.parent / "reached.json").write_text(json.dumps(reached.found()))
-        return code
+        if not judging.forked and judging.near is not None:
+            found = {"near": dataclasses.asdict(judging.near), "judged": judging.judged}
+            (copy.parent / "judged.json").write_text(json.dumps(found))
+        return code if judging.forked else judging.code if judging.near is None else 0
 
     def done(code: int, log: Path) -> None:
         if code:
             raise RuntimeError(
                 f"the tests of {file} end with {code} though nothing is changed:\n{log.read_text()[-3000:]}"
             )
-        into[file] = Near(**json.loads((log.parent / "reached.json").read_text()))
+        found = json.loads((log.parent / "judged.json").read_text())
+        into[file] = Judged(Near(**found["near"]), {drawn[number]: seen for number, seen in found["judged"]})
 
-    return Job(work, file, None, 600, done)
+    return Job(work, file, None, FILE_SECONDS, done)
 
 
-def judge(file: str, mutant: Mutant, near: Near, into: dict[str, list[tuple[Mutant, bool]]]) -> Job | None:
-    """Run the tests that reach a mutant; None, and a survivor, where there are none."""
-    tests = near.of(mutant)
-    if not tests:
-        into[file].append((mutant, False))
-        return None
-    limit = 20 + 3 * sum(near.seconds[name] for name in tests)
+def judge_afresh(file: str, mutant: Mutant, judged: Judged) -> Job:
+    """Import a changed copy and run the tests that reach a mutant."""
+    tests = judged.near.of(mutant)
     files = sorted({name.partition("::")[0] for name in tests})
+
+    def done(code: int, _: Path) -> None:
+        judged.seen[mutant] = noticed(code)
+
     return Job(
         lambda copy: run_tests(copy, files, Chosen(tests), "-x", "--tb=no"),
-        file, mutant.source, limit, lambda code, _: into[file].append((mutant, code not in (0, 5))),
+        file, mutant.source, judged.near.limit(tests), done,
     )  # fmt: skip
 
 
@@ -231,17 +369,15 @@ def sample(file: str, count: int) -> list[Mutant]:
 
 
 def measure(files: Sequence[str], count: int, workers: int, seconds: float) -> dict[str, list[tuple[Mutant, bool]]]:
-    """Judge `count` mutants a file, one of each file in turn, until `seconds` have passed: those not begun are left out."""
-    near: dict[str, Near] = {}
-    judged: dict[str, list[tuple[Mutant, bool]]] = {file: [] for file in files}
+    """Judge `count` mutants a file until `seconds` have passed: those not begun are left out."""
+    judged: dict[str, Judged] = {}
     until = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        run_all((look(file, near) for file in files), Path(folder), workers)
-        drawn = {file: sample(file, count) for file in files}
-        rows = ((file, drawn[file][turn]) for turn in range(count) for file in files if turn < len(drawn[file]))
-        jobs = (judge(file, mutant, near[file], judged) for file, mutant in rows if time.monotonic() < until)
-        run_all((job for job in jobs if job), Path(folder), workers)
-    return judged
+        run_all((judge_file(file, sample(file, count), until, judged) for file in files), Path(folder), workers)
+        left = [(file, mutant) for file in files for mutant, seen in judged[file].seen.items() if seen is None]
+        jobs = (judge_afresh(file, mutant, judged[file]) for file, mutant in left if time.monotonic() < until)
+        run_all(jobs, Path(folder), workers)
+    return {file: [(mutant, seen) for mutant, seen in judged[file].seen.items() if seen is not None] for file in files}
 
 
 def main() -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tests.mutation.mutate import mutants
-from tests.mutation.runner import REPOSITORY, SETTINGS, SOURCE, Near
+from tests.mutation.runner import REPOSITORY, SETTINGS, SOURCE, Near, change_functions, changed_code
 
 TARGETS = SETTINGS["tests"]
 
@@ -60,6 +62,62 @@ def test_tests_that_reach_a_mutant_are_found_quickest_first() -> None:
     assert Near(seconds, {"slow": [2], "quick": [9], "elsewhere": []}, []).of(mutant) == ["slow"]
     assert Near(seconds, reaches, [3]).of(mutant) == ["elsewhere", "quick", "slow"]
     assert Near(seconds, {"slow": [9]}, []).of(mutant) == []
+
+
+HELD = """
+def twice(function):
+    def outer(x):
+        return function(x) + function(x)
+    return outer
+
+
+@twice
+def tripled(x):
+    return x * 3
+
+
+class Steps:
+    def down(self, numbers):
+        return [
+            number
+            - 1 for number in numbers
+        ]
+
+    @staticmethod
+    def last(numbers):
+        return numbers[2]
+"""
+
+
+def test_functions_take_the_code_of_a_mutant_wherever_they_are_held(tmp_path: Path) -> None:
+    path = tmp_path / "held.py"
+    path.write_text(HELD)
+    spec = importlib.util.spec_from_file_location("held", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tripled, down, last = module.tripled, module.Steps().down, module.Steps.last
+
+    now = [HELD]
+
+    def results(source: str) -> tuple[object, ...]:
+        changed = changed_code(now.pop(), source, path)
+        assert changed is not None
+        change_functions(changed, path)
+        now.append(source)
+        return tripled(2), down([1, 2]), last([4, 5, 6, 7])
+
+    assert results(HELD) == (12, [0, 1], 6)
+    assert {one.turned: results(one.source) for one in mutants(HELD)} == {
+        "return (function(x) - function(x))": (0, [0, 1], 6),
+        "return x * (4)": (16, [0, 1], 6),
+        "return (x / 3)": (4 / 3, [0, 1], 6),
+        "(number + 1) for number in numbers": (12, [2, 3], 6),  # and all that follows is a line further up
+        "- (2) for number in numbers": (12, [-1, 0], 6),
+        "return numbers[(3)]": (12, [0, 1], 7),
+    }
+    assert changed_code(HELD, HELD.replace("def down", "def up"), path) is None
 
 
 @pytest.mark.parametrize("file", sorted({*TARGETS, *SETTINGS["equivalent"]}))
