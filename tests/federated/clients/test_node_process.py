@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from tests import warm
 from tests.federated.clients.sites import Net, steps_in, weights_of
 from tests.federated.fakes import AveragingServer
 from tests.federated.transports.serving import Line
@@ -34,20 +33,11 @@ def beginning() -> dict[str, torch.Tensor]:
     return weights_of(Net())
 
 
-@contextmanager
-def node(address: str, folder: Path, workers: int, *names: str) -> Iterator[subprocess.Popen[bytes]]:
+def node(address: str, folder: Path, workers: int, *names: str, spawns: bool = False) -> warm.Program:
+    """spawns: its workers are its own children, and import all anew."""
     folder.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[3]), *sys.path])}
-    with (folder / "log.txt").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), address, str(folder), str(workers), *names],
-            env=environment, stdout=log, stderr=log,
-        )  # fmt: skip
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait(60)
+    return warm.Program(SCRIPT, address, folder, str(workers), *names, env=environment, merged=True, spawns=spawns)
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 300) -> None:
@@ -79,7 +69,7 @@ def test_a_node_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
                     process.wait(60)
                 assert server.round == 2
             with node(http.address, folder, 0, "a") as process:
-                assert process.wait(300) == 0, (folder / "log.txt").read_text()
+                assert process.wait(300) == 0, process.said()[0]
         assert server.round == 3
         assert not server.of(Failed)
         ends.append(server.weights)
@@ -120,7 +110,7 @@ def test_a_node_that_is_killed_while_it_trains_and_sends_comes_to_the_same_weigh
                     process.wait(20)
             line.rate = None
             with node(line.address, folder, workers, "a") as process:
-                assert process.wait(300) == 0, (folder / "log.txt").read_text()
+                assert process.wait(300) == 0, process.said()[0]
             line.close()
             run.wait(10)
         ends.append([one.base for one in server.history])
@@ -137,7 +127,7 @@ def test_workers_end_with_a_node_that_is_killed(tmp_path: Path) -> None:
         tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=30, form="delta", checkpoint_every_steps=5
     )
     with HttpServer(server) as http:
-        with node(http.address, tmp_path / "node", 2, "a", "bb") as process:
+        with node(http.address, tmp_path / "node", 2, "a", "bb", spawns=True) as process:
             wait_until(
                 lambda: all(reached(tmp_path / "node" / f"{name}.steps", 12) for name in ("a", "bb")), "both train"
             )
@@ -148,7 +138,7 @@ def test_workers_end_with_a_node_that_is_killed(tmp_path: Path) -> None:
             _, alive = psutil.wait_procs(children, timeout=60)
             assert not alive, "workers end with their node"
         with node(http.address, tmp_path / "node", 2, "a", "bb") as process:
-            assert process.wait(100) == 0, (tmp_path / "node" / "log.txt").read_text()
+            assert process.wait(100) == 0, process.said()[0]
     assert server.round == 3
     assert len(server.of(Update)) == 4
     for name in ("a", "bb"):

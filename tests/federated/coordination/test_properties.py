@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -271,6 +270,10 @@ QUICK = {
     ("streaming", True, True, False),
 }
 """One for each kind of run, which together have every pair of the other three choices."""
+KILLS = [
+    case for which, *choices in sorted(QUICK) for case in ((which, *choices), (which, *(not one for one in choices)))
+]
+"""And beside each its opposite: so every kind of run meets both values of each choice."""
 
 
 @pytest.mark.parametrize(
@@ -281,8 +284,7 @@ QUICK = {
             marks=() if (which, written, lost, shortened) in QUICK else pytest.mark.slow,
             id=f"{which}-{written}-{'power' if lost else 'killed'}-{shortened}",
         )
-        for which in ("all", "sampled", "buffered", "streaming")
-        for written, lost, shortened in itertools.product((False, True), repeat=3)
+        for which, written, lost, shortened in KILLS
     ],
 )  # fmt: skip
 def test_a_server_killed_at_any_write_ends_with_the_same_contributors_and_no_fit_twice(
