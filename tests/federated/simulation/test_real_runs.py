@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -15,6 +13,7 @@ from statistics import median
 
 import pytest
 import torch
+from tests import warm
 from tests.federated.transports.serving import REPOSITORY, Line
 
 from arclight.federated.coordination.records import RoundCommitted
@@ -30,9 +29,9 @@ RATE = 1_000_000
 """Bytes a second of each node's line."""
 STEPS = 40
 PLAIN = Federation(
-    clients=4, rounds=4, local_steps=STEPS, evaluate_every=0, waiting=Waiting(nodes=4, heartbeat_interval_s=1.0, join_timeout_s=60.0)
+    clients=4, rounds=3, local_steps=STEPS, evaluate_every=0, waiting=Waiting(nodes=4, heartbeat_interval_s=1.0, join_timeout_s=60.0)
 )  # fmt: skip
-STREAMED = replace(PLAIN, rounds=8, streaming=Streaming(fragments=4, overlap=1))
+STREAMED = replace(PLAIN, rounds=6, streaming=Streaming(fragments=4, overlap=1))
 
 
 @dataclass(frozen=True)
@@ -78,28 +77,15 @@ def real_run(folder: Path, federation: Federation, shapes: Mapping[str, tuple[in
     start = {name: torch.randn(shape) for name, shape in shapes.items()}
     server = Server(federation, start, folder=folder / "run", observer=observe)
     lines: list[Line] = []
-    sites: list[subprocess.Popen[bytes]] = []
+    sites: list[warm.Program] = []
 
     def ready(http: HttpServer) -> None:
-        path = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
         for name in "0123":
             line = Line(int(http.address.rpartition(":")[2]))
             line.rate = RATE
             lines.append(line)
-            command = [
-                sys.executable,
-                "-m",
-                "tests.federated.simulation.site",
-                line.address,
-                name,
-                str(pause),
-                str(folder / name),
-            ]
-            sites.append(
-                subprocess.Popen(
-                    command, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-                )
-            )
+            words = ("-m", "tests.federated.simulation.site", line.address, name, str(pause), folder / name)
+            sites.append(warm.Program(*words, cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1"}))
 
     rate = measured_rate()
     watchdog = threading.Timer(150.0, lambda: [site.kill() for site in sites])
