@@ -98,6 +98,7 @@ class TestContract:
         assert program.metadata["parity"]["batch_sizes"] == [1, 2, 3]
         assert program.metadata["instruction_sets"] or not Path("/proc/cpuinfo").exists()
         assert program.metadata["versions"]["torch"] == torch.__version__
+        assert ("freezing" in program.metadata.get("passes", ())) == (program.format == "aoti")
         assert program.nbytes > sum(value.nbytes for value in TwoHeads().parameters())
 
     def test_threads_change_nothing(self, program: Program) -> None:
@@ -249,16 +250,6 @@ def test_a_format_that_its_target_does_not_run_is_refused(
     with pytest.raises(ExportError, match="for fixed shapes only: export with dynamic_batch=False"):
         export(compiled, tmp_path / "p", example_inputs=torch.randn(4, 3, 8, 8), sign=key)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_int8_runs_on_integer_kernels_in_aoti(two_heads: nn.Module, key: SigningKey, tmp_path: Path) -> None:
-    images = torch.randn(4, 3, 8, 8)
-    quantized = quantize(two_heads, [images], target="inductor")
-    program = export(quantized, tmp_path / "p", example_inputs=images, sign=key, dynamic_batch=False)
-    assert program.format == "aoti"
-    assert sum(program.metadata["quantization"]["integer_kernels"].values()) == len(quantized.quantized_layers)
-    assert "freezing" in program.metadata["passes"]
 
 
 def test_large_weights_lie_beside_one_file_and_in_the_folder(

@@ -114,9 +114,9 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", ["p", *(pytest.param(name, marks=pytest.mark.slow) for name in ("p.onnx", "large.onnx"))]
+    ("name", "every"),
+    [("p", 4), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("p", "p.onnx", "large.onnx"))],
 )
 def test_a_kill_at_any_step_leaves_the_old_or_the_new(
     name: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
