@@ -1,8 +1,9 @@
-"""Every task as a program: one contract for all of them, on all formats and recipes; a few of these are quick."""
+"""Every task as a program: one contract for all of them, in every format and with every recipe; a few of these are quick."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -133,11 +134,26 @@ def refusal(task: str, form: str, precision: str) -> str:
     return REFUSED.get((task, form, precision)) or REFUSED.get(("*", form, precision), "")
 
 
+FORMATS = ("onnx", "openvino", "pt2", "aoti")
+
+
+def precisions(task: str, form: str) -> tuple[str, ...]:
+    """The precisions in which a task is written in a format, of those that can be: both for a module of one's own, else one.
+
+    Tasks take turns, so that every task is met with every format and in both precisions, and every format in both.
+    """
+    possible = [precision for precision in ("float", "int8") if not refusal(task, form, precision)]
+    if task == "own" or len(possible) == 1:
+        return tuple(possible)
+    return (possible[(list(TASKS).index(task) + (form == "openvino")) % 2],)
+
+
 CELLS = [
-    Cell(task, form, precision, refusal(task, form, precision))
+    Cell(task, form, precision, said)
     for task in TASKS
-    for form in ("onnx", "openvino", "pt2", "aoti")
+    for form in FORMATS
     for precision in ("float", "int8")
+    if (said := refusal(task, form, precision)) or precision in precisions(task, form)
 ]
 QUICK = {"own-onnx-int8", "own-openvino-int8", "own-pt2-int8", "obb-pt2-float"}
 """A cell of each format that takes seconds, a task of vision, and a refusal; `make test-all` has the others."""
@@ -178,11 +194,11 @@ def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     torch.set_num_threads(threads)
 
 
-def cells(quick: set[str], task: str = "") -> pytest.MarkDecorator:
+def cells(quick: set[str], slow: set[str] | None = None) -> pytest.MarkDecorator:
     params = [
         pytest.param(cell, id=cell.name, marks=() if cell.name in quick else pytest.mark.slow)
         for cell in CELLS
-        if not task or cell.task == task
+        if slow is None or cell.name in quick | slow
     ]
     return pytest.mark.parametrize("quick", params, indirect=True)
 
@@ -248,7 +264,9 @@ def test_a_task_is_a_program(quick: Cell, deployments: Callable[[str], Deploymen
         assert report["metric"]["float"] == pytest.approx(deployment.metric(model), abs=1e-6)
 
 
-@cells({"own-onnx-float", "own-pt2-int8"}, task="own")
+@cells(
+    {"own-onnx-float", "own-pt2-int8"}, {"own-onnx-int8", "own-openvino-float", "own-pt2-float", "own-aoti-int8"}
+)  # every format by one of the verbs, and each verb in two of them or more
 def test_the_shell_writes_what_ship_does(
     quick: Cell, deployments: Callable[[str], Deployment], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,3 +366,11 @@ def test_every_format_and_precision_is_quick_in_a_cell() -> None:
     assert {cell.format for cell in cells} == {"onnx", "openvino", "pt2"}
     assert {cell.precision for cell in cells if not cell.refused} == {"float", "int8"}
     assert any(cell.refused for cell in cells)
+
+
+def test_every_two_of_task_format_and_precision_meet() -> None:
+    written = [cell for cell in CELLS if not cell.refused]
+    assert {(cell.task, cell.format) for cell in written} == set(itertools.product(TASKS, FORMATS))
+    assert {(cell.task, cell.precision) for cell in written} == set(itertools.product(TASKS, ("float", "int8")))
+    both = {(cell.format, cell.precision) for cell in written}
+    assert both == set(itertools.product(FORMATS, ("float", "int8"))) - {("pt2", "int8")}
