@@ -215,8 +215,15 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(case: Case, tm
 
 @pytest.mark.parametrize(
     ("name", "exported"),
-    [("classification", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in CASES)],
-)  # programs of what was trained so are quick in deploy, and int8 programs of detectors in matrix
+    [
+        ("classification", False),
+        *(
+            pytest.param(name, name == "detection", marks=pytest.mark.slow)
+            for name in CASES
+            if name != "classification"
+        ),
+    ],
+)  # programs of what was trained so are quick in deploy, and int8 programs of every task in matrix
 def test_training_with_rounding_scores_the_integer_network(name: str, exported: bool, tmp_path: Path) -> None:
     case = CASES[name]
     module, data = built(case.settings(tmp_path, case.draw(tmp_path / "set")))

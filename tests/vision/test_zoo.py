@@ -169,32 +169,6 @@ def test_torch_export_takes_any_batch():
         torch.testing.assert_close(program.module()(images), model(images))
 
 
-@pytest.mark.slow  # test_detector compares the same network in ONNX Runtime
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_onnx_runs_any_batch_with_the_same_boxes(tmp_path):
-    pytest.importorskip("onnxscript")
-    onnxruntime = pytest.importorskip("onnxruntime")
-    model = fuse(small())
-    path = tmp_path / "model.onnx"
-    torch.onnx.export(
-        model,
-        (torch.rand(2, 3, 64, 64),),
-        path,
-        input_names=["images"],
-        output_names=["predictions"],
-        dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},),
-        dynamo=True,
-        verbose=False,
-    )
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    images = torch.rand(3, 3, 64, 64)
-    (boxes,) = session.run(None, {"images": images.numpy()})
-    with torch.no_grad():
-        np.testing.assert_allclose(boxes, model(images).numpy(), rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
