@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests import warm
+from tests.exports import compare_here
 from tests.shared import made_once
 from tests.test_readme import block
 
@@ -155,7 +156,8 @@ def test_any_length_and_batch_is_computed_up_to_the_positions(program: Program, 
 
 
 @pytest.mark.slow
-def test_what_a_program_cannot_do_is_refused(program: Program, tmp_path: Path) -> None:
+def test_what_a_program_cannot_do_is_refused(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_here(monkeypatch)
     with pytest.raises(TypeError, match="a program takes tokens alone, got images"):
         generate(program, ByteTokenizer(), "a", 2, inputs={"images": torch.zeros(1)})
     with pytest.raises(ValueError, match="the tokenizer is another model's"):
@@ -261,6 +263,13 @@ def test_the_guide(tmp_path: Path) -> None:
     assert Program.load(tmp_path / "lm.onnx").metadata["task"] == "language"
 
 
+UNLIKE_LAYERS = {  # those of the others are alike: one stands for all
+    "deepseek-v3-debug": {"layers": 2},
+    "llama4-debug": {"layers": 2, "chunk": 8},
+    "deptoe-debug": {"layers": 2},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -275,34 +284,44 @@ def test_the_guide(tmp_path: Path) -> None:
         "deptoe-debug",
     ],
 )
-def test_programs_of_every_family(name: str, tmp_path: Path) -> None:
-    layers = {"layers": 2} if "gpt2" not in name else {}
-    decoder = model(name, **layers, **({"chunk": 8} if name == "llama4-debug" else {}))
+def test_programs_of_every_family(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_here(monkeypatch, rounds=3)
+    decoder = model(name, **UNLIKE_LAYERS.get(name, {}))
     program = export_language_model(decoder, tmp_path / "lm.onnx", [TEXT], tokenizer=ByteTokenizer())
     same_tokens(program, decoder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mpt-debug", "switch-head-debug"])
-def test_programs_with_low_precision_norms_are_quantized(name: str, tmp_path: Path) -> None:
+def test_programs_with_low_precision_norms_are_quantized(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_here(monkeypatch, rounds=3)
     program = export_language_model(model(name, tied=False), tmp_path / "lm.onnx", [TEXT], Int8(min_sqnr_db=10))
     assert sum(program.metadata["quantization"]["integer_kernels"].values()) == 7
     assert program.metadata["parity"]["sqnr_db"] > 30
 
 
+EXPERTS: dict[str, tuple[dict[str, Any], int]] = {  # fields, and quantized layers
+    "qwen3-moe-debug": ({}, 4 + 3),  # attention, all experts
+    "sigma-moe-debug": ({}, 4 + 2),
+    "deptoe-debug": ({"layers": 2, "group": 1, "head_dim": 16}, 2 * (4 + 2)),  # in each run
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [WeightOnly(), Int8(min_sqnr_db=10)], ids=["weightonly", "int8"])
 @pytest.mark.parametrize(
-    ("name", "fields", "maps"),
+    ("name", "recipe"),
     [
-        ("qwen3-moe-debug", {}, 4 + 3),  # attention, all experts
-        ("sigma-moe-debug", {}, 4 + 2),
-        ("deptoe-debug", {"layers": 2, "group": 1, "head_dim": 16}, 2 * (4 + 2)),  # in each run
+        ("qwen3-moe-debug", Int8(min_sqnr_db=10)), ("sigma-moe-debug", Int8(min_sqnr_db=10)), ("deptoe-debug", WeightOnly()),
     ],
-)
+    ids=["qwen3-int8", "sigma-int8", "deptoe-weightonly"],
+)  # fmt: skip
 def test_programs_of_experts_are_quantized(
-    name: str, fields: dict[str, Any], maps: int, recipe: WeightOnly | Int8, tmp_path: Path
+    name: str, recipe: WeightOnly | Int8, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    compare_here(monkeypatch, rounds=3)
+    fields, maps = EXPERTS[name]
     decoder = model(name, moe={"experts": 4, "top_k": 2, "hidden": 32}, tied=False, **fields)
     program = export_language_model(decoder, tmp_path / "lm.onnx", [TEXT], recipe, tokenizer=ByteTokenizer())
     held = program.metadata["quantization"]
