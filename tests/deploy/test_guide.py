@@ -10,40 +10,69 @@ from tests.test_readme import block
 
 from arclight.deploy import Program
 
+PLACES = {"python": 0, "targets": 1, "recipes": 2, "formats": 3, "comparing": 5, "verifying": 6}
+RUN_ALL = """
+import os, runpy, sys, traceback
+import onnxscript, torchao
+from arclight.deploy import Program, convert, export, prepare_qat, quantize, verify_quantizer
+
+for name in sys.argv[1:]:
+    if not (pid := os.fork()):
+        os.chdir(name)
+        os.dup2(os.open("said.txt", os.O_WRONLY | os.O_CREAT), 1)
+        try:
+            runpy.run_path("example.py", run_name="__main__")
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, name
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each example, with what it has printed: all run in forks of a process that has imported what they need."""
+    folder = tmp_path_factory.mktemp("guide")
+    for name, place in PLACES.items():
+        (folder / name).mkdir()
+        (folder / name / "example.py").write_text(block("python", "docs/deploy.md", place))
+    (folder / "all.py").write_text(RUN_ALL)
+    warm.run("all.py", *PLACES, cwd=folder, timeout=600, check=True)
+    return folder
+
 
 @pytest.mark.slow
-def test_python(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md"))
-    lines = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.splitlines()
+def test_python(ran: Path) -> None:
+    lines = (ran / "python" / "said.txt").read_text().splitlines()
     assert any(line.startswith("('0', '3', '7') ()") for line in lines), lines
     assert any(line.startswith("torch.Size([5, 2]) {") for line in lines), lines
     kernels = [
-        Program.load(tmp_path / name).metadata["quantization"]["integer_kernels"] for name in ("int8.onnx", "qat.onnx")
+        Program.load(ran / "python" / name).metadata["quantization"]["integer_kernels"]
+        for name in ("int8.onnx", "qat.onnx")
     ]
     assert [sum(counts.values()) for counts in kernels] == [3, 3]
 
 
 @pytest.mark.slow
-def test_targets(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 1))
-    printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
+def test_targets(ran: Path) -> None:
+    printed = (ran / "targets" / "said.txt").read_text()
     assert printed.startswith("openvino openvino {'Convolution': 3} {'over_fp32': "), printed
 
 
 @pytest.mark.slow
-def test_recipes(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 2))
-    first, second, third = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout.splitlines()
+def test_recipes(ran: Path) -> None:
+    first, second, third = (ran / "recipes" / "said.txt").read_text().splitlines()
     assert first.startswith("{'MatMulNBits': 2} {'float': "), first
     assert second.endswith(" dB"), second
     assert third.startswith("('0',) (Evaluation(float_layers=0"), third
-    assert Program.load(tmp_path / "w4.onnx").metadata["quantization"]["metric"]["max_drop"] == 0.05
+    assert Program.load(ran / "recipes" / "w4.onnx").metadata["quantization"]["metric"]["max_drop"] == 0.05
 
 
 @pytest.mark.slow
-def test_formats(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 3))
-    printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
+def test_formats(ran: Path) -> None:
+    printed = (ran / "formats" / "said.txt").read_text()
     assert printed.startswith("openvino Counter({"), printed
     assert printed.strip().endswith("torch.Size([5, 8])"), printed
 
@@ -55,17 +84,15 @@ def test_a_module_ships(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_comparing(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 5))
-    printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
+def test_comparing(ran: Path) -> None:
+    printed = (ran / "comparing" / "said.txt").read_text()
     assert "accuracy  " in printed
     assert "worst sample sample " in printed
     assert printed.strip().endswith(", ())"), printed
 
 
 @pytest.mark.slow
-def test_verifying(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 6))
-    printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
+def test_verifying(ran: Path) -> None:
+    printed = (ran / "verifying" / "said.txt").read_text()
     assert printed.startswith("static: 3 integer layers, "), printed
     assert "integer_share: onnxruntime runs " in printed
