@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -35,6 +36,13 @@ def all_tasks(tmp_path_factory, one_box_path, affine_path, language_path):
     limits = ["--limits.linger_s=0.2", "--limits.body_idle_s=1", "--limits.deadline_s=5"]
     with running(*words, *limits, program=str(folder / "serve.py")) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    """A client whose connections go on from one request to the next: what one leaves behind in its own, the next meets."""
+    with httpx.Client(**LOOPBACK, timeout=30) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -107,22 +115,16 @@ HEADERS = st.dictionaries(
 @pytest.mark.slow
 @settings(max_examples=250, deadline=None, suppress_health_check=[*HealthCheck])
 @given(data=st.data())
-def test_no_request_is_a_fault_of_the_server(all_tasks, routes, data):
+def test_no_request_is_a_fault_of_the_server(all_tasks, routes, client, data):
     path, method, schema = data.draw(st.sampled_from(routes))
     names = st.sampled_from(MODELS) | st.sampled_from(["none", "%00", "..", "a%2Fb", "%F0%9F%98%80", "{model}"])
     address = path.replace("{model}", data.draw(names))
     method = data.draw(st.just(method) | st.sampled_from(METHODS))
     content, headers = data.draw(bodies(schema)), data.draw(HEADERS)
-    with httpx.Client(**LOOPBACK, timeout=30) as client:
-        answer = client.request(method, all_tasks.url + address, content=content, headers=headers)
-        assert answer.status_code < 500 or answer.status_code == 503, (
-            method,
-            address,
-            headers,
-            content[:200],
-            answer.text,
-        )
-        health = client.get(f"{all_tasks.url}/health")
+    answer = client.request(method, all_tasks.url + address, content=content, headers=headers)
+    said = (method, address, headers, content[:200], answer.text)
+    assert answer.status_code < 500 or answer.status_code == 503, said
+    health = client.get(f"{all_tasks.url}/health")
     assert (health.status_code, health.json()["ready"]) == (200, True)
 
 
