@@ -101,14 +101,18 @@ def _main(rank: int, folder: Path, function: Callable[..., Any], arguments: tupl
 
 
 def everyone(
-    folder: Path, function: Callable[..., Any], *arguments: Any, asleep: tuple[int, ...] = ()
+    folder: Path,
+    function: Callable[..., Any],
+    *arguments: Any,
+    asleep: tuple[int, ...] = (),
+    limit: float = 1.5 * TIMEOUT,
 ) -> dict[int, str]:
     """What each process said at its end; nothing of one that was killed or did not end. asleep: ranks that are not waited for."""
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_main, args=(r, folder, function, arguments)) for r in range(PROCESSES)]
     for process in processes:
         process.start()
-    deadline, found = time.monotonic() + 1.5 * TIMEOUT, {rank: folder / f"said-{rank}" for rank in range(PROCESSES)}
+    deadline, found = time.monotonic() + limit, {rank: folder / f"said-{rank}" for rank in range(PROCESSES)}
     while time.monotonic() < deadline and any(
         process.is_alive() and not found[rank].exists() and rank not in asleep for rank, process in enumerate(processes)
     ):
