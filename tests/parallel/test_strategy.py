@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests import warm
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -436,9 +436,13 @@ def test_uneven_shares_begin_as_the_whole_and_uneven_sequences_are_refused() -> 
 @pytest.mark.slow
 def test_processes_that_torchrun_has_started(tmp_path: Path) -> None:
     _, wanted, _ = fit(tmp_path / "1", max_steps=3)
-    first, second = warm.run_ranks(2, __file__, tmp_path, timeout=300)
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert json.loads(first.stdout.splitlines()[-1]) == pytest.approx(wanted, abs=1e-5)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(wanted, abs=1e-5)
 
 
 if __name__ == "__main__":
