@@ -1,7 +1,7 @@
 """The server under load: beside a bare FastAPI application, while programs are replaced, in overload, and over many requests.
 
 Every server is a process of its own on loopback. Another holds the connections of its clients, 16 that stay open, and sends the next
-request on each when the answer is there. Both servers run the same program (64 numbers through a layer of 32 to 8) on one thread, as
+request on each when the answer is there. All servers run the same program (64 numbers through a layer of 32 to 8) on one thread, as
 JSON; one peer is an `async def` endpoint of FastAPI under uvicorn and uvloop, without limits, metrics, access rules or a queue, the
 other LitServe as it comes (a process for HTTP and one that computes). Rounds of the servers alternate, and the ratio is within a round.
 Clients and servers share the machine's cores. In overload, 64 clients send 16 rows each to a program of three layers of 1024 and ask

@@ -18,7 +18,7 @@ from arclight.deploy.capture import FreeDimensions, quiet
 from arclight.deploy.errors import ExportError
 from arclight.deploy.formats import onnx_graph
 from arclight.deploy.programs.folder import NAME, RUNTIMES, foreign_files
-from arclight.deploy.programs.session import Runtime, TensorSpec
+from arclight.deploy.programs.session import Runtime, TensorSpec, dtype_name
 from arclight.deploy.settings import Target
 from arclight.fabric.extras import require
 
@@ -110,7 +110,7 @@ def _spec(name: str, value: torch.Tensor, symbols: Mapping[str, str]) -> TensorS
             text = text.replace(symbol, free)
         return text
 
-    return TensorSpec(name, str(value.dtype).removeprefix("torch."), tuple(size(length) for length in value.shape))
+    return TensorSpec(name, dtype_name(value.dtype), tuple(size(length) for length in value.shape))
 
 
 _ISA = {"avx512": "avx512f"}

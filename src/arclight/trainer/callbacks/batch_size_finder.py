@@ -62,7 +62,7 @@ class BatchSizeFinder(Callback):
         )
         self._early_exit = False
         self._found: int | None = None
-        """Of a fit."""
+        """Batch size that a fit has found, which a resumed one keeps."""
         self._resumed = False
 
     @property
