@@ -688,8 +688,8 @@ class VisionData(DataModule, abc.ABC):
 class InferenceCopy:
     """A frozen copy of a network for inference: folded batch norms, channels last, and bfloat16 where that is native.
 
-    Native: a CPU with AMX tiles, a GPU that has it. Elsewhere (AVX-512's bfloat16 is slower than its float32), and for
-    weights that are not float32, the weights' own type is kept. Boxes are decoded in float32 either way.
+    Native: a CPU with AMX tiles or AVX-512's bfloat16 instructions, a GPU that has it. Elsewhere (bfloat16 is emulated, and slower
+    than float32), and for weights that are not float32, the weights' own type is kept. Boxes are decoded in float32 either way.
 
     Changes of the weights are told by the versions that PyTorch counts, and it counts neither those made through ``.data`` nor
     those of fused optimizers: a detector drops its copy in training.
@@ -762,4 +762,4 @@ def _state_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 def _multiplies_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())
+    return device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
