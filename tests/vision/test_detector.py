@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from arclight import checkpoint
 from arclight.checkpoint import CheckpointError
 from arclight.deploy import Program
+from arclight.optim.settings import AdamW
 from arclight.trainer import Callback, Trainer
 from arclight.vision import build_model
 from arclight.vision.data.augment_settings import Augment
@@ -318,7 +319,10 @@ def test_detections_between_steps_are_of_the_newest_weights(scenes: Path, tmp_pa
         def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             self.look(pl_module)
 
-    task = DetectionTask(data=scenes, image_size=64, batch_size=8, workers=0, memory_format="contiguous", freeze=24)
+    task = DetectionTask(
+        data=scenes, image_size=64, batch_size=8, workers=0, memory_format="contiguous", freeze=24,
+        optimizer=AdamW(lr=0.02),  # steps so large that each shows in bfloat16, too
+    )  # fmt: skip
     quiet(tmp_path, max_epochs=2, limit_val_batches=1, num_sanity_val_steps=1, callbacks=[Compare()]).fit(
         Detector(task, names=["qr_code"]), datamodule=DetectionData(task)
     )
