@@ -70,11 +70,14 @@ $(FLOWER)/.ready: $(READY)
 	@touch $@
 
 # Peers live in an environment of their own. Lightning 2.6.2 and 2.6.3 were compromised releases: the pin avoids them.
+# torchvision and what wants it come without dependencies, which would bring another torch.
 bench-peers: flower-venv
 	$(PYTHON) -m venv .bench-venv
 	.bench-venv/bin/python -m pip install --quiet "torch==2.13.0" "numpy>=1.26"
 	.bench-venv/bin/python -m pip install --quiet "lightning==2.6.6" --editable .
 	.bench-venv/bin/python -m pip install --quiet "litserve==0.2.*" "onnxruntime>=1.20"
+	.bench-venv/bin/python -m pip install --quiet "setuptools<81" opencv-python-headless zxing-cpp segno matplotlib pandas polars psutil pyyaml requests scipy seaborn tqdm
+	.bench-venv/bin/python -m pip install --quiet --no-deps "ultralytics==8.4.*" "ultralytics-thop" "yolov5==7.0.14" "torchvision==0.28.*"
 
 clean:
 	rm -rf $(VENV) $(FLOWER) .bench-venv .mypy_cache .ruff_cache .pytest_cache

@@ -6,12 +6,15 @@ the extent of what is half hidden, and over this detector's boxes of drawn cards
 (c) CPU milliseconds of `Detector.detect` and of non-maximum suppression at its worst, on one thread. The detector of (a) and (b) is
 trained on drawn scenes as `arclight demo` does it, or taken with --detector. (d) Both families of detectors after equal CPU time of
 training from scratch on drawn scenes, three seeds; see `equal_minutes`. (e) Seconds of `arclight data lint` on 10,000 images: what
-headers and labels say, and once more with every image decoded and compared.
+headers and labels say, and once more with every image decoded and compared. (f) YOLOv5 and ultralytics beside (d), their steps and
+loaders, and a file of YOLOv5's opened here; see `vision_peers`. They are installed by `make bench-peers`, and left out where they are not.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +43,7 @@ from benchmarks.equal_minutes import equal_minutes, rows_of
 from benchmarks.moving_boxes import Scene, score
 from benchmarks.moving_codes import MovingFrame, frames
 from benchmarks.qr_photos import draw_scenes, train_on_scenes
-from benchmarks.results import Ratio, median, parser, publish, totals, versions
+from benchmarks.results import Ratio, median, paired, parser, publish, totals, versions
 
 Figures = dict[str, float | Ratio]
 Rows = list[tuple[str, ...]]
@@ -262,18 +265,89 @@ def unlike_images(folder: Path, count: int, size: int = 320) -> Path:
 
 
 def from_scratch(detector: Detector, quick: bool) -> tuple[Rows, Figures]:
-    """Average precision of both families after equal CPU time of training from scratch on drawn scenes."""
+    """Average precision of both families after equal CPU time of training from scratch on drawn scenes, and of peers."""
     minutes, seeds = (0.05, 1) if quick else (4.2, 3)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            found = equal_minutes(draw_scenes(Path(scratch), quick=quick), minutes, range(seeds))
+            scenes = draw_scenes(Path(scratch), quick=quick)
+            found = equal_minutes(scenes, minutes, range(seeds))
+            peers = beside_peers(scenes, 2 if quick else 20, minutes, seeds)
     finally:
         torch.set_num_threads(threads)
     means = {name: float(np.mean([results.map50 for results, _ in runs])) for name, runs in found.items()}
     rows: Rows = list(rows_of(found, minutes))
-    return rows, {"map50_equal_minutes": means["yolov5n"], "map50_equal_minutes_arc_n": means["arc-n"]}
+    figures: Figures = {"map50_equal_minutes": means["yolov5n"], "map50_equal_minutes_arc_n": means["arc-n"]}
+    if peers is not None:
+        more, added = peer_figures(peers, minutes, means["yolov5n"])
+        rows, figures = rows + more, figures | added
+    return rows, figures
+
+
+# -- beside peers --------------------------------------------------------------------------------------------------
+
+
+PEERS = Path(".bench-venv/bin/python")
+"""Interpreter of `make bench-peers`, which has YOLOv5 and ultralytics."""
+PHOTOS = Path(__file__).resolve().parents[2] / "shared" / "data" / "coco128"
+
+
+def beside_peers(scenes: Path, rounds: int, minutes: float, seeds: int) -> dict[str, Any] | None:
+    """What `vision_peers` measures; None where the peers or the photos are not at hand."""
+    if not (PEERS.exists() and PHOTOS.exists()):
+        return None
+    words = [PEERS, "-m", "benchmarks.vision_peers", scenes, PHOTOS, "--rounds", rounds, "--minutes", minutes]
+    done = subprocess.run(
+        [*map(str, words), "--seeds", *map(str, range(seeds))], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(
+            f"{PEERS} -m benchmarks.vision_peers failed; run make bench-peers again?\n{done.stderr[-2000:]}"
+        )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def peer_figures(peers: dict[str, Any], minutes: float, ours_map50: float) -> tuple[Rows, Figures]:
+    """The rows and figures of what `vision_peers` measured; ``ours_map50``: that of yolov5n here after as many minutes."""
+    step, (small, large) = peers["step"], (peers["loader_320"], peers["loader_640"])
+    rows: Rows = [
+        (
+            f"training step, {name}: CPU ms an image",
+            f"{np.median(values):.1f}",
+            f"{min(values):.1f} to {max(values):.1f}",
+        )
+        for name, values in step.items()
+    ]
+    rows += [
+        (f"loader, {name}, 320: CPU ms an image", f"{np.median(values):.1f}", f"{np.median(large[name]):.1f} at 640")
+        for name, values in small.items()
+    ]
+    for name, runs in peers["map50"].items():
+        values = ", ".join(f"{map50:.3f}" for map50, _ in runs)
+        strict = np.mean([map50_95 for _, map50_95 in runs])
+        rows.append((f"{name} from scratch, {minutes:g} CPU minutes: mAP50", values, f"mAP50-95 {strict:.3f}"))
+    opened = peers["converted"]
+    rows.append(
+        (
+            "yolov5s.pt opened: equal tensors",
+            f"{opened['equal']} of {opened['tensors']}",
+            f"outputs {opened['outputs_apart']:.1g} apart",
+        )
+    )
+    best = max(float(np.mean([map50 for map50, _ in runs])) for runs in peers["map50"].values())
+    ours = step["arclight yolov5n"]
+    return rows, {
+        "train_images_over_yolov5n": paired(step["yolov5n"], ours),
+        "train_images_over_yolo11n": paired(step["yolo11n"], ours),
+        "train_images_over_yolo26n": paired(step["yolo26n"], ours),
+        "loader_over_yolov5": paired(small["yolov5"], small["arclight"]),
+        "loader_over_ultralytics": paired(small["ultralytics"], small["arclight"]),
+        "loader_over_yolov5_640": paired(large["yolov5"], large["arclight"]),
+        "loader_over_ultralytics_640": paired(large["ultralytics"], large["arclight"]),
+        "map_at_equal_minutes_minus_best_peer": ours_map50 - best,
+        "converted_tensors_equal": opened["equal"] / opened["tensors"],
+    }
 
 
 def hard_boxes() -> dict[str, torch.Tensor]:
