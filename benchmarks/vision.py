@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -270,17 +271,18 @@ def from_scratch(detector: Detector, quick: bool) -> tuple[Rows, Figures]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(1) as beside:
             scenes = draw_scenes(Path(scratch), quick=quick)
+            peers = beside.submit(beside_peers, scenes, 2 if quick else 20, minutes, seeds)  # on another core
             found = equal_minutes(scenes, minutes, range(seeds))
-            peers = beside_peers(scenes, 2 if quick else 20, minutes, seeds)
+            measured = peers.result()
     finally:
         torch.set_num_threads(threads)
     means = {name: float(np.mean([results.map50 for results, _ in runs])) for name, runs in found.items()}
     rows: Rows = list(rows_of(found, minutes))
     figures: Figures = {"map50_equal_minutes": means["yolov5n"], "map50_equal_minutes_arc_n": means["arc-n"]}
-    if peers is not None:
-        more, added = peer_figures(peers, minutes, means["yolov5n"])
+    if measured is not None:
+        more, added = peer_figures(measured, minutes, means["yolov5n"])
         rows, figures = rows + more, figures | added
     return rows, figures
 
