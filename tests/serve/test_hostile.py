@@ -159,6 +159,52 @@ def test_an_upload_of_single_bytes_ends_at_the_deadline_and_so_does_its_connecti
             assert connection.recv(1) == b""
 
 
+HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["new", "kept"])
+def test_a_head_of_single_bytes_ends_with_its_connection(serve_with, before):
+    server = serve_with(head_s=0.5, keep_alive_s=60)
+    with server.connect() as connection:
+        for _ in range(before):
+            connection.sendall(HEAD + b"\r\n")
+            assert read_answer(connection)[0] == 200
+        begun = time.monotonic()
+        connection.sendall(HEAD + b"X-Slow: ")
+        threading.Thread(target=drip, args=(connection,), daemon=True).start()
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+        assert time.monotonic() - begun >= 0.4
+    assert server.get("/health").status_code == 200
+
+
+def test_a_connection_without_a_request_is_closed(serve_with):
+    server = serve_with(head_s=0.5, keep_alive_s=60)
+    with server.connect() as connection:
+        assert connection.recv(1) == b""
+
+
+def test_a_connection_between_two_requests_is_kept_as_long_as_it_is_told(serve_with):
+    server = serve_with(head_s=0.2, keep_alive_s=1.0)
+    with server.connect() as connection:
+        connection.sendall(HEAD + b"\r\n")
+        assert read_answer(connection)[0] == 200
+        begun = time.monotonic()
+        assert connection.recv(1) == b""
+        assert time.monotonic() - begun >= 0.9
+
+
+def test_a_slow_body_has_limits_of_its_own(serve_with, sample):
+    server, photo = serve_with(head_s=0.2, keep_alive_s=0.2, body_idle_s=30), sample("counter")
+    with server.connect() as connection:
+        connection.sendall(f"POST /detect HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(photo)}\r\n\r\n".encode())
+        for piece in (photo[:500], photo[500:]):
+            time.sleep(0.4)
+            connection.sendall(piece)
+        status, found = read_answer(connection)
+    assert (status, len(found["boxes"])) == (200, 1)
+
+
 def test_clients_that_leave_in_the_middle_leave_nothing_behind(serve_with, sample):
     server = serve_with(body_bytes=MB, buffered_bytes=MB, body_idle_s=300)
     for _ in range(5):  # together more than the server may hold

@@ -146,13 +146,14 @@ def run(
     server = DrainingServer(
         uvicorn.Config(
             app,
-            http=http_protocol("serve"),
+            http=http_protocol("serve", head_s=limits.head_s),
             access_log=False,
             server_header=False,
             ssl_certfile=None if tls is None else tls.certificate,
             ssl_keyfile=None if tls is None else tls.private_key,
             log_level="warning",
             limit_concurrency=limits.connections,
+            timeout_keep_alive=limits.keep_alive_s,  # uvicorn declares whole seconds, and takes any
             timeout_graceful_shutdown=max(1, round(limits.shutdown_s)),
         ),
         on_drain=app.state.drain,

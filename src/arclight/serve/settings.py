@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,10 @@ class Limits:
     deadline_s: float = 10.0
     """Longest time from the whole upload to the answer, seconds: codes not tried by then are named as such; who cannot get
     a worker in time is answered 429 or 503. Of texts, the time until they are begun."""
+    head_s: float = 10.0
+    """Longest time until the end of a request's headers, seconds, from the connection or the first byte of a further request."""
+    keep_alive_s: float = 5.0
+    """How long a connection stays open between two requests, seconds; set it above that of a proxy or load balancer before the server."""
     body_idle_s: float = 10.0
     """Longest pause within an upload, seconds."""
     body_total_s: float = 60.0
@@ -87,7 +90,6 @@ def check_keys(api_key: str | Sequence[str] | None) -> tuple[str, ...]:
     return keys
 
 
-@lru_cache(maxsize=64)  # every request names its host
 def is_loopback(host: str) -> bool:
     """Return True if only this machine reaches ``host``; of names, only localhost counts as such."""
     try:

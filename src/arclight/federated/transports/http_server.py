@@ -201,35 +201,15 @@ def _newest_tls(config: Any, make: Callable[[], ssl.SSLContext]) -> ssl.SSLConte
 
 def _protocol(patience: float) -> Any:
     """Make uvicorn's protocol close connections on which no request completes its headers in time."""
-    base: Any = http_protocol("federated")
+    base: Any = http_protocol("federated", head_s=patience)
 
-    class Timely(base):
-        _closing: Any = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._closing = self.loop.call_later(patience, transport.close)
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            under_way = self.cycle is not None and not self.cycle.response_complete
-            if under_way and self._closing is not None:
-                self._closing.cancel()
-                self._closing = None
-            elif not under_way and self._closing is None:  # part of a further request's headers
-                self._closing = self.loop.call_later(patience, self.transport.close)
-
+    class Ending(base):
         def shutdown(self) -> None:
             super().shutdown()
             if self.cycle is None or self.cycle.response_complete:  # over TLS nobody may be there to say goodbye to
                 self.loop.call_later(_GRACE_S / 2, self.transport.abort)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            if self._closing is not None:
-                self._closing.cancel()
-            super().connection_lost(exc)
-
-    return Timely
+    return Ending
 
 
 CHALLENGE = "x-arclight-challenge"
