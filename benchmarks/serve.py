@@ -2,11 +2,14 @@
 
 Every server is a process of its own on loopback. Another holds the connections of its clients, 16 that stay open, and sends the next
 request on each when the answer is there. All servers run the same program (64 numbers through a layer of 32 to 8) on one thread, as
-JSON; one peer is an `async def` endpoint of FastAPI under uvicorn and uvloop, without limits, metrics, access rules or a queue, the
-other LitServe as it comes (a process for HTTP and one that computes). Rounds of the servers alternate, and the ratio is within a round.
-Clients and servers share the machine's cores. In overload, 64 clients send 16 rows each to a program of three layers of 1024 and ask
-again as soon as they are refused, without regard to Retry-After; what recovers is the time of one request right after they have
-stopped, and what is kept is answers per second beside those of two clients. Texts: 8 of 48 tokens each, together and one after another.
+JSON. The peers are `async def` endpoints of FastAPI under uvicorn and uvloop, without limits, metrics, access rules or a queue, once
+with models of the request and of the answer, as FastAPI's guide declares them, and once with a bare `Request`; and LitServe as it
+comes (a process for HTTP and one that computes). Rounds of the servers alternate, and the ratio is within a round. Clients and servers
+share the machine's cores. CPU time is that of all processes of a server, in user space and in the kernel, and of the clients' process:
+what else the machine does changes it less than requests per second. In overload, 64 clients send 16 rows each to a program of three
+layers of 1024 and ask again as soon as they are refused, without regard to Retry-After; what recovers is the time of one request right
+after they have stopped, and what is kept is answers per second beside those of two clients. Texts: 8 of 48 tokens each, together and
+one after another.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +45,21 @@ from arclight.text.data.tokenizer import ByteTokenizer
 from arclight.text.language_program import export_language_model
 from benchmarks.results import SPREAD, Ratio, paired, parser, publish, versions
 
-PEER = """
+TYPED = """
+import sys, numpy as np, uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
+from arclight.deploy import Program
+class Numbers(BaseModel):
+    data: list[float]
+app, program = FastAPI(), Program.load(sys.argv[1], threads=1)
+@app.post("/infer")
+async def infer(given: Numbers) -> Numbers:
+    x = np.array(given.data, np.float32).reshape(-1, 64)
+    return Numbers(data=program(x).ravel().tolist())
+uvicorn.run(app, port=int(sys.argv[2]), log_level="warning", access_log=False)
+"""
+BARE = """
 import sys, numpy as np, uvicorn
 from fastapi import FastAPI, Request
 from arclight.deploy import Program
@@ -101,7 +119,10 @@ def process(*words: str) -> Iterator[tuple[int, int]]:
 
 def request(path: str, body: Any) -> bytes:
     content = json.dumps(body).encode()
-    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
 
 
 def infer(name: str, rows: int = 1) -> bytes:
@@ -190,32 +211,51 @@ def serving(*models: str, **limits: float) -> Any:
     return process(sys.executable, "-c", OURS, "serve", *models, "--port=PORT", *chosen)
 
 
-def beside_others(folder: Path, quick: bool) -> dict[str, list[float]]:
-    """Return requests per second of our server, of FastAPI and, where it is installed, of LitServe, in rounds."""
+@dataclass
+class Rounds:
+    """What was measured of one server, a number for each round."""
+
+    per_s: list[float] = field(default_factory=list)
+    server_us: list[float] = field(default_factory=list)
+    """CPU time of the server's processes for each request, microseconds."""
+    client_us: list[float] = field(default_factory=list)
+
+
+def beside_others(folder: Path, quick: bool) -> dict[str, Rounds]:
+    """Return requests per second and CPU times of our server, of FastAPI's two and, where it is installed, of LitServe, in rounds."""
     seconds, rounds = (0.3, 2) if quick else (1.5, 9)
     small = program(folder / "small.onnx", 32, 1)
     plain = request("/infer", {"data": [0.5] * 64})
-    asked = {"ours": infer("m"), "fastapi": plain}
-    found: dict[str, list[float]] = {"ours": [], "fastapi": []}
     with ExitStack() as servers:
-        ports = {
-            "ours": servers.enter_context(serving(f"m={small}", queue=32, threads=1))[0],
-            "fastapi": servers.enter_context(process(sys.executable, "-c", PEER, str(small), "PORT"))[0],
+        started = {
+            "ours": servers.enter_context(serving(f"m={small}", queue=32, threads=1)),
+            "fastapi": servers.enter_context(process(sys.executable, "-c", TYPED, str(small), "PORT")),
+            "bare_fastapi": servers.enter_context(process(sys.executable, "-c", BARE, str(small), "PORT")),
         }
         if litserve_version() is not None:
             script = folder / "small_server.py"
             script.write_text(LITSERVE)
-            ports["litserve"] = servers.enter_context(process(str(PEERS), str(script), str(small), "PORT"))[0]
-            asked["litserve"], found["litserve"] = plain, []
-            while Client(ports["litserve"]).ask(plain) != 200:  # it listens before its workers are ready
+            started["litserve"] = servers.enter_context(process(str(PEERS), str(script), str(small), "PORT"))
+            while Client(started["litserve"][0]).ask(plain) != 200:  # it listens before its workers are ready
                 time.sleep(0.1)
+        found = {name: Rounds() for name in started}
         for number in range(rounds + 1):  # the first does not count
-            for name, port in ports.items():
-                done, statuses = rate(port, asked[name], 16, seconds)
+            for name, (port, pid) in started.items():
+                server_s, client_s = cpu_s(pid), time.process_time()
+                done, statuses = rate(port, infer("m") if name == "ours" else plain, 16, seconds)
                 if set(statuses) != {200}:
                     raise SystemExit(f"answers of {name} other than 200: {statuses}")
-                found[name] += [done] if number else []
+                if number:
+                    found[name].per_s.append(done)
+                    found[name].server_us.append((cpu_s(pid) - server_s) / statuses[200] * 1e6)
+                    found[name].client_us.append((time.process_time() - client_s) / statuses[200] * 1e6)
     return found
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time that a process and those below it have taken, seconds."""
+    server = psutil.Process(pid)
+    return sum(sum(one.cpu_times()[:2]) for one in (server, *server.children(recursive=True)))
 
 
 def litserve_version() -> str | None:
@@ -317,15 +357,16 @@ def main(options: argparse.Namespace) -> None:
         recovery_s, kept, met = overloaded(folder, quick)
         grown, more = growth_mb(folder, quick)
         together = streams(folder, quick)
-    ours, fastapi, litserve = (rates.get(name, []) for name in ("ours", "fastapi", "litserve"))
+    over = {name: paired(rates["ours"].per_s, found.per_s) for name, found in rates.items() if name != "ours"}
     figures: dict[str, float | Ratio] = {
-        "throughput_over_fastapi": paired(ours, fastapi),
-        **({"throughput_over_litserve": paired(ours, litserve)} if litserve else {}), "recovery_seconds": recovery_s, "capacity_kept": kept,
+        **{f"throughput_over_{name}": ratio for name, ratio in over.items()},
+        **{f"server_us_{name}": middle(found.server_us) for name, found in rates.items()},
+        "recovery_seconds": recovery_s, "capacity_kept": kept,
         "failed_during_swap": failed, "rss_growth_mb": grown, "streams_over_single": together,
     }  # fmt: skip
     rows: Sequence[Sequence[str]] = [
-        ["requests/s, 16 clients, over FastAPI async", *_beside(figures, "fastapi", ours, fastapi), "3"],
-        ["requests/s, 16 clients, over LitServe", *_beside(figures, "litserve", ours, litserve), "8"],
+        *(throughput_row(name, rates, over) for name in GOALS),
+        *(cpu_row(name, found) for name, found in rates.items()),
         ["a request after overload, seconds (worst)", f"{met[200]} answered, {met[429] + met[503]} refused", f"{recovery_s:.3f}", "below 0.5"],
         ["capacity kept in overload", "64 clients beside 2", str(kept), "0.9"],
         ["requests failed during two swaps", f"of {asked}", str(failed), "0"],
@@ -334,15 +375,32 @@ def main(options: argparse.Namespace) -> None:
     ]  # fmt: skip
     publish(
         "serve", "The server under load", ("measure", "what", f"figure; ratios: {SPREAD}", "goal"), rows, figures,
-        options=options, packages=versions("fastapi", "starlette", "uvicorn", "uvloop", "onnxruntime") + f", litserve {litserve_version() or 'not installed'}",
+        options=options, packages=versions("fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "onnxruntime")
+        + f", litserve {litserve_version() or 'not installed'}",
         notes=__doc__.split("\n\n", 1)[1].strip(),
     )  # fmt: skip
 
 
-def _beside(figures: dict[str, float | Ratio], peer: str, ours: list[float], theirs: list[float]) -> tuple[str, str]:
-    if not theirs:
-        return "not measured: `make bench-peers` installs it", ""
-    return f"{middle(ours):.0f} against {middle(theirs):.0f}", str(figures[f"throughput_over_{peer}"])
+NAMES = {
+    "ours": "arclight serve", "fastapi": "FastAPI async", "bare_fastapi": "FastAPI async, bare Request", "litserve": "LitServe"
+}  # fmt: skip
+GOALS = {"fastapi": "3", "bare_fastapi": "", "litserve": "8"}
+"""Least ratios of requests per second, of peers that have one."""
+
+
+def throughput_row(peer: str, rates: dict[str, Rounds], over: dict[str, Ratio]) -> Sequence[str]:
+    what, figure = "not measured: `make bench-peers` installs it", ""
+    if peer in over:
+        what = f"{middle(rates['ours'].per_s):.0f} against {middle(rates[peer].per_s):.0f}"
+        figure = str(over[peer])
+    return [f"requests/s, 16 clients, over {NAMES[peer]}", what, figure, GOALS[peer]]
+
+
+def cpu_row(name: str, found: Rounds) -> Sequence[str]:
+    clients = f"its clients: {middle(found.client_us):.0f}"
+    return [
+        f"CPU of a request to {NAMES[name]}, µs", clients, f"{middle(found.server_us):.0f}", "at most 90" if name == "ours" else ""
+    ]  # fmt: skip
 
 
 def middle(values: Sequence[float]) -> float:

@@ -9,12 +9,11 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from types import coroutine
 from typing import Any, Protocol, TypeVar
 
-from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -22,6 +21,7 @@ from arclight.fabric.extras import require
 from arclight.serve.request_log import record_of
 from arclight.serve.settings import Limits
 
+T = TypeVar("T")
 TEXT = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 """Addresses of OpenAI's API, whose clients read refusals in its form; so are those below /v1/models."""
 
@@ -68,7 +68,22 @@ def busy(sentence: str, retry_after_s: int, status: int = 429) -> Refusal:
     )
 
 
-MAX_FORM_PARTS = 16
+HeaderValues = Mapping[bytes, Sequence[bytes]]
+"""Values of a request's headers by their names in lower case, in the order in which they were sent."""
+_HEADERS = "arclight.headers"
+
+
+def headers_of(scope: Scope) -> HeaderValues:
+    """Return the headers of a request, grouped once."""
+    found: dict[bytes, list[bytes]] | None = scope.get(_HEADERS)
+    if found is None:
+        scope[_HEADERS] = found = {}
+        for name, value in scope["headers"]:
+            found.setdefault(name, []).append(value)
+    return found
+
+
+IDENTITY, ZERO = [b"identity"], [b"0"]
 
 
 class Buffered:
@@ -79,44 +94,92 @@ class Buffered:
         self.held = 0
         self._retry_after_s = retry_after_s
 
-    @contextmanager
-    def upload(self) -> Iterator[bytearray]:
-        """Open an empty body to ``append`` to; its bytes count until the block ends."""
-        body = bytearray()
-        try:
-            yield body
-        finally:
-            self.held -= len(body)
+    def upload(self) -> Upload:
+        """Open an empty body, whose bytes count until its block ends."""
+        return Upload(self)
 
-    def append(self, body: bytearray, chunk: bytes) -> None:
-        if self.held + len(chunk) > self.limit:
+    def hold(self, size_bytes: int) -> None:
+        """Count bytes; raises Refusal 429 where there is no room for them."""
+        if self.held + size_bytes > self.limit:
             raise busy("Other uploads fill the server's memory", self._retry_after_s())
-        self.held += len(chunk)
-        body += chunk
+        self.held += size_bytes
 
 
-async def read_body(request: Request, body: bytearray, buffered: Buffered, limits: Limits) -> None:
-    """Fill ``body`` from the network; raises Refusal 400, 408, 413, 415 or 429."""
-    headers = request.headers
-    if headers.get("content-encoding", "identity") != "identity":
+class Upload:
+    """The body of a request as it arrives."""
+
+    __slots__ = ("_buffered", "body")
+
+    def __init__(self, buffered: Buffered) -> None:
+        self.body = bytearray()
+        self._buffered = buffered
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._buffered.held -= len(self.body)
+
+    def append(self, piece: bytes) -> None:
+        """Keep a piece; raises Refusal 429 where it does not fit into the server's memory."""
+        self._buffered.hold(len(piece))
+        self.body += piece
+
+
+async def read_body(headers: HeaderValues, receive: Receive, upload: Upload, limits: Limits) -> None:
+    """Fill ``upload`` from the network; raises Refusal 400, 408, 413, 415 or 429."""
+    if headers.get(b"content-encoding", IDENTITY) != IDENTITY:
         raise Refusal(415, "The body is compressed; send it as it is, without Content-Encoding.")
-    if int(headers.get("content-length", 0)) > limits.body_bytes:
+    if int(headers.get(b"content-length", ZERO)[0]) > limits.body_bytes:
         raise _too_large(limits)
     deadline = time.monotonic() + limits.body_total_s
     more = True
     while more:
         try:
-            # not wait_for, which in Python 3.11 may lose the cancellation when the server ends as a piece arrives
-            async with asyncio.timeout(min(limits.body_idle_s, deadline - time.monotonic())):
-                message = await request.receive()
+            message = await within(receive(), limits.body_idle_s, deadline)
         except TimeoutError:
             raise Refusal(408, "The upload stalled or took too long; send it again over a faster connection.") from None
         if message["type"] == "http.disconnect":
             raise Refusal(400, "The connection closed before the whole upload had arrived.")
         piece, more = message.get("body", b""), message.get("more_body", False)
-        if len(body) + len(piece) > limits.body_bytes:
+        if len(upload.body) + len(piece) > limits.body_bytes:
             raise _too_large(limits)
-        buffered.append(body, piece)
+        upload.append(piece)
+
+
+async def within(arriving: Awaitable[T], timeout_s: float, deadline: float) -> T:
+    """Return what arrives within ``timeout_s`` and before ``deadline``; raises TimeoutError.
+
+    What is there already, as small bodies are, costs no timer.
+    """
+    steps = arriving.__await__()
+    try:
+        awaited = steps.send(None)
+    except StopIteration as arrived:
+        found: T = arrived.value
+        return found
+    # not wait_for, which in Python 3.11 may lose the cancellation when the server ends as a piece arrives
+    async with asyncio.timeout(min(timeout_s, deadline - time.monotonic())):
+        return await _resumed(steps, awaited)
+
+
+@coroutine
+def _resumed(steps: Generator[Any, Any, T], awaited: Any) -> Generator[Any, Any, T]:
+    """Go on with what has been run until it waits, which is for ``awaited``."""
+    try:
+        while True:
+            try:
+                sent = yield awaited
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as error:
+                awaited = steps.throw(error)
+            else:
+                awaited = steps.send(sent)
+    except StopIteration as ended:
+        found: T = ended.value
+        return found
 
 
 def _too_large(limits: Limits) -> Refusal:
@@ -132,6 +195,9 @@ def image_bytes(body: bytes, content_type: str, field: str = "file") -> bytes:
             400, f"The request has no image; send the file's bytes as the body or as the form field {field!r}."
         )
     return body
+
+
+MAX_FORM_PARTS = 16
 
 
 def file_field(body: bytes, content_type: str, field: str) -> bytes:
@@ -170,9 +236,6 @@ def in_words(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count} bytes"
-
-
-T = TypeVar("T")
 
 
 class Turn:
@@ -231,6 +294,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=self.RECENT)
+        self._median_s = math.inf
 
     def timed(self, work: Callable[[], T]) -> T:
         """Return the result of ``work()``, a small request, and note its time."""
@@ -243,11 +307,11 @@ class Pace:
     def add(self, seconds: float) -> None:
         """Note the time of a request."""
         self._seconds.append(seconds)
+        self._median_s = sorted(self._seconds)[len(self._seconds) // 2]
 
     def is_quick(self) -> bool:
         """Return True if the loop may compute the next one; False before any was timed."""
-        found = sorted(self._seconds)
-        return bool(found) and found[len(found) // 2] < self.QUICK_S
+        return self._median_s < self.QUICK_S
 
 
 class BatchExecutor(Protocol):

@@ -7,8 +7,8 @@ field names and status codes are public, and those under /v1 and /v2 belong to t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,13 +17,22 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from arclight import __version__
-from arclight.serve.admission import TEXT, Buffered, Refusal, Turn, Workers, image_bytes, read_body
+from arclight.serve.admission import (
+    TEXT,
+    Buffered,
+    HeaderValues,
+    Refusal,
+    Turn,
+    Workers,
+    headers_of,
+    image_bytes,
+    read_body,
+)
 from arclight.serve.metrics import Address, Metrics
-from arclight.serve.middleware import PAGE, Access, Admittance, Envelope, Lingering
+from arclight.serve.middleware import PAGE, Access, Exchange, Front, Outcome
 from arclight.serve.models import Models, ServedModel, proof, start
 from arclight.serve.request_log import Record, RequestLog, record_of
 from arclight.serve.settings import Limits, check_keys
@@ -40,6 +49,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 OBJECT_DETECTION = "/v1/object-detection/{model}"
 INFER = "/v2/models/{model}/infer"
+JSON_SIZE_HEADER = JSON_SIZE.lower().encode()
 TEXT_TASKS = ("language", "embedding")
 
 
@@ -128,7 +138,7 @@ def create_app(
     api_key: str | Sequence[str] | None = None,
     insecure: bool = False,
     request_log: str | Path | None = None,
-) -> FastAPI:
+) -> Application:
     """Build the application that answers photos with ``detector``'s detections and the codes read in them.
 
     ``detector`` takes an RGB uint8 (H, W, 3) array and returns Detections; it is called from ``limits.workers``
@@ -151,7 +161,7 @@ def build_app(
     *,
     load: Callable[[str, Path], ServedModel] | None = None,
     request_log: str | Path | None = None,
-) -> FastAPI:
+) -> Application:
     """Build the application of several models; ``/detect`` and the page are those of the first detector.
 
     With ``load``, a function of a model's name and its program's path, programs that are replaced on disk are loaded again.
@@ -175,11 +185,11 @@ def build_app(
         if lines is not None:
             lines.close()
 
-    # The interactive documentation of FastAPI loads its scripts from a CDN, so only the schema is offered.
-    app = FastAPI(
-        title="Arclight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
-        telemetry={"tracing": False, "metrics": False, "logs": False},
+    front = Front(
+        direct={INFER.format(model=name): TensorEndpoint(service, name) for name in service.models}, access=access, limits=limits,
+        metrics=metrics, addresses=addresses(service), is_draining=lambda: service.is_draining, request_log=lines,
     )  # fmt: skip
+    app = Application(front, lifespan)
     app.add_exception_handler(Refusal, refuse)
     app.add_exception_handler(HTTPException, refuse_address)
 
@@ -189,13 +199,31 @@ def build_app(
     if any(model.task in TEXT_TASKS for model in models):
         add_text_routes(app, service)
     app.mount("/", StaticFiles(directory=PAGE, html=True))
-    app.add_middleware(Admittance, access=access, requests_per_s=limits.requests_per_s)
-    app.add_middleware(Lingering, linger_s=limits.linger_s)
-    app.add_middleware(
-        Envelope, metrics=metrics, addresses=addresses(service), is_draining=lambda: service.is_draining, request_log=lines
-    )  # fmt: skip
     app.state.drain = service.drain
     return app
+
+
+class Application(FastAPI):
+    """FastAPI behind a `Front`, which answers requests for tensors alone, unless somebody has added middleware that must see them."""
+
+    def __init__(self, front: Front, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> None:
+        # The interactive documentation of FastAPI loads its scripts from a CDN, so only the schema is offered.
+        super().__init__(
+            title="Arclight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+            telemetry={"tracing": False, "metrics": False, "logs": False},
+        )  # fmt: skip
+        self.front = front
+        self.add_middleware(front.around)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.user_middleware) == 1 and self.front.endpoint(scope) is not None:
+            await self.front.answer(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    def take(self, scope: Scope, body: bytes, by_task: Callable[[ASGIApp], None]) -> bool:
+        """Answer a quick request for tensors without a task, as `protocol.Take` says."""
+        return len(self.user_middleware) == 1 and self.front.take(scope, body, by_task)
 
 
 def add_server_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
@@ -305,47 +333,60 @@ class Service:
 
     async def run(self, request: Request, model: str, work: Callable[[bytes, Turn], T]) -> T:
         """Run ``work(body, turn)`` in a worker; raises Refusal for an invalid body, or if the server is full."""
-        async with self._body(request) as body:
-            turn = Turn(self.limits.deadline_s)
-            return await self.workers.run(
-                model, lambda: work(bytes(body), turn), turn=turn, left=lambda: disconnected(request)
-            )
+        try:
+            with self.buffered.upload() as upload:
+                await read_body(headers_of(request.scope), request.receive, upload, self.limits)
+                turn, body = Turn(self.limits.deadline_s), upload.body
+                return await self.workers.run(
+                    model, lambda: work(bytes(body), turn), turn=turn, left=lambda: disconnected(request.receive)
+                )
+        except Refusal as refusal:
+            await self._hold_back(refusal)
+            raise
 
-    async def infer(self, request: Request, name: str) -> Encoded:
+    async def infer(self, name: str, headers: HeaderValues, receive: Receive, record: Record) -> Encoded:
         """Answer a request for tensors; raises Refusal like `run`, and 400, 404 and 413.
 
         Small requests of a fast model are computed in the event loop while a worker is idle: passing them on would take longer.
         """
-        program, version = self.tensors(name, record_of(request.scope))
-        model, json_size = self.models[name], request.headers.get(JSON_SIZE)
-        together = model.batcher if model.batcher.rows > 1 else None
-        async with self._body(request) as body:
-            job = Job(body, json_size, program, name, version, self.limits)
-            pace, small = model.pace, len(body) <= model.pace.SMALL_BYTES
-            if small and self.workers.has_idle and pace.is_quick():
-                if together is not None:
-                    return await together.run_here(job)
-                return self.workers.run_here(name, lambda: pace.timed(job))
-            work = job if together is not None or not small else lambda: pace.timed(job)
-            turn = Turn(self.limits.deadline_s)
-            return await self.workers.run(name, work, turn=turn, left=lambda: disconnected(request), together=together)
-
-    @asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
-        """Read a body, whose memory counts until the block ends; delay refusals of a full server, so that clients do not retry at once."""
+        upload = self.buffered.upload()
+        job, model = self.job(name, headers, upload.body, record), self.models[name]
         try:
-            with self.buffered.upload() as body:
-                await read_body(request, body, self.buffered, self.limits)
-                yield body
+            with upload:
+                await read_body(headers, receive, upload, self.limits)
+                together, pace = model.batcher if model.batcher.rows > 1 else None, model.pace
+                small = len(upload.body) <= pace.SMALL_BYTES
+                if self.is_quick(model, len(upload.body)):
+                    if together is not None:
+                        return await together.run_here(job)
+                    return self.workers.run_here(name, lambda: pace.timed(job))
+                work = job if together is not None or not small else lambda: pace.timed(job)
+                turn = Turn(self.limits.deadline_s)
+                return await self.workers.run(
+                    name, work, turn=turn, left=lambda: disconnected(receive), together=together
+                )
         except Refusal as refusal:
-            if refusal.status == 429:
-                await asyncio.sleep(self.limits.refusal_s)
+            await self._hold_back(refusal)
             raise
 
+    def job(self, name: str, headers: HeaderValues, body: bytes | bytearray, record: Record) -> Job:
+        """Return the work of a request for tensors, and record the model; raises Refusal 404."""
+        program, version = self.tensors(name, record)
+        return Job(body, headers.get(JSON_SIZE_HEADER, (None,))[0], program, name, version, self.limits)
 
-async def disconnected(request: Request) -> None:
+    def is_quick(self, model: ServedModel, size_bytes: int) -> bool:
+        """Return True if a request of that size is computed in the event loop."""
+        return size_bytes <= model.pace.SMALL_BYTES and self.workers.has_idle and model.pace.is_quick()
+
+    async def _hold_back(self, refusal: Refusal) -> None:
+        """Delay the refusal of a full server, whose upload is dropped by then, so that clients do not retry at once."""
+        if refusal.status == 429:
+            await asyncio.sleep(self.limits.refusal_s)
+
+
+async def disconnected(receive: Receive) -> None:
     """Wait until the client disconnects; the body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
@@ -410,24 +451,48 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
     @app.post(INFER, responses={404: {"model": Error}, **REFUSALS}, openapi_extra=TENSORS)
     async def inferred(request: Request, model: str) -> Response:
         """Compute a model's outputs for plain tensors, in JSON or as bytes after it."""
-        content, size = await service.infer(request, model)
-        if size is None:
-            return Response(content, media_type="application/json")
-        return Response(content, media_type="application/octet-stream", headers={JSON_SIZE: str(size)})
-
-    # FastAPI's own route is for /openapi.json: what it does around each request costs as much as a small program
-    app.router.routes.insert(0, Route(INFER, TensorEndpoint(inferred), methods=["POST"], include_in_schema=False))
+        record = record_of(request.scope)
+        content, size = await service.infer(model, headers_of(request.scope), request.receive, record)
+        return Response(content, headers={name.decode(): value.decode() for name, value in tensor_headers(size)})
 
 
 class TensorEndpoint:
-    """Answer a model's requests as an application of ASGI."""
+    """Answer the requests for tensors of one model, without a router: what FastAPI does around them takes longer than a small program."""
 
-    def __init__(self, respond: Callable[[Request, str], Awaitable[Response]]) -> None:
-        self.respond = respond
+    def __init__(self, service: Service, model: str) -> None:
+        self.service = service
+        self.model = model
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self.respond(Request(scope, receive), scope["path_params"]["model"])
-        await response(scope, receive, send)
+    def is_quick(self, headers: HeaderValues, size_bytes: int) -> bool:
+        """Return True if the event loop computes the request as soon as those that come at the same moment are there."""
+        model, limits = self.service.models[self.model], self.service.limits
+        fits = size_bytes <= limits.body_bytes and b"content-encoding" not in headers
+        return (
+            fits and model.program is not None and model.batcher.rows > 1 and self.service.is_quick(model, size_bytes)
+        )
+
+    def add(self, exchange: Exchange, body: bytes, on_done: Callable[[Outcome], None]) -> None:
+        """Let the model's batcher compute a quick request."""
+        job = self.service.job(self.model, exchange.headers, body, exchange.record)
+
+        def encoded(outcome: Encoded | Exception) -> None:
+            on_done(outcome if isinstance(outcome, Exception) else (outcome[0], tensor_headers(outcome[1])))
+
+        self.service.models[self.model].batcher.add(job, encoded)
+
+    async def __call__(self, exchange: Exchange) -> None:
+        content, size = await self.service.infer(self.model, exchange.headers, exchange.receive, exchange.record)
+        await exchange.answer(content, tensor_headers(size))
+
+
+def tensor_headers(json_size: int | None) -> Sequence[tuple[bytes, bytes]]:
+    """Return the headers of an answer of tensors, ``json_size`` bytes of JSON before them or JSON alone."""
+    if json_size is None:
+        return _JSON_ALONE
+    return [(b"content-type", b"application/octet-stream"), (JSON_SIZE_HEADER, b"%d" % json_size)]
+
+
+_JSON_ALONE = [(b"content-type", b"application/json")]
 
 
 def add_text_routes(app: FastAPI, service: Service) -> None:
@@ -442,7 +507,7 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
                 "text",
                 lambda body, _: text.decode(body, kind, lambda name: service.text(name, record), service.limits),
             )
-            return await text.answer(texts, Turn(service.limits.deadline_s), lambda: disconnected(request))
+            return await text.answer(texts, Turn(service.limits.deadline_s), lambda: disconnected(request.receive))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Metrics:
                 self._reloads.labels(model, outcome)
 
     def received(self, address: Address) -> None:
-        """Note a request; `ended` must follow."""
+        """Note a request; `answered` or `left` must follow."""
         if address.model:
             self._in_flight_of(address.model).inc()
 
@@ -76,9 +76,10 @@ class Metrics:
             self._seconds_of(address.path, address.model).observe(seconds)
         if address.model and status in SERVER_FULL:
             self._rejected.labels(address.model).inc()
+        self.left(address)
 
-    def ended(self, address: Address) -> None:
-        """Note that a request has been answered, or its client has left."""
+    def left(self, address: Address) -> None:
+        """Note that a request is not in progress any more: it was answered, or its client has left."""
         if address.model:
             self._in_flight_of(address.model).dec()
 

@@ -1,4 +1,9 @@
-"""ASGI middleware around every request: its identifier, metrics, security headers, access, answers to clients still sending."""
+"""ASGI middleware around every request: its identifier, metrics, security headers, access, answers to clients still sending.
+
+The way of a small request for tensors that has come whole is `Front.take`, the endpoint of its address (`app.TensorEndpoint.add`),
+`batching.Batcher`, `Exchange.write`: there is no task for it, and nothing else is called. Any other request for tensors goes through
+`Front.answer` to its endpoint, and what is no request for tensors from there to FastAPI.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +14,19 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any, Protocol
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from arclight.serve.admission import Refusal, busy
+from arclight.serve.admission import HeaderValues, Refusal, busy, headers_of
 from arclight.serve.metrics import OTHER, Address, Metrics
+from arclight.serve.protocol import WRITE, Write
 from arclight.serve.request_log import HEADER, RequestLog, open_record
-from arclight.serve.settings import is_loopback
+from arclight.serve.settings import Limits, is_loopback
 
 log = logging.getLogger("arclight.serve")
 
@@ -38,76 +44,260 @@ SECURITY_HEADERS = {
 
 
 _SECURITY = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
+_SECURITY_LINES = b"".join(b"%b: %b\r\n" % pair for pair in _SECURITY)
 REQUEST_ID = HEADER.lower().encode()
 
 
-class Envelope:
-    """Identifies and counts every request, adds the security headers, and turns a fault of ours into a 500 with one sentence.
+class Front:
+    """Answer every request under the rules of the server: identified, counted and logged, admitted, with security headers.
 
-    While the server drains, each answer closes its connection: none is left idle for a next request when the listener closes.
+    POST requests to an address of ``direct`` go straight to its endpoint, all others through the application of FastAPI: what that does
+    around a request costs several times what a small program does. A fault of ours is a 500 with one sentence.
     """
 
     def __init__(
         self,
-        app: ASGIApp,
         *,
+        direct: Mapping[str, Endpoint],
+        access: Access,
+        limits: Limits,
         metrics: Metrics,
         addresses: Mapping[str, Address],
         is_draining: Callable[[], bool],
         request_log: RequestLog | None = None,
     ) -> None:
-        self.app = app
+        self.direct = direct
+        self.access = access
+        self.rates = Rates(len(access.keys), limits.requests_per_s)
+        self.linger_s = limits.linger_s
         self.metrics = metrics
         self.addresses = addresses
         self.is_draining = is_draining
         self.request_log = request_log
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        address = self.addresses.get(scope["path"], OTHER)
-        record = open_record(scope, address.model)
-        identifier = (REQUEST_ID, record.id.encode())
-        begun, status, received, sent = time.perf_counter(), None, 0, 0
-        self.metrics.received(address)
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """Return middleware that answers by ``app`` what is no request for tensors."""
 
-        async def receive_counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            return message
-
-        async def send_counted(message: Message) -> None:
-            nonlocal status, sent
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                self.metrics.answered(address, message["status"], time.perf_counter() - begun)
-                self.metrics.ended(address)
-                message["headers"] = [*message["headers"], *_SECURITY, identifier]  # no route sets any of them
-                if self.is_draining():
-                    MutableHeaders(scope=message)["Connection"] = "close"
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                scope.pop(WRITE, None)  # it would pass over middleware outside of this, which may change what is sent
+                await self.answer(scope, receive, send, app)
             else:
-                sent += len(message.get("body", b""))
-            await send(message)
+                await app(scope, receive, send)
 
+        return answer
+
+    def endpoint(self, scope: Scope) -> Endpoint | None:
+        """Return what answers a request directly; None if the application does."""
+        return self.direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp | None = None) -> None:
+        """Answer a request, which `endpoint` answers if there is no ``app``."""
+        exchange = Exchange(self, scope, receive, send)
+
+        async def work() -> None:
+            self._admit(scope["path"], exchange.headers)
+            endpoint = self.endpoint(scope)
+            if endpoint is not None:
+                await endpoint(exchange)
+            elif app is not None:
+                await app(scope, exchange.receive, exchange.send)
+
+        await self._complete(exchange, work())
+
+    def take(self, scope: Scope, body: bytes, by_task: Callable[[ASGIApp], None]) -> bool:
+        """Answer a quick request without a task, as `protocol.Take` says."""
+        endpoint, headers = self.endpoint(scope), headers_of(scope)
+        if endpoint is None or self.is_draining() or not endpoint.is_quick(headers, len(body)):
+            return False
         try:
-            await self.app(scope, receive_counted, send_counted)
+            self._admit(scope["path"], headers)
+        except Refusal:  # a task sends it
+            return False
+        exchange = Exchange(self, scope, _ended, _ended)
+        exchange.keep(body)
+
+        def finish(outcome: Outcome) -> None:
+            if isinstance(outcome, Exception) or not exchange.write(*outcome):
+                by_task(partial(self._conclude, exchange, outcome))
+            else:
+                exchange.end()
+
+        endpoint.add(exchange, body, finish)
+        return True
+
+    async def _conclude(self, exchange: Exchange, outcome: Outcome, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send an outcome that `take` could not: an application of ASGI."""
+        exchange.connect(receive, send)
+
+        async def work() -> None:
+            if isinstance(outcome, Exception):
+                raise outcome
+            await exchange.answer(*outcome)
+
+        await self._complete(exchange, work())
+
+    async def _complete(self, exchange: Exchange, work: Awaitable[None]) -> None:
+        """Wait for the end of a request's work, and answer its errors."""
+        try:
+            await work
+        except Refusal as refusal:
+            await refusal.answer(exchange.scope, exchange.receive, exchange.send)
         except Exception:
-            log.exception("%s %s failed, request %s", scope["method"], address.path, record.id)
-            if status is not None:
+            request_id = exchange.record.id
+            log.exception("%s %s failed, request %s", exchange.scope["method"], exchange.address.path, request_id)
+            if exchange.status is not None:
                 raise
-            refusal = Refusal(500, f"The server failed on this request; its log has the details under {record.id}.")
-            await refusal.answer(scope, receive, send_counted)
+            fault = Refusal(500, f"The server failed on this request; its log has the details under {request_id}.")
+            await fault.answer(exchange.scope, exchange.receive, exchange.send)
         finally:
-            if status is None:
-                self.metrics.ended(address)
-            if self.request_log is not None:
-                route: str = getattr(scope.get("route"), "path", address.path)
-                self.request_log.write(
-                    record, method=scope["method"], route=route, status=status,
-                    seconds=time.perf_counter() - begun, received=received, sent=sent,
-                )  # fmt: skip
+            exchange.end()
+
+    def _admit(self, path: str, headers: HeaderValues) -> None:
+        """Raise Refusal for a request that may not pass, or not yet."""
+        key = self.access.check(path, headers)
+        if key is not None and (wait_s := self.rates.take(key)):
+            raise busy("This API key has sent too many requests", max(1, math.ceil(wait_s)))
+
+
+class Exchange:
+    """One request and its answer: `receive` and `send` of ASGI, which count bytes and add the headers of the server to the answer.
+
+    While the server drains, each answer closes its connection: none is left idle for a next request when the listener closes.
+
+    An answer that comes before the end of an upload (413, 429, 404) lingers: closing a socket that holds unread data resets the connection,
+    and the reset may overtake the answer, so that the client would see a broken connection in place of the reason. So the answer is sent
+    whole, and its end only after the rest of the upload has been read and dropped, or has paused for two seconds, or has used up ``linger_s``.
+    """
+
+    __slots__ = (
+        "_begun", "_front", "_is_sending", "_is_unread", "_lingers", "_receive", "_received", "_send", "_sent", "address", "headers", "record",
+        "scope", "status",
+    )  # fmt: skip
+
+    def __init__(self, front: Front, scope: Scope, receive: Receive, send: Send) -> None:
+        self._begun = time.perf_counter()
+        self.address = address = front.addresses.get(scope["path"], OTHER)
+        self.scope, self.headers = scope, headers_of(scope)
+        self.record = open_record(scope, self.headers.get(REQUEST_ID, ()), address.model)
+        self.status: int | None = None
+        """Status of the answer once it has begun."""
+        self._front, self._receive, self._send = front, receive, send
+        self._received = self._sent = 0
+        self._is_unread = b"transfer-encoding" in self.headers or self.headers.get(b"content-length", [b"0"]) != [b"0"]
+        # A client that asks for permission to send (Expect: 100-continue) is silent until the body is asked for.
+        self._is_sending = b"expect" not in self.headers
+        self._lingers = False
+        front.metrics.received(address)
+
+    async def receive(self) -> Message:
+        """Return the next piece of the request."""
+        self._is_sending = True
+        message = await self._receive()
+        self._received += len(message.get("body", b""))
+        self._is_unread = message["type"] == "http.request" and message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a piece of the answer."""
+        if message["type"] == "http.response.start":
+            message = self._started(message)
+        else:
+            self._sent += len(message.get("body", b""))
+            if self._lingers and not message.get("more_body", False):
+                await self._send({**message, "more_body": True})
+                await drop_upload(self.receive, total_s=self._front.linger_s, idle_s=2.0)
+                message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._send(message)
+
+    async def answer(self, content: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Send an answer of status 200."""
+        if self.write(content, headers):
+            return
+        length = (b"content-length", b"%d" % len(content))
+        await self.send({"type": "http.response.start", "status": 200, "headers": [*headers, length]})
+        await self.send({"type": "http.response.body", "body": content})
+
+    def write(self, content: bytes, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Send an answer of status 200 by one call of the protocol; False, having done nothing, where there is none, see `protocol`."""
+        write: Write | None = self.scope.get(WRITE)
+        if write is None or self._is_unread or self._front.is_draining():
+            return False
+        lines = b"".join([b"%b: %b\r\n" % pair for pair in headers])
+        if not write(
+            self.scope, b"%b%bx-request-id: %b\r\n" % (lines, _SECURITY_LINES, self.record.id.encode()), content
+        ):
+            return False
+        self._count(200)
+        self._sent = len(content)
+        return True
+
+    def keep(self, body: bytes) -> None:
+        """Count a body that came whole."""
+        self._received, self._is_unread = len(body), False
+
+    def connect(self, receive: Receive, send: Send) -> None:
+        """Go on by ``receive`` and ``send``."""
+        self._receive, self._send = receive, send
+
+    def _started(self, message: Message) -> Message:
+        """Count an answer whose head is sent; return the head with the headers of the server."""
+        self._count(message["status"])
+        headers = [*message["headers"], *_SECURITY, (REQUEST_ID, self.record.id.encode())]  # no route sets any of them
+        self._lingers = self._is_unread and self._is_sending
+        if self._is_unread or self._front.is_draining():
+            headers = [(name, value) for name, value in headers if name != b"connection"] + [(b"connection", b"close")]
+        return {**message, "headers": headers}
+
+    def _count(self, status: int) -> None:
+        self.status = status
+        self._front.metrics.answered(self.address, status, time.perf_counter() - self._begun)
+
+    def end(self) -> None:
+        """Count and log the request, which is over."""
+        front, scope = self._front, self.scope
+        if self.status is None:
+            front.metrics.left(self.address)
+        if front.request_log is not None:
+            route: str = getattr(scope.get("route"), "path", self.address.path)
+            front.request_log.write(
+                self.record, method=scope["method"], route=route, status=self.status,
+                seconds=time.perf_counter() - self._begun, received=self._received, sent=self._sent,
+            )  # fmt: skip
+
+
+async def _ended(*_: Any) -> Any:
+    raise RuntimeError("a request that was taken without a task has no messages")
+
+
+Outcome = tuple[bytes, Sequence[tuple[bytes, bytes]]] | Exception
+"""Content and headers of an answer of status 200, or why there is none."""
+
+
+class Endpoint(Protocol):
+    """Answers the requests to one address."""
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Answer a request; raises Refusal."""
+
+    def is_quick(self, headers: HeaderValues, size_bytes: int) -> bool:
+        """Return True if `add` may take a request whose body has come whole."""
+
+    def add(self, exchange: Exchange, body: bytes, on_done: Callable[[Outcome], None]) -> None:
+        """Compute an answer soon, and give it to ``on_done``."""
+
+
+async def drop_upload(receive: Receive, *, total_s: float, idle_s: float) -> None:
+    """Read the rest of a request body and keep nothing, until it ends or one of the deadlines passes."""
+    try:
+        async with asyncio.timeout(total_s):
+            while True:
+                async with asyncio.timeout(idle_s):  # wait_for could lose the outer deadline, see admission.read_body
+                    message = await receive()
+                if message["type"] != "http.request" or not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,24 +314,24 @@ class Access:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_digests", tuple(hashlib.sha256(key.encode()).digest() for key in self.keys))
 
-    def check(self, path: str, headers: Headers) -> int | None:
+    def check(self, path: str, headers: HeaderValues) -> int | None:
         """Return the place of a request's key among the keys; None where it needs none: health and the page may be asked by anybody.
 
         Raises Refusal for a request that may not pass.
         """
         if self.loopback_only:
-            hosts = headers.getlist("host")
-            if len(hosts) != 1 or not is_loopback(host_name(hosts[0])):
+            hosts = headers.get(b"host", ())
+            if len(hosts) != 1 or not names_loopback(hosts[0]):
                 raise Refusal(421, "This server answers on this machine only; use the Host localhost or 127.0.0.1.")
-            origins = headers.getlist("origin")
-            if not all(is_loopback(host_name(origin.partition("://")[2])) for origin in origins):
+            origins = headers.get(b"origin", ())
+            if not all(names_loopback(origin.partition(b"://")[2]) for origin in origins):
                 raise Refusal(403, "This server answers no pages of other sites; send the request without an Origin.")
         if not self.keys or path in OPEN:
             return None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(given.strip().encode()).digest()
+        scheme, _, given = headers.get(b"authorization", (b"",))[0].partition(b" ")
+        digest = hashlib.sha256(given.strip()).digest()
         equal = [hmac.compare_digest(digest, one) for one in self._digests]  # all of them, and of one length
-        if scheme.lower() != "bearer" or not any(equal):
+        if scheme.lower() != b"bearer" or not any(equal):
             sentence = "The API key is missing or wrong; send the header Authorization: Bearer KEY."
             raise Refusal(401, sentence, headers={"WWW-Authenticate": "Bearer"})
         return equal.index(True)
@@ -172,88 +362,13 @@ OPEN = {"/health", "/v2/health/live", "/v2/health/ready", "/"} | {
 """What is answered without the key: health, and the page, which asks for the key itself."""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # every request names its host
+def names_loopback(host: bytes) -> bool:
+    """Return True if a Host header, with or without a port, names this machine."""
+    return is_loopback(host_name(host.decode("latin-1")))
+
+
 def host_name(host: str) -> str:
     """Return the name or address in a Host header, without its port."""
     bracketed = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](:\d*)?", host)
     return bracketed[1] if bracketed else re.sub(r":\d*$", "", host).lower()
-
-
-class Admittance:
-    """Answers requests that the rules of access refuse, and those of keys that have sent too many."""
-
-    def __init__(self, app: ASGIApp, *, access: Access, requests_per_s: float) -> None:
-        self.app = app
-        self.access = access
-        self.rates = Rates(len(access.keys), requests_per_s)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                self._admit(scope["path"], Headers(scope=scope))
-            except Refusal as refusal:
-                await refusal.answer(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
-
-    def _admit(self, path: str, headers: Headers) -> None:
-        """Raise Refusal for a request that may not pass, or not yet."""
-        key = self.access.check(path, headers)
-        if key is not None and (wait_s := self.rates.take(key)):
-            raise busy("This API key has sent too many requests", max(1, math.ceil(wait_s)))
-
-
-class Lingering:
-    """Lets an answer that comes before the end of an upload (413, 429, 404) reach the client.
-
-    Closing a socket that holds unread data resets the connection, and the reset may overtake the answer: the client
-    would see a broken connection instead of the reason. So the answer is sent whole, and its end only after the rest
-    of the upload has been read and dropped, or has paused for two seconds, or has used up ``linger_s``.
-    """
-
-    def __init__(self, app: ASGIApp, *, linger_s: float) -> None:
-        self.app = app
-        self.linger_s = linger_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        unread = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-        # A client that asks for permission to send (Expect: 100-continue) is silent until the body is asked for.
-        sending = "expect" not in headers
-        early = False
-
-        async def watched_receive() -> Message:
-            nonlocal unread, sending
-            sending = True
-            message = await receive()
-            unread = message["type"] == "http.request" and message.get("more_body", False)
-            return message
-
-        async def lingering_send(message: Message) -> None:
-            nonlocal early
-            if message["type"] == "http.response.start" and unread:
-                MutableHeaders(scope=message)["Connection"] = "close"
-                early = sending
-            if early and message["type"] == "http.response.body" and not message.get("more_body", False):
-                await send({**message, "more_body": True})
-                await drop_upload(receive, total_s=self.linger_s, idle_s=2.0)
-                message = {"type": "http.response.body", "body": b"", "more_body": False}
-            await send(message)
-
-        await self.app(scope, watched_receive, lingering_send)
-
-
-async def drop_upload(receive: Receive, *, total_s: float, idle_s: float) -> None:
-    """Read the rest of a request body and keep nothing, until it ends or one of the deadlines passes."""
-    try:
-        async with asyncio.timeout(total_s):
-            while True:
-                async with asyncio.timeout(idle_s):  # wait_for could lose the outer deadline, see admission.read_body
-                    message = await receive()
-                if message["type"] != "http.request" or not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        return

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from queue import Empty, Full, Queue
+from random import Random
 from typing import Any
 
 log = logging.getLogger("arclight.serve")
@@ -27,7 +28,9 @@ log = logging.getLogger("arclight.serve")
 HEADER = "X-Request-Id"
 _KEY = "arclight.record"
 _WELL_FORMED = re.compile(rb"[A-Za-z0-9._:+/=-]{1,64}")
-_HEADER = HEADER.lower().encode()
+_numbers = (
+    Random()
+)  # an identifier is no secret, and a call of the system for each costs more than the rest of a record
 MAX_REFUSAL_CHARACTERS = 300
 """Characters of a refusal that are written."""
 
@@ -45,14 +48,14 @@ class Record:
     """Text of the refusal; None if it was answered."""
 
 
-def open_record(scope: MutableMapping[str, Any], model: str) -> Record:
+def open_record(scope: MutableMapping[str, Any], given: Sequence[bytes], model: str) -> Record:
     """Make the record of a request, and keep it in its ``scope`` for `record_of`.
 
-    Its identifier is the client's X-Request-Id, if that is sent once and has at most 64 letters, digits and ``._:+/=-``; else a new one.
+    Its identifier is the client's, the X-Request-Id in ``given``, if there is one of at most 64 letters, digits and ``._:+/=-``; else a
+    new one.
     """
-    given = [value for name, value in scope["headers"] if name == _HEADER]
     well_formed = len(given) == 1 and _WELL_FORMED.fullmatch(given[0])
-    scope[_KEY] = record = Record(given[0].decode() if well_formed else os.urandom(16).hex(), model)
+    scope[_KEY] = record = Record(given[0].decode() if well_formed else f"{_numbers.getrandbits(128):032x}", model)
     return record
 
 

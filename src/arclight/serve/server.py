@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from arclight.fabric.extras import require
-from arclight.fabric.listening import AddressError, check_certificate, http_protocol, reserve_address
+from arclight.fabric.listening import AddressError, check_certificate, reserve_address
+from arclight.serve.protocol import direct_protocol
 from arclight.serve.settings import Limits, check_keys, is_loopback
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from arclight.deploy.programs.folder import Trusted
+    from arclight.serve.app import Application
     from arclight.serve.models import ServedModel
 
 STARTUP_FAILED = 3
@@ -124,7 +124,7 @@ def check_access(
 
 
 def run(
-    app: FastAPI,
+    app: Application,
     *,
     host: str,
     port: int,
@@ -146,7 +146,7 @@ def run(
     server = DrainingServer(
         uvicorn.Config(
             app,
-            http=http_protocol("serve", head_s=limits.head_s),
+            http=direct_protocol(head_s=limits.head_s, take=app.take),
             access_log=False,
             server_header=False,
             ssl_certfile=None if tls is None else tls.certificate,

@@ -65,11 +65,11 @@ class TensorSpec:
 
     def check(self, value: Any) -> None:
         """Raise ProgramError if ``value``, an array or a tensor, has another dtype or shape."""
-        dtype, shape = dtype_name(value.dtype), tuple(value.shape)
-        fits = len(shape) == len(self.shape) and all(
-            isinstance(wanted, str) or wanted == given for wanted, given in zip(self.shape, shape)
-        )
-        if dtype != self.dtype or not fits:
+        dtype, shape = dtype_name(value.dtype), value.shape
+        fits = dtype == self.dtype and len(shape) == len(self.shape)
+        for wanted, given in zip(self.shape, shape):
+            fits = fits and (wanted == given or isinstance(wanted, str))
+        if not fits:
             raise ProgramError(f"the program expects {self}, got {dtype} ({', '.join(map(str, shape))})")
 
 

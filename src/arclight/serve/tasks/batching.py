@@ -19,7 +19,7 @@ import numpy as np
 
 from arclight.serve.admission import Pace
 from arclight.serve.settings import Limits
-from arclight.serve.tasks.tensors import TensorRequest, compute, decode, encode
+from arclight.serve.tasks.tensors import QUIET, TensorRequest, compute, decode, encode
 
 if TYPE_CHECKING:
     from arclight.deploy import Program
@@ -47,21 +47,22 @@ class Job:
     """A request for tensors that has not been read; a call computes it alone."""
 
     body: bytes | bytearray
-    json_size: str | None
+    json_size: bytes | None
     program: Program
     model: str
     version: str
     limits: Limits
 
     def decode(self) -> TensorRequest:
-        return decode(bytes(self.body), self.json_size, self.program, self.limits)
+        return decode(self.body, self.json_size, self.program, self.limits)
 
     def encode(self, request: TensorRequest, outputs: Sequence[Array]) -> Encoded:
         return encode(request, outputs, self.program, self.model, self.version)
 
     def __call__(self) -> Encoded:
         """Return the answer; raises Refusal 400 or 413."""
-        request = self.decode()
+        with np.errstate(**QUIET):
+            request = self.decode()
         return self.encode(request, compute(self.program, request.inputs))
 
 
@@ -88,7 +89,7 @@ class Batcher:
         self.measured: BatchCost | None = None
         self._pace = pace or Pace()
         self._on_batch: Callable[[int], None] = lambda _: None
-        self._gathered: list[tuple[Job, asyncio.Future[Encoded]]] = []
+        self._gathered: list[tuple[Job, Callable[[Encoded | Exception], None]]] = []
 
     def measure(self, program: Program) -> None:
         """Find the batch that costs least for each row; there is none where rows change each other, or where none pays."""
@@ -113,11 +114,12 @@ class Batcher:
         started = time.monotonic()
         found: dict[int, Encoded | Exception] = {}
         read: dict[int, TensorRequest] = {}
-        for place, job in enumerate(jobs):
-            try:
-                read[place] = job.decode()
-            except Exception as error:  # which whoever waits for that request raises
-                found[place] = error
+        with np.errstate(**QUIET):
+            for place, job in enumerate(jobs):
+                try:
+                    read[place] = job.decode()
+                except Exception as error:  # which whoever waits for that request raises
+                    found[place] = error
         for places in self._batches(read):
             self._compute(jobs, read, places, found)
         if max(len(job.body) for job in jobs) <= Pace.SMALL_BYTES:
@@ -125,25 +127,33 @@ class Batcher:
         return [found[place] for place in range(len(jobs))]
 
     async def run_here(self, job: Job) -> Encoded:
-        """Return the answer to a quick request, computed by the event loop together with those that came at the same moment."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Encoded] = loop.create_future()
-        self._gathered.append((job, done))
-        if len(self._gathered) == 1:
-            loop.call_soon(
-                self._run_gathered
-            )  # after the requests that have arrived and are handled in this pass of the loop
-        return await done
+        """Return the answer to a quick request, see `add`."""
+        done: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
 
-    def _run_gathered(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        for (_, done), outcome in zip(gathered, self.run([job for job, _ in gathered]), strict=True):
+        def settle(outcome: Encoded | Exception) -> None:
             if done.done():  # cancelled, as the server ends
-                continue
+                return
             if isinstance(outcome, Exception):
                 done.set_exception(outcome)
             else:
                 done.set_result(outcome)
+
+        self.add(job, settle)
+        return await done
+
+    def add(self, job: Job, on_done: Callable[[Encoded | Exception], None]) -> None:
+        """Let the event loop compute a quick request together with those that come at the same moment; ``on_done`` gets its outcome."""
+        self._gathered.append((job, on_done))
+        if len(self._gathered) == 1:  # after the requests that have arrived and are handled in this pass of the loop
+            asyncio.get_running_loop().call_soon(self._run_gathered)
+
+    def _run_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        for (_, on_done), outcome in zip(gathered, self.run([job for job, _ in gathered]), strict=True):
+            try:
+                on_done(outcome)
+            except Exception:  # of one connection; the others get their answers
+                log.exception("an answer could not be sent")
 
     def _batches(self, read: dict[int, TensorRequest]) -> list[list[int]]:
         """Divide requests into batches of at most `rows` rows; those that fit into none are alone."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -28,13 +27,14 @@ _DTYPES = {datatype: np.dtype(dtype) for dtype, datatype in DATATYPES.items()}
 _MAX_DIMENSIONS = 32
 _ELEMENTS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 """What JSON may hold for a kind of data type."""
+QUIET: Any = {"over": "ignore"}
+"""Arguments of ``np.errstate`` around `decode`, once for all requests of a batch."""
 _WIDEST: dict[str, type] = {"b": np.bool_, "i": np.int64, "u": np.int64}
 JSON_SIZE = "Inference-Header-Content-Length"
 """Header that gives the bytes of JSON before the binary tensors."""
 
 
-@dataclass(frozen=True)
-class TensorRequest:
+class TensorRequest(NamedTuple):
     """Inputs in the program's order, and which outputs are wanted, each as bytes or not."""
 
     id: str | None
@@ -58,8 +58,11 @@ def _described(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": DATATYPES.get(spec.dtype, spec.dtype), "shape": shape}
 
 
-def decode(body: bytes, json_size: str | None, program: Program, limits: Limits) -> TensorRequest:
-    """Read the body of an inference request; raises Refusal 400 for whatever the program cannot take, 413 for long JSON."""
+def decode(body: bytes | bytearray, json_size: bytes | None, program: Program, limits: Limits) -> TensorRequest:
+    """Read the body of an inference request; raises Refusal 400 for whatever the program cannot take, 413 for long JSON.
+
+    A number too large for its type becomes infinity, as in NumPy, which warns of it unless it is told not to (`QUIET`).
+    """
     size = len(body) if json_size is None else _json_size(json_size, len(body))
     if size > limits.json_bytes:
         raise Refusal(
@@ -67,26 +70,25 @@ def decode(body: bytes, json_size: str | None, program: Program, limits: Limits)
             f"The request's JSON is larger than {in_words(limits.json_bytes)}; send the tensors as bytes behind it, see {JSON_SIZE}.",
         )
     try:
-        request = orjson.loads(body[:size])
+        request = orjson.loads(body if json_size is None else body[:size])
     except ValueError:
         raise Refusal(400, "The request is not JSON; send an object with a list 'inputs'.") from None
     if not isinstance(request, dict) or not _is_objects(request.get("inputs")):
         raise Refusal(400, "The request has no list 'inputs' of objects; send one object for each input.")
     if not isinstance(request.get("id", ""), str):
         raise Refusal(400, "The request's 'id' is not a text; leave it out or send a text.")
-    return TensorRequest(
-        request.get("id"), _inputs(request["inputs"], body[size:], program), _outputs(request, program)
-    )
+    binary = b"" if json_size is None else bytes(body[size:])
+    return TensorRequest(request.get("id"), _inputs(request["inputs"], binary, program), _outputs(request, program))
 
 
-def _json_size(text: str, most: int) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) <= most):
+def _json_size(text: bytes, most: int) -> int:
+    if not (text.isdigit() and len(text) < 12 and int(text) <= most):
         raise Refusal(400, f"The header {JSON_SIZE} must be a number of bytes up to {most}, the size of the body.")
     return int(text)
 
 
 def _is_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    return type(value) is list and set(map(type, value)) <= {dict}
 
 
 def _parameters(item: dict[str, Any]) -> dict[str, Any]:
@@ -100,16 +102,15 @@ def _inputs(given: list[dict[str, Any]], binary: bytes, program: Program) -> lis
     found: dict[str, np.ndarray[Any, Any]] = {}
     specs = {spec.name: spec for spec in program.inputs}
     for item in given:
-        name = item.get("name")
-        if not isinstance(name, str) or name not in specs or name in found:
+        name, datatype = item.get("name"), item.get("datatype")
+        shape: Any = item.get("shape")
+        if type(name) is not str or name not in specs or name in found:
             raise Refusal(400, f"The model takes the inputs {', '.join(specs)}, each once, not {str(name)[:40]!r}.")
-        shape, datatype = item.get("shape"), item.get("datatype")
-        sizes = shape if isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS else [-1]
-        if not all(type(size) is int and 0 <= size < 2**31 for size in sizes):
+        if not _is_shape(shape):
             raise Refusal(
                 400, f"The shape of input {name!r} must be a list of at most {_MAX_DIMENSIONS} whole numbers from 0."
             )
-        dtype = _DTYPES.get(datatype) if isinstance(datatype, str) else None
+        dtype = _DTYPES.get(datatype) if type(datatype) is str else None
         if dtype is None:
             raise Refusal(400, f"The datatype of input {name!r} must be one of {', '.join(_DTYPES)}.")
         size = _parameters(item).get("binary_data_size")
@@ -117,15 +118,21 @@ def _inputs(given: list[dict[str, Any]], binary: bytes, program: Program) -> lis
             array = _from_json(item.get("data"), dtype, name)
         else:
             array, binary = _from_bytes(size, binary, dtype, name)
-        if array.size != math.prod(sizes):
-            raise Refusal(400, f"Input {name!r} has {array.size} elements, which do not fill its shape {sizes[:8]}.")
-        found[name] = array.reshape(sizes)
+        if array.size != math.prod(shape):
+            raise Refusal(400, f"Input {name!r} has {array.size} elements, which do not fill its shape {shape[:8]}.")
+        found[name] = array.reshape(shape)
         _check(specs[name], found[name])
     if missing := [name for name in specs if name not in found]:
         raise Refusal(400, f"The model takes the inputs {', '.join(specs)}; {missing[0]!r} is missing.")
     if binary:
         raise Refusal(400, f"The body has {len(binary)} bytes that belong to no input; see binary_data_size.")
     return [found[name] for name in specs]
+
+
+def _is_shape(value: Any) -> bool:
+    if type(value) is not list or len(value) > _MAX_DIMENSIONS or not set(map(type, value)) <= {int}:
+        return False
+    return not value or (min(value) >= 0 and max(value) < 2**31)
 
 
 def _check(spec: TensorSpec, array: np.ndarray[Any, Any]) -> None:
@@ -136,7 +143,7 @@ def _check(spec: TensorSpec, array: np.ndarray[Any, Any]) -> None:
 
 
 def _from_json(data: Any, dtype: np.dtype[Any], name: str) -> np.ndarray[Any, Any]:
-    if not isinstance(data, list):
+    if type(data) is not list:
         raise _wrong_data(name, dtype)
     while data and type(data[0]) is list:
         if any(type(row) is not list or len(row) != len(data[0]) for row in data):
@@ -147,8 +154,7 @@ def _from_json(data: Any, dtype: np.dtype[Any], name: str) -> np.ndarray[Any, An
         raise _wrong_data(name, dtype)
     try:
         if dtype.kind == "f":
-            with np.errstate(over="ignore"):  # a number too large for the type becomes infinity, as in NumPy
-                return np.array(data, dtype)
+            return np.array(data, dtype)
         array: np.ndarray[Any, Any] = np.array(data, _WIDEST[dtype.kind])
     except OverflowError:
         raise _wrong_data(name, dtype) from None
@@ -178,7 +184,7 @@ def _outputs(request: dict[str, Any], program: Program) -> dict[str, bool]:
     binary = _parameters(request).get("binary_data_output", False) is True
     wanted = request.get("outputs")
     if wanted is None or wanted == []:
-        wanted = [{"name": name} for name in names]
+        return dict.fromkeys(names, binary)
     if not _is_objects(wanted):
         raise Refusal(400, "The field 'outputs' is not a list of objects; leave it out for all outputs.")
     for item in wanted:

@@ -1,0 +1,86 @@
+"""Hand requests that have come whole to the application without a task, and write whole answers by one call.
+
+`direct_protocol` is uvicorn's protocol with both; `middleware.Front` is what takes requests, and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from typing import Any
+
+from arclight.fabric.listening import http_protocol
+
+WRITE = "arclight.write"
+"""Key of a request's scope under which the protocol has a `Write`."""
+Write = Callable[[MutableMapping[str, Any], bytes, bytes], bool]
+"""Write an answer of status 200 to the request of a scope: lines of headers with their ends, and content.
+
+Messages of ASGI take two calls of the system for it, and are checked one header at a time. Returns False, having done nothing, where only
+messages will do: the client reads too slowly, or the connection ends with this answer.
+"""
+Take = Callable[[MutableMapping[str, Any], bytes, Callable[[Any], None]], bool]
+"""Answer a request that has come whole: gets its scope, its body, and a function that starts a task of an application of ASGI to answer it.
+
+Returns False, having done nothing, for a request that needs a task from its beginning.
+"""
+
+
+def direct_protocol(*, head_s: float, take: Take) -> Any:
+    """Return uvicorn's protocol (`http_protocol`) that asks ``take`` first for each request that has come whole.
+
+    The application gets the requests that are not taken, and those whose body comes in pieces.
+    """
+    base: Any = http_protocol("serve", head_s=head_s)
+
+    class Direct(base):
+        _coming: Any = None
+        """The request to answer next, whose body has not ended among the bytes that are parsed."""
+        _is_parsing = False
+
+        def data_received(self, data: bytes) -> None:
+            self._is_parsing = True
+            super().data_received(data)
+            self._is_parsing = False
+            if self._coming is not None:
+                cycle, self._coming = self._coming, None
+                super()._start_asgi_task(cycle, self.app)
+
+        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            """Begin a request whose head is there; one that may be taken waits for the end of what is parsed, which is all of it."""
+            self._under_way = cycle
+            cycle.scope[WRITE] = self._write
+            needs_task = app is not self.app or cycle.waiting_for_100_continue
+            if not needs_task and not cycle.more_body:
+                self._start(cycle)
+            elif not needs_task and self._is_parsing:
+                self._coming = cycle
+            else:
+                super()._start_asgi_task(cycle, app)
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            if self._coming is not None:
+                cycle, self._coming = self._coming, None
+                self._start(cycle)
+
+        def _start(self, cycle: Any) -> None:
+            by_task = partial(super()._start_asgi_task, cycle)
+            if not take(cycle.scope, cycle.body, by_task):
+                by_task(self.app)
+
+        def _write(self, scope: MutableMapping[str, Any], headers: bytes, content: bytes) -> bool:
+            cycle = self._under_way
+            if cycle.scope is not scope or self.flow.write_paused or self.transport.is_closing():
+                return False
+            if cycle.disconnected or cycle.response_started or not cycle.keep_alive:
+                return False
+            cycle.response_started = cycle.response_complete = True
+            own = b"".join([b"%b: %b\r\n" % pair for pair in cycle.default_headers])
+            size = b"content-length: %d\r\n\r\n" % len(content)
+            self.transport.write(b"".join((b"HTTP/1.1 200 OK\r\n", own, headers, size, content)))
+            cycle.message_event.set()
+            cycle.on_response()
+            return True
+
+    return Direct
