@@ -289,16 +289,36 @@ def test_reading_samples_truly(shared_data: Path) -> None:
 def test_a_box_with_nothing_in_it_is_read_as_nothing() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (200, 200), dtype=np.uint8)
     assert not any(map(read_view, views_of(noise, (20.0, 20.0, 180.0, 180.0))))
-    nothing = decode.GridReading([], 1, plain=False)
+    nothing = decode.GridReading([], 1, score=pytest.approx(0.25, abs=0.05))
     assert read_grid(noise, (20.0, 20.0, 180.0, 180.0)) == nothing, (
         "nothing there is like a grid: no other view is tried"
     )
 
 
+def test_modules_of_unlikely_grids_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "soft_modules", lambda *given: pytest.fail("they are decoded"))
+    noise = np.random.default_rng(0).integers(0, 256, (200, 200), dtype=np.uint8)
+    assert 0 < (read_grid(noise, (20.0, 20.0, 180.0, 180.0)).score or 0) < decode.MIN_FINISHED_SCORE
+
+
+def test_no_grid_is_laid_where_no_two_finder_patterns_are_likely() -> None:
+    bars = np.repeat(np.random.default_rng(1).choice([20, 220], 100)[None], 200, 0).repeat(2, 1).astype(np.uint8)
+    assert read_grid(bars, (20.0, 20.0, 180.0, 180.0)) == decode.GridReading([], 1, 0.0)
+
+
+def test_a_wider_box_is_searched_less_thoroughly_where_nothing_was_like_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (200, 200), dtype=np.uint8)
+    thorough: list[bool] = []
+    find = decode.find_grids
+    monkeypatch.setattr(decode, "find_grids", lambda *given: thorough.append(given[3] is not None) or find(*given))
+    scan(noise, finder((20, 20, 180, 180)))
+    assert thorough == [True, False]
+
+
 def test_no_grid_is_searched_for_in_boxes_too_small_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "find_grids", lambda *given: pytest.fail("its grid is not searched for"))
     noise = np.random.default_rng(0).integers(0, 256, (80, 80), dtype=np.uint8)
-    assert read_grid(noise, (20.0, 20.0, 49.0, 49.0)) == decode.GridReading([], 0, plain=False), "others have its tries"
+    assert read_grid(noise, (20.0, 20.0, 49.0, 49.0)) == decode.GridReading([], 0, None), "others have its tries"
 
 
 def photographed(
@@ -356,9 +376,9 @@ def test_the_number_of_grids_tried_in_a_photo_is_bounded(monkeypatch: pytest.Mon
 
     asked: list[int] = []
 
-    def read_nothing(grey: np.ndarray, box: object, tries: int) -> decode.GridReading:
+    def read_nothing(grey: np.ndarray, box: object, tries: int, thorough: bool) -> decode.GridReading:
         asked.append(tries)
-        return decode.GridReading([], tries, plain=False)
+        return decode.GridReading([], tries, 0.5)
 
     monkeypatch.setattr(scanner, "read_grid", read_nothing)
     boxes = [(20.0 + 60 * i, 20.0, 70.0 + 60 * i, 70.0) for i in range(9)]
@@ -377,7 +397,7 @@ def test_the_work_on_a_photo_is_bounded_and_what_was_left_untried_named(monkeypa
         return []
 
     monkeypatch.setattr(scanner, "read_view", count)
-    monkeypatch.setattr(scanner, "read_grid", lambda grey, box, tries: decode.GridReading([], 1, plain=False))
+    monkeypatch.setattr(scanner, "read_grid", lambda grey, box, tries, thorough: decode.GridReading([], 1, 0.5))
     codes = scan(noise, finder(*boxes))
     assert len(codes) == len(boxes)
     assert sum(read) < scanner.MAX_VIEW_PIXELS + 12 * 1600**2
@@ -450,7 +470,7 @@ def test_wrong_corners_lose_nothing(blurred: tuple[np.ndarray, np.ndarray], wron
 def test_codes_read_by_their_corners_are_bounded_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(scanner, "read_near", lambda grey, corners: asked.append(corners) or [])
-    monkeypatch.setattr(scanner, "read_grid", lambda grey, box, tries: decode.GridReading([], 1, plain=False))
+    monkeypatch.setattr(scanner, "read_grid", lambda grey, box, tries, thorough: decode.GridReading([], 1, 0.5))
     boxes = np.array([(10.0 + 40 * i, 10.0, 40.0 + 40 * i, 40.0) for i in range(12)])
     quads = np.stack([boxes[:, [0, 2, 2, 0]], boxes[:, [1, 1, 3, 3]]], -1)
     found = Detections.from_arrays(boxes, np.linspace(0.9, 0.5, 12), np.zeros(12), names=["qr_code"], keypoints=quads)

@@ -22,8 +22,13 @@ PLAIN_SCORE = 0.75
 ENOUGH_MODULE_PX = 1.5
 """Pixels per module at which finder patterns are looked for here: places about right are enough."""
 MAX_IN_PAIRS = 6
+MIN_PAIR_CORRELATION = 0.37
+"""Least correlation of the two likeliest finder patterns, in their mean, at which grids are looked for: codes that were read had 0.38 and
+more, two in seven boxes without a code have less."""
 ROUGH, RIVALS = 10, 6
 """Proposals that are refined on the blurred picture, and those of them that are on the sharp one."""
+MIN_ROUGH_SCORE = 0.16
+"""Least correlation with the blurred picture of a proposal that is refined: what was read began with 0.19 and more."""
 ROUNDS = 8
 _COARSE_VERSIONS = (1, 2, 3, 5, 7, 10, 14)
 
@@ -78,6 +83,7 @@ class _Search:
         for version, shapes in proposed:
             fit = template_correlation(self.soft.picture, shapes, version)
             order = np.argsort(-fit)[:40]
+            order = order[fit[order] >= MIN_ROUGH_SCORE]
             kept = _distinct(shapes[order, :4], apart, 3)
             rough += [Grid(version, shapes[one], float(fit[one])) for one in order[kept]]
         return sorted(rough, key=worst_last)[:ROUGH]
@@ -105,16 +111,19 @@ def _by_version(frames: Frames, largest: int) -> list[tuple[int, Floats]]:
     return [(int(version), shapes[versions == version]) for version in np.unique(versions)]
 
 
-def find_grids(sharp: Slopes, box: Box, largest: int, more: Callable[[], Quads] = tuple) -> list[Grid]:
+def find_grids(sharp: Slopes, box: Box, largest: int, more: Callable[[], Quads] | None = tuple) -> list[Grid]:
     """Find the likeliest grids of one code near ``box`` (xyxy pixels), best first, edges straight.
 
-    ``largest`` is the highest version tried. Three finder patterns lead to most grids. Where they lead to none beyond doubt, two are
-    tried, parallelograms that just fit the box, and the corners (4, 2) that ``more()`` gives, any of which may be the first.
+    ``largest`` is the highest version tried. None are found where not even two finder patterns are likely. Three patterns lead to most
+    grids. Where they lead to none beyond doubt, two are tried, parallelograms that just fit the box, and the corners (4, 2) that
+    ``more()`` gives, any of which may be the first; unless ``more`` is None, which ends the search there.
     """
-    search = _Search(sharp, max(box[2] - box[0], box[3] - box[1]), largest)
     patterns = find_patterns(sharp.picture, largest, ENOUGH_MODULE_PX)
+    if sum(pattern.correlation for pattern in patterns[:2]) < 2 * MIN_PAIR_CORRELATION:
+        return []
+    search = _Search(sharp, max(box[2] - box[0], box[3] - box[1]), largest)
     found = search.best(_by_version(triples(patterns), largest))
-    if found and found[0].score >= PLAIN_SCORE:
+    if more is None or (found and found[0].score >= PLAIN_SCORE):
         return found
     shapes = parallelograms(box)
     if quads := more():
