@@ -12,12 +12,15 @@ No photos of sticker fraud and no labelled videos are at hand: both are drawn, w
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is imported, as the command `arclight` does
 
 import numpy as np
 from torch.utils.data import Subset
