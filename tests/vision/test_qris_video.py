@@ -14,7 +14,14 @@ pytest.importorskip("zxingcpp")
 from arclight.vision.qris import build, scan  # noqa: E402
 from arclight.vision.qris.reading import video  # noqa: E402
 from arclight.vision.qris.reading.decode import read_zxing  # noqa: E402
-from arclight.vision.qris.reading.video import MAX_GAP, VideoScanner, camera_motion, scan_video  # noqa: E402
+from arclight.vision.qris.reading.video import (  # noqa: E402
+    MAX_GAP,
+    MAX_UNLIKELY_VOTES,
+    VideoScanner,
+    WeightedSum,
+    camera_motion,
+    scan_video,
+)
 from arclight.vision.qris.scenes.motion import draw_clip  # noqa: E402
 from arclight.vision.results.detections import Boxes, Detections  # noqa: E402
 
@@ -97,6 +104,30 @@ def test_frames_that_nothing_reads_are_read_together() -> None:
     (track,) = scan_video(frames, detector)
     assert track.text == QRIS
     assert 2 <= track.votes < 10
+
+
+def test_sightings_vote_by_the_ratio_of_signal_to_noise() -> None:
+    votes = WeightedSum(np.zeros((2, 2)))
+    assert votes.add(np.full((2, 2), 5.0, np.float32), 0.6) == pytest.approx(1.5), "one sighting says no more than this"
+    mean = votes.add(np.full((2, 2), -1.0, np.float32), 0.8)
+    assert mean == pytest.approx((1.5 * 0.36 / 0.64 - 0.64 / 0.36) / (0.36 / 0.64 + 0.64 / 0.36))
+    assert (votes.add(np.full((2, 2), 1.0, np.float32), 1.0) > 0.5).all(), "a perfect grid has a finite weight"
+
+
+def test_boxes_that_cut_off_finder_patterns_are_widened_in_every_second_vote() -> None:
+    clean = np.full((480, 640), 235, np.uint8)
+    code = cv2.GaussianBlur(symbol("HELLO VIDEO", 6), (0, 0), 4.5)
+    clean[100 : 100 + len(code), 200 : 200 + len(code)] = code
+    low, high = 24 + 20, len(code) - 24 - 20
+    frame = np.repeat(clean[..., None], 3, axis=2)
+    (track,) = scan_video([frame] * 4, box_of(200 + low, 100 + low, 200 + high, 100 + high))
+    assert track.text == "HELLO VIDEO"
+
+
+def test_what_never_looks_like_a_code_leaves_its_votes_to_others() -> None:
+    frames = [noisy(np.full((480, 640, 3), 128, np.uint8), seed, 60) for seed in range(MAX_UNLIKELY_VOTES + 2)]
+    (track,) = scan_video(frames, box_of(100, 100, 260, 260))
+    assert (len(track.frames), track.votes) == (len(frames), MAX_UNLIKELY_VOTES)
 
 
 def test_the_text_of_most_frames_stands() -> None:

@@ -501,7 +501,7 @@ def decode_grids(slopes: Slopes, near: Sequence[Grid]) -> tuple[DecodedCode | No
             symbol = SoftSymbol.of(soft_modules(laid), grid.version)
             doubt = symbol.doubt()
             least = min(least, doubt)
-            if code := _read_symbol(symbol, grid):
+            if code := read_symbol(symbol, grid):
                 return code, least
             if doubt > MAX_DOUBT:
                 continue  # as likely a wrong grid
@@ -511,7 +511,8 @@ def decode_grids(slopes: Slopes, near: Sequence[Grid]) -> tuple[DecodedCode | No
     return None, least
 
 
-def _read_symbol(symbol: SoftSymbol, grid: Grid) -> DecodedCode | None:
+def read_symbol(symbol: SoftSymbol, grid: Grid) -> DecodedCode | None:
+    """Decode the modules of ``symbol``, which lie under ``grid``; corrected by how sure each is, where they are not read as they seem."""
     code = decode_modules(symbol.dark, grid.version)
     if not code and (corrected := symbol.corrected()) is not None:
         code = decode_modules(corrected, grid.version)

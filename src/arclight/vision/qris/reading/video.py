@@ -2,8 +2,8 @@
 
 Codes stand still, cameras move: the way of the picture between two frames (Lucas and Kanade's optical flow) says where every
 code of the last frame is now. A code that no single frame shows well enough is read from all of them together: each sighting's
-module grid gives every module a soft vote, dark or light, and the sum is decoded. Where sightings are read as different texts, the text
-of most frames stands.
+module grid gives every module a soft vote, dark or light, weighted by how well the grid fits; their mean is decoded, and corrected by how
+sure each module is. Where sightings are read as different texts, the text of most frames stands.
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ import numpy.typing as npt
 
 from arclight.vision.data.images import Image
 from arclight.vision.qris.reading.decode import (
-    QUICK,
+    MAX_DOUBT,
     DecodedCode,
     Grey,
     LaidGrid,
     decode_grids,
-    decode_modules,
-    decoded_text,
     finish_grids,
     laid_grids,
+    read_symbol,
     read_zxing,
+    soft_modules,
     unread_quads,
+    widened,
 )  # fmt: skip
-from arclight.vision.qris.reading.grid import Box, cv2
+from arclight.vision.qris.reading.error_correction import SoftSymbol
+from arclight.vision.qris.reading.finder_patterns import Floats
+from arclight.vision.qris.reading.grid import Box, Grid, cv2
+from arclight.vision.qris.reading.grid_search import PLAIN_SCORE
 from arclight.vision.qris.reading.scanner import (
+    WIDER,
     Code,
     DetectFn,
     DetectorBox,
@@ -41,22 +46,39 @@ from arclight.vision.qris.reading.scanner import (
     read_views,
 )
 
-MAX_GRIDS = 3
+MAX_GRIDS = 6
 """Module grids laid per frame: each costs a hundred plain readings."""
-MAX_VOTES = 12
-"""Sightings that vote on one code's modules; what these do not read, more seldom do."""
+MAX_VOTES, MAX_UNLIKELY_VOTES = 24, 6
+"""Sightings that vote on one code's modules, as what these do not read, more seldom do; and those of what never looked like a code."""
 CLEARER = 1.1
 """How much clearer than all before a sighting is that is worth every reader."""
 SAME_PLACE = 0.15
 """Distance, in sizes of a code, within which another text is a second opinion on the same code, not a second code."""
-LEAST_VOTING_SCORE = 0.5
-"""Least correlation of a grid whose modules vote."""
+LEAST_VOTING_SCORE, MAX_VOTING_SCORE = 0.5, 0.98
+"""Least correlation of a grid whose modules vote, and the most that adds to its weight."""
+MAX_VOTE = 1.5
+"""Most that a sighting says for a module being dark, or light."""
 FLOW_SIDE = 320
 """Longest side of the reduced frames between which the camera's way is measured, pixels."""
 MAX_GAP = 15
 """Frames after which a code that was not seen again is no longer looked for at its place."""
 MAX_TRACKS = 1000
 """Tracks that are kept: cameras have no end. Lost ones are dropped first, of these the unread before the read."""
+
+
+@dataclass
+class WeightedSum:
+    """Soft votes on modules, each (n, n), summed up by weight."""
+
+    total: npt.NDArray[np.float64]
+    weight: float = 0.0
+
+    def add(self, soft: Floats, score: float) -> Floats:
+        """Add the vote of a grid that correlates by ``score``, weighted by its ratio of signal to noise; return the mean so far."""
+        weight = score**2 / (1 - min(score, MAX_VOTING_SCORE) ** 2)
+        self.total += weight * soft.clip(-MAX_VOTE, MAX_VOTE)
+        self.weight += weight
+        return np.asarray(self.total / self.weight, np.float32)
 
 
 @dataclass
@@ -72,9 +94,13 @@ class CodeTrack:
     """Frames in which each text was read; modules that were decoded together count as one."""
     best: Code | None = None
     """The largest sighting that was read as the text of most frames, or the latest one if none was read."""
-    sums: dict[int, npt.NDArray[np.float64]] = field(default_factory=dict)
-    """Sums of soft votes on the modules (n, n), by version of the code."""
+    sums: dict[int, WeightedSum] = field(default_factory=dict)
+    """Soft votes on the modules, by version of the code."""
     votes: int = 0
+    likeness: float = 0.0
+    """Best correlation of a finished grid in any sighting."""
+    margin: float = 0.0
+    """Share of the box that was added on every side where that grid was found."""
     clearness: float = 0.0
     """Clearness of the clearest sighting that was tried: see `_clearness`."""
 
@@ -91,6 +117,15 @@ class CodeTrack:
             "texts": dict(self.texts),
             "code": None if self.best is None else self.best.to_json(),
         }
+
+    @property
+    def is_likely(self) -> bool:
+        """Return True if any sighting looked like a code."""
+        return self.likeness >= LEAST_VOTING_SCORE
+
+    @property
+    def may_vote(self) -> bool:
+        return self.votes < (MAX_VOTES if self.is_likely else MAX_UNLIKELY_VOTES)
 
     @property
     def centre(self) -> npt.NDArray[np.float64]:
@@ -134,8 +169,8 @@ class VideoScanner:
                 if _inside(read.centre, box.xyxy):
                     self._note(track, read, box)
         grids = 0
-        for track, box in sorted(unread, key=lambda pair: pair[0].votes):
-            if track.text is None and track.votes < MAX_VOTES and grids < MAX_GRIDS:
+        for track, box in sorted(unread, key=lambda pair: pair[0].votes / (1 + pair[0].is_likely)):
+            if track.text is None and track.may_vote and grids < MAX_GRIDS:
                 grids += 1
                 self._vote(track, grey, box)
         self._trim()
@@ -232,22 +267,29 @@ class VideoScanner:
         clearness = _clearness(grey, box.xyxy)
         is_clearest = clearness > CLEARER * track.clearness
         track.clearness = max(track.clearness, clearness)
-        for view, slopes, near in laid_grids(grey, box.xyxy, tries=2 if is_clearest else 1):
+        margin = track.margin if track.likeness >= PLAIN_SCORE else (WIDER, 0.0)[track.votes % 2]
+        for view, slopes, near in laid_grids(grey, widened(box.xyxy, margin), tries=2 if is_clearest else 1):
             if not (grids := finish_grids(slopes, near)):
                 return
-            text, grid = None, max(grids, key=lambda one: one.score)
+            grid = max(grids, key=lambda one: one.score)
+            if grid.score > track.likeness:
+                track.likeness, track.margin = grid.score, margin
+            read = None
             if grid.score >= LEAST_VOTING_SCORE:
-                soft = np.clip(QUICK.soft(LaidGrid(slopes.picture, grid)), -1.5, 1.5).astype(np.float64) * grid.score
-                total = track.sums.get(grid.version)
-                track.sums[grid.version] = soft if total is None else total + soft
-                if code := decode_modules(track.sums[grid.version] > 0, grid.version):
-                    text = decoded_text(code)
-            read = DecodedCode(text, grid.corners) if text is not None else None
+                soft = soft_modules(LaidGrid(slopes.picture, grid))
+                votes = track.sums.setdefault(grid.version, WeightedSum(np.zeros(soft.shape)))
+                read = _read_soft(votes.add(soft, grid.score), grid) or _read_soft(soft, grid)
             if read is None and is_clearest:
                 read, _ = decode_grids(slopes, near)
             if read is not None:
                 self._note(track, view.back(read), box)
                 return
+
+
+def _read_soft(soft: Floats, grid: Grid) -> DecodedCode | None:
+    """Decode soft modules (n, n) under a grid, unless there is too much doubt about them."""
+    symbol = SoftSymbol.of(soft, grid.version)
+    return read_symbol(symbol, grid) if symbol.doubt() <= MAX_DOUBT else None
 
 
 def scan_video(frames: Iterable[Image], detector: DetectFn | None = None) -> list[CodeTrack]:
