@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 from collections import Counter
@@ -19,6 +20,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     StackDataset,
@@ -74,7 +76,11 @@ def loader(dataset=None, *, workers: int = 0, batch_size: int | None = 4, shuffl
 
 
 def read(loader, epoch: int = 0, start: int = 0, **kwargs) -> list[torch.Tensor]:
-    return list(ResumableLoader(loader, **kwargs).batches(epoch, start))
+    resumable = ResumableLoader(loader, **kwargs)
+    try:
+        return list(resumable.batches(epoch, start))
+    finally:
+        resumable.close()
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -433,6 +439,35 @@ def test_a_closed_loader_has_no_workers_and_can_be_read_again() -> None:
     batches = list(resumable.batches(1, 1))
     assert {int(epoch) for batch in batches for epoch in batch[:, 2]} == {1}
     assert not first & {int(pid) for batch in batches for pid in batch[:, 1]}
+    resumable.close()
+
+
+class Rising(IterableDataset):
+    """Fails at its third sample."""
+
+    def __iter__(self):
+        yield from (torch.ones(1), torch.ones(1))
+        raise KeyError("sample is broken")
+
+
+@pytest.mark.parametrize("data", [Augmented(fail_at=2), Rising()])
+def test_close_ends_the_workers_of_a_failed_pass(data) -> None:
+    before = set(multiprocessing.active_children())
+    resumable = ResumableLoader(DataLoader(data, 1, num_workers=2))
+    with pytest.raises(KeyError, match="broken") as caught:
+        list(resumable.batches(0))
+    assert caught.value.__traceback__ is not None, "it holds the frames that hold the pass"
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    resumable.close()
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_a_pickled_copy_leaves_the_workers_alone() -> None:
+    resumable = ResumableLoader(DataLoader(Rising(), 1, num_workers=1))
+    batches = resumable.batches(0)
+    next(batches)
+    pickle.loads(pickle.dumps(resumable)).close()
+    assert next(batches).tolist() == [[1.0]]
     resumable.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -354,3 +355,21 @@ def test_a_step_that_takes_several_batches_resumes_behind_them(make_trainer: Mak
 
     whole, broken, resumed = whole_and_resumed(make_trainer, tmp_path, data, Pairs, train=2)
     assert broken.seen + resumed.seen == whole.seen
+
+
+class Corrupt(TensorDataset):
+    """Fails at its fourth sample."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        if index == 3:
+            raise KeyError("sample is broken")
+        return super().__getitem__(index)
+
+
+def test_a_fit_that_failed_in_a_worker_leaves_none(make_trainer: Make) -> None:
+    before = set(multiprocessing.active_children())
+    loader = DataLoader(Corrupt(torch.zeros(8, 1)), num_workers=2)
+    with pytest.raises(KeyError, match="broken") as caught:
+        make_trainer(max_epochs=1).fit(Seeing(), loader)
+    assert caught.value.__traceback__ is not None, "it holds the frames that hold the iterator"
+    assert set(multiprocessing.active_children()) <= before

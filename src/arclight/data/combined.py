@@ -390,7 +390,7 @@ class ResumableCombination:
         self._places.clear()
 
     def close(self) -> None:
-        """End persistent workers of all parts. The next `batches` starts others."""
+        """End the workers of all parts. The next `batches` starts others."""
         for part in self.parts:
             part.close()
 

@@ -7,7 +7,7 @@ nothing may depend on the worker that loads it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -58,12 +58,12 @@ class ReadAhead:
             yield upcoming.popleft()
             self._advance(upcoming, 1)
 
-    def read(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Iterate over a loader that gets these indices, releasing each batch's reservation after it was read.
+    def read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Iterate over the batches of these indices, releasing each batch's reservation after it was read.
 
         Threads then fetch while a step computes, and not while the next batch is read. Abandoning the iterator releases all.
         """
-        return _ReadAheadIterator(self, loader)
+        return _ReadAheadIterator(self, batches)
 
     def release(self) -> None:
         """Release the reservation of the next unread batch, if there is one."""
@@ -82,11 +82,10 @@ class ReadAhead:
 
 
 class _ReadAheadIterator(Iterator[Any]):
-    """Iterate over a loader's batches and release ``ahead``; not a generator, which would end after an error in one batch."""
+    """Iterate over batches and release ``ahead``; not a generator, which would end after an error in one batch."""
 
-    def __init__(self, ahead: ReadAhead, loader: Iterable[Any]) -> None:
-        self._ahead = ahead
-        self._batches = iter(loader)
+    def __init__(self, ahead: ReadAhead, batches: Iterator[Any]) -> None:
+        self._ahead, self._batches = ahead, batches
 
     def __next__(self) -> Any:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, count, islice, repeat
@@ -83,6 +84,8 @@ class ResumableLoader:
         self._map_style = self._is_torch and not isinstance(loader.dataset, IterableDataset)
         self._generator = torch.Generator()  # the DataLoader's draw of a base seed must not touch the global state
         self._inner: DataLoader[Any] | None = None
+        self._passes: weakref.WeakSet[_MultiProcessingDataLoaderIter] | None = None
+        """Those with workers that somebody still holds."""
         self._plan = _Plan()
         self._stateful = self._find_stateful()
         self._snapshots: deque[dict[str, Any]] = deque(maxlen=_SNAPSHOTS)
@@ -200,12 +203,17 @@ class ResumableLoader:
         self._snapshots.clear()
 
     def close(self) -> None:
-        """End persistent workers. The next `batches` starts others."""
-        inner = self._inner
-        if inner is not None and isinstance(inner._iterator, _MultiProcessingDataLoaderIter):
-            # Left to the garbage collector, a worker costs 5 s: its queue is closed before it is told to end.
-            inner._iterator._shutdown_workers()
-            inner._iterator = None
+        """End all workers, also those of a pass that failed or was left. The next `batches` starts others."""
+        # The error of a batch holds its pass in a circle. Left to the garbage collector, a worker costs 5 s: its queue is closed
+        # before it is told to end.
+        for unfinished in self._passes or ():
+            unfinished._shutdown_workers()
+        self._passes = None
+        if self._inner is not None:
+            self._inner._iterator = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_passes": None}  # workers belong to the process that has started them
 
     # Map-style DataLoader
 
@@ -226,7 +234,17 @@ class ResumableLoader:
                 worker_init_fn=WorkerInit(self.loader.worker_init_fn),
                 persistent_workers=self.loader.persistent_workers,
             )
-        return iter(self._inner) if ahead is None else ahead.read(self._inner)
+        batches = self._start(self._inner)
+        return batches if ahead is None else ahead.read(batches)
+
+    def _start(self, inner: DataLoader[Any]) -> Iterator[Any]:
+        """Begin a pass that `close` can end."""
+        batches = iter(inner)
+        if isinstance(batches, _MultiProcessingDataLoaderIter):
+            if self._passes is None:
+                self._passes = weakref.WeakSet()
+            self._passes.add(batches)
+        return batches
 
     def _ahead(self, sampled: Iterator[Any]) -> ReadAhead | None:
         dataset = self.loader.dataset
@@ -271,7 +289,7 @@ class ResumableLoader:
             )
         self._generator.manual_seed(where.seed())
         with isolated_rng(where.seed()):
-            return iter(self._inner)
+            return self._start(self._inner)
 
     def _bare_batches(self, where: _Pass, start: int) -> Iterator[Any]:
         iterator = self._open(where)

@@ -76,7 +76,7 @@ class StageData:
         return self.given is not None or self.owner is not None
 
     def close(self) -> None:
-        """End the loaders' persistent workers."""
+        """End the loaders' workers."""
         for loader in self.loaders:
             loader.close()
 
