@@ -335,3 +335,15 @@ def test_a_server_that_was_started_again_ends_when_the_nodes_of_all_clients_have
         began = time.monotonic()
         run.tell_nodes(LIMIT)
         assert time.monotonic() - began < LIMIT / 2, "it waits for nodes that have heard"
+
+
+def test_a_server_whose_run_was_over_at_its_start_ends_when_nodes_were_refused(tmp_path: Path) -> None:
+    """A node that lost the session of the process before learns it when it joins again."""
+    with Server(settings(), START, folder=tmp_path / "run").opened() as run:
+        ScriptedNode(InProcessLink(run.service), both()).work()
+        assert run.runtime.wait(60)
+    with Server(settings(), folder=tmp_path / "run").opened() as run:
+        assert isinstance(ScriptedNode(InProcessLink(run.service), both()).join(), Close)
+        began = time.monotonic()
+        run.tell_nodes(LIMIT)
+        assert time.monotonic() - began < LIMIT / 2, "it waits for nodes that have heard"

@@ -246,6 +246,11 @@ class ClusterState:
                     self.assign([work], now)
         self._on_departure(node, now)
 
+    def turn_away(self, clients: Iterable[str], now: float) -> None:
+        """Note that the node of some clients came and was told that the run is over."""
+        for client in clients:
+            self.departed.setdefault(client, DepartedClient(now, ""))
+
     def node_of(self, session: str) -> Node | None:
         """Return the node of a session, also if it counts as lost."""
         return next((node for node in self.nodes.values() if node.session == session), None)

@@ -172,7 +172,8 @@ def _join(s: Situation, event: NodeMessage, message: Join, now: float) -> Decisi
         return Decision(event=event, now=now, commands=(Answer(to=event.to, plan=plan), *others), changes=changes)
 
     if s.state.ended is not None:
-        return answer(Close(reason=s.state.ended, failed=s.state.failed))
+        told = partial(s.cluster.turn_away, message.clients, now)
+        return answer(Close(reason=s.state.ended, failed=s.state.failed), changes=(told,))
     if strange := [client for client in message.clients if s.roster.index(client) is None]:
         return answer(Close(reason=f"this run has no client {strange[0]!r}: its clients are {s.roster}", failed=True))
     here = s.cluster.nodes.get(message.node)
