@@ -8,13 +8,16 @@ import json
 import time
 from collections.abc import Callable
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from tests.deploy.conftest import warmed
+from tests.exports import compare_here
 from torch import Tensor, nn
 
-from arclight.deploy import Program, ProgramError, QuantizedModel, benchmark, export
+from arclight.deploy import Program, ProgramError, benchmark, export, quantize
 
 
 class Clock:
@@ -62,18 +65,22 @@ def test_the_spread_is_that_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> No
     assert (row.speedup_low, row.speedup, row.speedup_high) == pytest.approx((2, 6, 10))
 
 
-def test_models_and_programs_side_by_side(
-    model: nn.Module, quantized: QuantizedModel, fp32_program: Program, int8_program: Program, images: Tensor
-) -> None:
+def test_models_and_programs_side_by_side(images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_here(monkeypatch, rounds=1)
+    layers = nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1)
+    model = warmed(nn.Sequential(*layers), images)
+    quantized = quantize(model, [images])
+    fp32, int8 = (
+        export(it, tmp_path / name, example_inputs=images) for it, name in ((model, "a.onnx"), (quantized, "b.onnx"))
+    )
     model.train()
     threads = torch.get_num_threads()
-    programs = {"torch": model, "simulated": quantized, "fp32": fp32_program, "int8": int8_program}
+    programs = {"torch": model, "simulated": quantized, "fp32": fp32, "int8": int8}
     table = benchmark(programs, images[:1], rounds=3)
     assert model.training
-    model.eval()
     assert torch.get_num_threads() == threads
     assert [row.name for row in table.rows] == list(programs)
-    assert table["int8"].nbytes == int8_program.path.stat().st_size
+    assert table["int8"].nbytes == int8.path.stat().st_size
     assert table["torch"].nbytes == sum(v.nbytes for v in model.state_dict().values())
     assert all(row.wall_ms > 0 and row.cpu_ms > 0 for row in table.rows)
 
