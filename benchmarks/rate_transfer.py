@@ -24,7 +24,6 @@ from torch.nn.functional import cross_entropy
 from arclight.optim import ADOPT, AdamW, Linear
 from arclight.parallel import initialize
 from arclight.text import build_model
-from arclight.text.model.mup import scale_of
 from benchmarks.results import Ratio, paired
 
 LENGTH, ROWS = 64, 4
@@ -75,7 +74,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 def train(model: nn.Module, settings: AdamW, steps: int, seed: int) -> float:
     """Return the validation loss (nats per byte) after ``steps``."""
     config: Any = model.config
-    optimizer = settings.build(model.named_parameters(), (), scale_of(config))
+    optimizer = settings.build(model.named_parameters(), (), config.rates)
     schedule, generator = Linear(warmup=0.1).build(optimizer, steps), torch.Generator().manual_seed(seed)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -12,7 +12,6 @@ import torch
 from arclight.optim import ADOPT, SGD, AdamW, Mixed, Muon
 from arclight.parallel import initialize
 from arclight.text import build_model, from_hf, to_hf
-from arclight.text.model.mup import scale_of
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "dim": 128, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 192}
 MUP = {"base_dim": 64, "base_layers": 2, "alpha": 0.5}
@@ -33,7 +32,7 @@ def options(optimizer: Any) -> dict[str, dict[str, Any]]:
 def test_rates_are_those_of_the_table(kind: Any) -> None:
     model = small()
     settings = kind(lr=0.01, weight_decay=0.1, eps=1e-8)
-    found = options(settings.build(model.named_parameters(), (), scale_of(model.config)))
+    found = options(settings.build(model.named_parameters(), (), model.config.rates))
     matrix, norm = found["layers.3.feed_forward.w2.weight"], found["layers.0.attention_norm.weight"]
     depth = 3**-0.5  # l^(alpha - 1), and l^-alpha, at alpha = 1/2
     assert matrix["lr"] == pytest.approx(0.01 * depth / 2)
@@ -44,7 +43,7 @@ def test_rates_are_those_of_the_table(kind: Any) -> None:
     for name in ("tok_embeddings.weight", "output.weight", "norm.weight"):
         assert (found[name]["lr"], found[name]["eps"]) == (0.01, 1e-8)
     independent = options(
-        kind(weight_decay=0.1, decay_scale="lr/peak").build(model.named_parameters(), (), scale_of(model.config))
+        kind(weight_decay=0.1, decay_scale="lr/peak").build(model.named_parameters(), (), model.config.rates)
     )
     assert independent["layers.0.attention.wq.weight"]["weight_decay"] == pytest.approx(0.1 * depth)
 
@@ -52,13 +51,13 @@ def test_rates_are_those_of_the_table(kind: Any) -> None:
 def test_orthogonal_updates_and_groups_by_pattern_take_their_factors() -> None:
     model, depth = small(), 3**-0.5
     settings = Mixed(groups=(SGD(pattern=r"layers\.0\.", lr=0.4),), default=Muon(lr=0.2, others=AdamW(lr=0.1)))
-    found = options(settings.build(model.named_parameters(), (), scale_of(model.config)))
+    found = options(settings.build(model.named_parameters(), (), model.config.rates))
     assert found["layers.0.attention.wq.weight"]["lr"] == pytest.approx(0.4)  # l^(2 alpha - 1), at alpha = 1/2
     assert found["layers.0.attention_norm.weight"]["lr"] == pytest.approx(0.4 * 2)
     assert found["layers.1.attention.wq.weight"]["lr"] == pytest.approx(0.2 * depth)
     assert found["layers.1.attention_norm.weight"]["lr"] == pytest.approx(0.1 * depth)
     assert found["output.weight"]["lr"] == 0.1
-    wide = options(Muon(lr=0.2, scale="rms").build(model.named_parameters(), (), scale_of(model.config)))
+    wide = options(Muon(lr=0.2, scale="rms").build(model.named_parameters(), (), model.config.rates))
     assert wide["layers.1.attention.wq.weight"]["lr"] == pytest.approx(0.2 * depth / 2**0.5)
 
 
@@ -71,7 +70,7 @@ def test_gradient_descent_moves_every_kind_of_parameter_by_the_table() -> None:
         model = small(dim=width, layers=layers, heads=heads, kv_heads=heads, hidden=2 * width, mup=mup).double()
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         settings = SGD(lr=0.1, momentum=0.0, weight_decay=0.0)
-        optimizer = settings.build(model.named_parameters(), (), scale_of(model.config))
+        optimizer = settings.build(model.named_parameters(), (), model.config.rates)
         torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()
         changes = {name: p.detach() - before[name] for name, p in model.named_parameters()}
@@ -89,7 +88,7 @@ def test_gradient_descent_moves_every_kind_of_parameter_by_the_table() -> None:
 
 def test_decay_by_gradient_descent_is_as_fast_at_any_width() -> None:
     model = small()
-    found = options(SGD(lr=0.1, weight_decay=0.01).build(model.named_parameters(), (), scale_of(model.config)))
+    found = options(SGD(lr=0.1, weight_decay=0.01).build(model.named_parameters(), (), model.config.rates))
     assert all(
         group["lr"] * group["weight_decay"] == pytest.approx(0.001) for group in found.values() if group["weight_decay"]
     )
@@ -98,7 +97,7 @@ def test_decay_by_gradient_descent_is_as_fast_at_any_width() -> None:
 def test_a_pipeline_stage_has_the_rates_and_multipliers_of_the_whole() -> None:
     model = small()
     names = dict(model.named_parameters())
-    whole = options(AdamW().build(names.items(), (), scale_of(model.config)))
+    whole = options(AdamW().build(names.items(), (), model.config.rates))
     first, last = copy.deepcopy(model), copy.deepcopy(model)
     first.norm = first.output = None
     last.tok_embeddings = None
@@ -106,7 +105,7 @@ def test_a_pipeline_stage_has_the_rates_and_multipliers_of_the_whole() -> None:
         del (last if number < 2 else first).layers[str(number)]
     tokens = torch.randint(0, 96, (2, 16))
     assert torch.equal(last(first(tokens)), model(tokens))
-    stage = options(AdamW().build(last.named_parameters(), names, scale_of(last.config)))
+    stage = options(AdamW().build(last.named_parameters(), names, last.config.rates))
     for name, group in stage.items():
         assert [group[key] for key in ("lr", "eps", "weight_decay")] == [
             whole[name][key] for key in ("lr", "eps", "weight_decay")
@@ -133,7 +132,7 @@ def test_the_base_shape_is_the_standard_model_but_for_attention() -> None:
     for name, parameter in base.named_parameters():
         assert torch.equal(parameter, plain.get_parameter(name)), name
     assert {name: group["lr"] for name, group in options(
-        AdamW().build(base.named_parameters(), (), scale_of(base.config))).items()} == {name: 1e-3 for name, _ in base.named_parameters()}  # fmt: skip
+        AdamW().build(base.named_parameters(), (), base.config.rates)).items()} == {name: 1e-3 for name, _ in base.named_parameters()}  # fmt: skip
     with torch.no_grad():
         for layer in plain.layers.values():
             layer.attention.wq.weight /= 4  # 1 / width, where heads are 16 wide, instead of 1 / sqrt(width)
@@ -148,7 +147,7 @@ def grown(name: str, mup: dict[str, Any] | None, width: int) -> float:
         sizes |= {"kv_heads": width // 16, "hidden": 2 * width}
     model = build_model(name, **sizes)
     initialize(model, seed=1)
-    optimizer = AdamW(lr=3e-3, betas=(0.9, 0.95)).build(model.named_parameters(), (), scale_of(model.config))
+    optimizer = AdamW(lr=3e-3, betas=(0.9, 0.95)).build(model.named_parameters(), (), model.config.rates)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, 96, (64,), generator=generator).repeat(3)
     outputs: list[torch.Tensor] = []

@@ -36,7 +36,6 @@ from arclight.text.model.balance import (
 )
 from arclight.text.model.decoder import flops_per_token
 from arclight.text.model.expert_paths import prepare_paths_for_fit
-from arclight.text.model.mup import scale_of
 from arclight.text.settings import LanguageTask, Sampling
 from arclight.trainer import Callback, Module
 from arclight.trainer.throughput import compute_dtype, get_available_flops
@@ -169,7 +168,7 @@ class LanguageModel(Module):
             list(parameters)
         )  # stages of a pipeline have different ones
         names = (name for names in everyones for name in names)
-        optimizer = self.settings.optimizer.build(parameters.items(), names, scale_of(self.config))
+        optimizer = self.settings.optimizer.build(parameters.items(), names, self.config.rates)
         steps = self.trainer.estimated_stepping_batches
         schedule = self.settings.schedule.build(optimizer, steps, counts_tokens=True)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

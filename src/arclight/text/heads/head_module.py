@@ -29,7 +29,6 @@ from arclight.text.model.balance import (
     weigh_balance_loss,
 )
 from arclight.text.model.expert_paths import prepare_paths_for_fit
-from arclight.text.model.mup import scale_of
 from arclight.trainer import Module
 from arclight.trainer.throughput import compute_dtype
 
@@ -77,7 +76,7 @@ class HeadModule(Module):
 
     def configure_optimizers(self) -> dict[str, Any]:
         parameters = dict(self.named_parameters())
-        optimizer = self.optimizer_settings.build(parameters.items(), iter(parameters), scale_of(self.model.config))
+        optimizer = self.optimizer_settings.build(parameters.items(), iter(parameters), self.model.config.rates)
         schedule = self.schedule_settings.build(optimizer, self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

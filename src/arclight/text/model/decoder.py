@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from arclight._intervals import PositiveFloat, check
+from arclight.optim.settings import Scale
 from arclight.parallel.deterministic_init import Normal
 from arclight.text.model.attention import Mask
 from arclight.text.model.kv_cache import KVCache
@@ -76,6 +77,11 @@ class DecoderConfig:
     def output_scale(self) -> float:
         """Factor of logits."""
         return 1.0 if self.mup is None else 1 / self.mup.widths(self.dim)
+
+    @property
+    def rates(self) -> Callable[[str, nn.Parameter], Scale] | None:
+        """Function of names and parameters to the factors of their rates; None without muP."""
+        return None if self.mup is None else self.mup.rates(self.dim, self.layers)
 
     @property
     def output_std(self) -> float:

@@ -16,7 +16,7 @@ from arclight.optim.settings import Scale
 if TYPE_CHECKING:
     from torch import nn
 
-    from arclight.text.model.decoder import DecoderConfig
+_BLOCK = re.compile(r"(^|\.)layers\.\w+\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,24 @@ class MuP(Checked):
     def depths(self, layers: int) -> float:
         return layers / self.base_layers if self.base_layers else 1.0
 
+    def rates(self, dim: int, layers: int) -> Callable[[str, nn.Parameter], Scale]:
+        """Return a function of names and parameters to the factors of their rates, for a model of this width and depth."""
+        m, depths = self.widths(dim), self.depths(layers)
+        rate, eps = depths ** (self.alpha - 1), depths**-self.alpha / m
+        deep = depths ** (2 * self.alpha - 1)
+        matrix, vector = (
+            Scale(lr=rate / m, weight_decay=m, eps=eps, width=m, sgd_lr=deep),
+            Scale(lr=rate, eps=eps, sgd_lr=m * deep),
+        )
+        outer = Scale(sgd_lr=m)
+
+        def scale(name: str, parameter: nn.Parameter) -> Scale:
+            if _BLOCK.search(name) is None:
+                return outer
+            return matrix if parameter.ndim > 1 else vector
+
+        return scale
+
 
 def mup_of(value: dict[str, Any]) -> MuP:
     """Return the settings of a table in a recipe. Raises ValueError for a missing base width and for unknown fields."""
@@ -65,31 +83,6 @@ def mup_of(value: dict[str, Any]) -> MuP:
         )
         raise ValueError(f"{wrong}: set base_dim, and base_layers and alpha for CompleteP")
     return MuP(**value)
-
-
-_BLOCK = re.compile(r"(^|\.)layers\.\w+\.")
-
-
-def scale_of(config: DecoderConfig) -> Callable[[str, nn.Parameter], Scale] | None:
-    """Return a function of names and parameters to the factors of their rates; None without muP."""
-    mup = config.mup
-    if mup is None:
-        return None
-    m, depths = mup.widths(config.dim), mup.depths(config.layers)
-    rate, eps = depths ** (mup.alpha - 1), depths**-mup.alpha / m
-    deep = depths ** (2 * mup.alpha - 1)
-    matrix, vector = (
-        Scale(lr=rate / m, weight_decay=m, eps=eps, width=m, sgd_lr=deep),
-        Scale(lr=rate, eps=eps, sgd_lr=m * deep),
-    )
-    outer = Scale(sgd_lr=m)
-
-    def scale(name: str, parameter: nn.Parameter) -> Scale:
-        if _BLOCK.search(name) is None:
-            return outer
-        return matrix if parameter.ndim > 1 else vector
-
-    return scale
 
 
 def folded_factor(config: Any, name: str) -> float:
