@@ -17,7 +17,6 @@ from arclight.fabric.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
-    from arclight.trainer.data.stage_data import StageData
 
 
 class _Share(NamedTuple):
@@ -25,40 +24,45 @@ class _Share(NamedTuple):
 
     lengths: list[Count]
     """Length of each of the user's loaders, before they are divided among ranks."""
-    counts: list[Count]
+    counts: Sequence[Count]
     """Batches of each of them in this process, within the limits."""
     total: Count
 
 
-def check_stage(data: StageData, strategy: Strategy, owners: Sequence[Any], workers_share: int) -> None:
-    """Check each loader, and what all processes have of them. A collective; what it refuses it refuses on every process.
+def check_stage(
+    stage: str, loaders: Sequence[Any], counts: Sequence[Count], total: Count, strategy: Strategy, owners: Sequence[Any],
+    workers_share: int,
+) -> bool:  # fmt: skip
+    """Check each of the user's loaders, and what all processes have of them; return whether any process has batches.
 
-    ``owners``: module and data module, which may allow that some processes have no batches; ``workers_share``: processes that share this
-    machine's cores.
+    A collective; what it refuses it refuses on every process. ``counts``: batches of each loader in this process, within the
+    limits; ``total``: of all together; ``owners``: module and data module, which may allow that some processes have no batches;
+    ``workers_share``: processes that share this machine's cores.
     """
-    name = {"validate": "val"}.get(data.stage, data.stage) + "_dataloader"
-    for loader in data.user_loaders:
-        if data.stage != "train" and shuffles(loader):
+    name = {"validate": "val"}.get(stage, stage) + "_dataloader"
+    for loader in loaders:
+        if stage != "train" and shuffles(loader):
             rank_zero_warn(
                 f"Your `{name}`'s sampler has shuffling enabled, it is strongly recommended that you turn shuffling off for "
                 "val/test dataloaders: the order has no meaning there, and a limit then chooses other samples",
                 category=PossibleUserWarning,
             )
         _check_workers(loader, name, workers_share)
-    own = _Share([length_of(loader) for loader in data.user_loaders], data.counts, data.total)
+    own = _Share([length_of(loader) for loader in loaders], counts, total)
     shares = [_Share(*share) for share in strategy.all_gather_object(tuple(own))]
-    data.runs = any(share.total for share in shares)
-    if data.stage == "train" and data.runs and (without := [r for r, share in enumerate(shares) if share.total == 0]):
+    runs = any(share.total for share in shares)
+    if stage == "train" and runs and (without := [r for r, share in enumerate(shares) if share.total == 0]):
         raise nothing_to_train(without)
     if len({len(share.lengths) for share in shares}) > 1:
         raise MisconfigurationError(
             f"processes have different numbers of loaders from `{name}()`: {[len(share.lengths) for share in shares]} by rank; give "
             "all of them the same number (a loader may be empty in an evaluation)"
         )
-    for number, loader in enumerate(data.user_loaders):
+    for number, loader in enumerate(loaders):
         _check_length(loader, [share.lengths[number] for share in shares], strategy.global_rank, owners)
     if strategy.evaluates_together:
-        _check_even(strategy, data, shares)
+        _check_even(strategy, stage, shares)
+    return runs
 
 
 def shuffles(loader: Any) -> bool:
@@ -116,22 +120,21 @@ def _check_length(loader: Any, lengths: list[Count], rank: int, owners: Sequence
         )
 
 
-def _check_even(strategy: Strategy, data: StageData, shares: list[_Share]) -> None:
+def _check_even(strategy: Strategy, stage: str, shares: list[_Share]) -> None:
     """Raise where one process would run more batches than others, which would have left by then."""
     for counts in zip(*(share.counts for share in shares), strict=True):
         fewest, most = min(counts), max(counts)
         if fewest != most:
             raise MisconfigurationError(
-                f"`{data.stage}` would run {most} batches on rank {counts.index(most)} and {fewest} on rank {counts.index(fewest)}, but "
+                f"`{stage}` would run {most} batches on rank {counts.index(most)} and {fewest} on rank {counts.index(fewest)}, but "
                 f"with strategy={strategy.name!r} all processes take part in each: use a number of samples that as many "
                 "processes as read data divide, batches of more than one sample (whose rest is divided among ranks), or a limit on batches"
             )
 
 
-def check_training(data: StageData, log_every: int) -> None:
-    """Warn if training has no batches, or too few for a row each ``log_every`` steps; 0 is no such number."""
-    total = data.total
-    if total == 0 and len(data.user_loaders) != 1:
+def check_training(total: Count, loaders: int, log_every: int) -> None:
+    """Warn if the loaders of training have no batches, or too few for a row each ``log_every`` steps; 0 is no such number."""
+    if total == 0 and loaders != 1:
         rank_zero_warn(
             "Total length of `CombinedLoader` across ranks is zero. Please make sure this was your intention."
         )

@@ -264,15 +264,21 @@ class DataConnector:
 
     def _check(self, data: StageData) -> None:
         trainer, total = self._trainer, data.total
-        checks.check_stage(
-            data, trainer.strategy, (trainer.lightning_module, trainer.datamodule), workers_share=trainer.num_devices
+        owners = trainer.lightning_module, trainer.datamodule
+        data.runs = checks.check_stage(
+            data.stage,
+            data.user_loaders,
+            data.counts,
+            total,
+            trainer.strategy,
+            owners,
+            workers_share=trainer.num_devices,
         )
         if data.stage != "train":
             return
         few = 0 < total < trainer.log_interval(total) < math.inf
-        checks.check_training(
-            data, trainer.log_every_n_steps if few and trainer.loggers and not trainer.fast_dev_run else 0
-        )
+        log_every = trainer.log_every_n_steps if few and trainer.loggers and not trainer.fast_dev_run else 0
+        checks.check_training(total, len(data.user_loaders), log_every)
 
     # -- where the training data stand ---------------------------------------------------------------------------------
 

@@ -26,8 +26,8 @@ from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from arclight.fabric.strategies import Strategy
     from arclight.trainer.fabric.checkpoint_io import CheckpointIO
-    from arclight.trainer.trainer import Trainer
 
 
 def check_retention(mode: str, monitor: str | None, save_top_k: int, save_last: Any) -> None:
@@ -222,62 +222,66 @@ class CheckpointWriter:
     _future: Future[Any] | None = None
     _before: CheckpointIO | None = None
 
-    def begin(self, trainer: Trainer) -> None:
-        """Let ``trainer`` write in the background, if asked to."""
+    def begin(self, strategy: Strategy, io: CheckpointIO) -> CheckpointIO:
+        """Return what a fit writes with: ``io``, in the background if asked to."""
         self.plan = self._future = None
-        strategy = trainer.strategy
         sharded = strategy.world_size > 1 and isinstance(strategy, ShardedStrategy) and strategy.saves_shards
         wanted = sharded if self.asynchronous is None else self.asynchronous
-        if wanted and not isinstance(trainer.checkpoint_io, AsyncCheckpointIO):
-            self._before, trainer.checkpoint_io = trainer.checkpoint_io, AsyncCheckpointIO(trainer.checkpoint_io)
+        if not wanted or isinstance(io, AsyncCheckpointIO):
+            return io
+        self._before = io
+        return AsyncCheckpointIO(io)
 
-    def end(self, trainer: Trainer, failed: bool = False) -> None:
-        """Give the trainer back what it wrote with; other ranks' parts are not waited for long where the run has ``failed``."""
-        if failed and isinstance(trainer.checkpoint_io, AsyncCheckpointIO):
-            trainer.checkpoint_io.limit_wait()
-        if self._before is not None:
-            writer, trainer.checkpoint_io, self._before = trainer.checkpoint_io, self._before, None
-            writer.teardown()
+    def end(self, io: CheckpointIO, failed: bool = False) -> CheckpointIO:
+        """Return what was written with before ``io``; other ranks' parts are not waited for long where the run has ``failed``."""
+        if failed and isinstance(io, AsyncCheckpointIO):
+            io.limit_wait()
+        before, self._before = self._before, None
+        return io if before is None else before
 
-    def write(self, trainer: Trainer, plan: SavePlan, weights_only: bool) -> None:
-        """Write the checkpoint of ``plan``, or begin to. A collective: every rank must call it."""
+    def write(self, plan: SavePlan, save: Callable[[str], None], io: CheckpointIO) -> None:
+        """Let ``save`` write the checkpoint of ``plan`` with ``io``, or begin to. A collective: every rank must call it."""
         if path := plan.path or plan.last:
-            trainer.save_checkpoint(path, weights_only)
-            self._future = getattr(trainer.checkpoint_io, "in_flight", None)
+            save(path)
+            self._future = getattr(io, "in_flight", None)
         self.plan = plan
 
-    def is_complete(self, trainer: Trainer) -> bool:
+    def _is_complete(self, strategy: Strategy, io: CheckpointIO) -> bool:
         """Return True if every rank knows without asking that no save is in flight."""
-        if not isinstance(trainer.checkpoint_io, AsyncCheckpointIO):
+        if not isinstance(io, AsyncCheckpointIO):
             return True
-        return trainer.world_size == 1 and (self._future is None or self._future.done())
+        return strategy.world_size == 1 and (self._future is None or self._future.done())
 
-    def take(self, trainer: Trainer, wait: bool = True) -> SavePlan | None:
+    def take(self, strategy: Strategy, io: CheckpointIO, wait: bool = True) -> SavePlan | None:
         """Return the plan whose checkpoint is complete; None where there is none, or (without ``wait``) it is still written.
 
         Raises CheckpointError on every rank where writing in the background failed.
         """
         plan, future = self.plan, self._future
-        if plan is None or not (wait or self.is_complete(trainer)):
+        if plan is None or not (wait or self._is_complete(strategy, io)):
             return None
         self.plan = self._future = None
-        io, error = trainer.checkpoint_io, None
+        error = None
         if isinstance(io, AsyncCheckpointIO):
             try:
                 if future is not None:
                     io.wait() if io.in_flight is future else future.result()
             except Exception as problem:  # whatever it is, every rank must hear of it
                 error = problem
-            if message := trainer.strategy.broadcast(None if error is None else str(error) or repr(error)):
+            if message := strategy.broadcast(None if error is None else str(error) or repr(error)):
                 raise CheckpointError(message) from error
         return plan
 
 
-def apply_plan(trainer: Trainer, plan: SavePlan, folder: str, link: bool, keep: Container[str] = ()) -> None:
-    """Bring ``last`` up to date and drop what the complete checkpoint replaces, but for ``keep``. For rank 0."""
+def apply_plan(
+    plan: SavePlan, folder: str, resumed: str | os.PathLike[str] | None, link: bool, keep: Container[str] = ()
+) -> None:
+    """Bring ``last`` up to date and drop what the complete checkpoint replaces, but for ``keep``. For rank 0.
+
+    resumed: the checkpoint that the run began from.
+    """
     if plan.path and plan.last:
         (link_checkpoint if link else copy_checkpoint)(to_path(plan.path), to_path(plan.last))
-    resumed = trainer.ckpt_path
     begun_from = "" if resumed is None else str(resumed) if "://" in str(resumed) else os.path.abspath(resumed)
     for path in plan.drop:  # never reach into another run's folder, nor take away what this one began from
         if is_within(path, folder) and path != begun_from and path not in keep:

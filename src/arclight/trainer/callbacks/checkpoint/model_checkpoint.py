@@ -297,7 +297,7 @@ class ModelCheckpoint(Checkpoint):
         if stage != "fit":
             return
         self._resumed_from, self._began = float("inf"), time.time_ns()
-        self._writer.begin(trainer)
+        trainer.checkpoint_io = self._writer.begin(trainer.strategy, trainer.checkpoint_io)
         if not trainer.behavior.run_folders:
             self._adopt_folder(trainer)
         if self.dirpath is not None:
@@ -305,7 +305,7 @@ class ModelCheckpoint(Checkpoint):
             file_ops.check_folder(strategy, io, self.dirpath, self.save_last, warn=self.save_top_k != 0)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        self._writer.end(trainer)
+        self._stop_writing(trainer)
         self._trainer, self._beat, self._fitting = None, None, False
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -374,10 +374,17 @@ class ModelCheckpoint(Checkpoint):
                 self._save(trainer, rank=False, keep=True)
             if trainer.world_size == 1:
                 self._settle(trainer)
-            self._writer.end(trainer, failed=trainer.world_size > 1)
+            self._stop_writing(trainer, failed=trainer.world_size > 1)
         except CheckpointError as error:  # the error that ends the run is the one to raise
             exception.add_note(str(error))
         self._fitting = False
+
+    def _stop_writing(self, trainer: Trainer, failed: bool = False) -> None:
+        """Give the trainer back what it wrote with before the fit."""
+        used = trainer.checkpoint_io
+        trainer.checkpoint_io = self._writer.end(used, failed)
+        if trainer.checkpoint_io is not used:
+            used.teardown()
 
     def saved_paths(self) -> set[str]:
         return self._record.paths()
@@ -433,7 +440,8 @@ class ModelCheckpoint(Checkpoint):
         plan: SavePlan = trainer.strategy.broadcast(own)
         self._pending = plan.record
         try:
-            self._writer.write(trainer, plan, self.save_weights_only if weights_only is None else weights_only)
+            only = self.save_weights_only if weights_only is None else weights_only
+            self._writer.write(plan, lambda path: trainer.save_checkpoint(path, only), trainer.checkpoint_io)
         except CheckpointError as error:
             raise self._with_what_is_left(error) from error
         finally:
@@ -443,13 +451,14 @@ class ModelCheckpoint(Checkpoint):
     def _settle(self, trainer: Trainer, wait: bool = True) -> None:
         """Let the record speak of the save that was begun, once it is complete."""
         try:
-            plan = self._writer.take(trainer, wait)
+            plan = self._writer.take(trainer.strategy, trainer.checkpoint_io, wait)
         except CheckpointError as error:
             raise self._with_what_is_left(error) from error
         if plan is None:
             return
         if trainer.is_global_zero:
-            apply_plan(trainer, plan, str(self.dirpath), link=self.save_last == "link", keep=self._siblings_paths())
+            link, keep = self.save_last == "link", self._siblings_paths()
+            apply_plan(plan, str(self.dirpath), trainer.ckpt_path, link, keep)
         self._publish(plan.record)
         if trainer.is_global_zero and (plan.path or plan.last):
             for logger in trainer.loggers:
