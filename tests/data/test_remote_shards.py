@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from tests.data.range_server import serving
-from tests.waiting import wait_until
+from tests.waiting import LIMIT, wait_until
 from torch.utils.data import DataLoader, Dataset
 
 from arclight.data import ResumableLoader, TokenShards
@@ -143,7 +143,7 @@ def test_a_fork_beside_a_thread_that_reads_can_read(local: TokenShards, tmp_path
     with remote._origin._lock:  # which a thread has for a moment
         forked = multiprocessing.get_context("fork").Process(target=remote.read, args=(0, 100))
         forked.start()
-        forked.join(10)
+        forked.join(LIMIT)
         ended = forked.exitcode
         forked.kill()
     forked.join()

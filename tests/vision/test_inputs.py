@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image as PILImage
 from tests.vision.mjpeg import Camera
+from tests.waiting import LIMIT
 
 from arclight.fabric.extras import MissingExtraError
 from arclight.vision.inputs import live
@@ -415,7 +416,7 @@ def test_a_full_queue_holds_the_reader_back(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(state.waiting) == 4
         assert [next(frames).index for _ in range(12)] == list(range(1, 13))
         frames.close()
-        reader.join(10)
+        reader.join(LIMIT)
         assert not reader.is_alive()
 
 
