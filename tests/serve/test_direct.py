@@ -218,6 +218,36 @@ def test_wrong_requests_between_right_ones_change_nothing_but_their_answers(affi
     assert data(found[5][2]) == [3.0, 5.0, 7.0, 9.0, 11.0, 13.0]
 
 
+MODELS = b"GET /models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+BROKEN = b"POST /v2/models/affine/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+
+
+@pytest.mark.parametrize("end", [b"no request\r\n\r\n", BROKEN])
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_what_is_no_request_is_not_answered_in_place_of_the_requests_before_it(affine, end, is_direct):
+    one = message(body([1, 2, 3])) if is_direct else MODELS
+    with affine.connect() as connection:
+        connection.sendall(one * 3 + end)
+        found = answers(connection, 3)
+        assert [status for status, _, _ in found] == [200, 200, 200]
+        assert found[2][1]["connection"] == "close"
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+    wait_until(lambda: affine.in_flight() == 0, "nothing is left")
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_what_is_no_request_is_refused_where_none_waits(affine, before):
+    with affine.connect() as connection:
+        for _ in range(before):
+            connection.sendall(message(body([1, 2, 3])))
+            assert answers(connection, 1)[0][0] == 200
+        connection.sendall(BROKEN)
+        [(status, headers, _)] = answers(connection, 1)
+        assert (status, headers["connection"], connection.recv(1)) == (400, "close", b"")
+    wait_until(lambda: affine.in_flight() == 0, "nothing is left")
+
+
 def test_an_answer_has_the_headers_of_others(affine):
     with affine.connect() as connection:
         connection.sendall(message(body([1, 2, 3]), "X-Request-Id: b") + message(b"{", "X-Request-Id: b"))

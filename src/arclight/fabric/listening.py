@@ -97,12 +97,8 @@ def http_protocol(extra: str, *, head_s: float) -> Any:
                     self._head_timer = None
             elif self._head_timer is None:  # part of a further request's head
                 self._head_timer = self.loop.call_later(head_s, self.transport.close)
-            if self._head_bytes <= MAX_HEAD_BYTES or self.transport.is_closing():
-                return
-            if is_answered:
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self.send_400_response(f"The request's headers exceed {MAX_HEAD_BYTES} bytes; send shorter ones.")
-            else:
-                self.transport.close()
 
         def on_headers_complete(self) -> None:
             self._head_bytes = 0
@@ -128,7 +124,8 @@ def _one_by_one(extra: str) -> Any:
     """Make uvicorn's protocol handle requests that are sent at once on one connection within bounds.
 
     It reads on with each answer, and keeps all that comes: nothing is read while ``MAX_WAITING`` requests of the connection wait. It tells
-    the last one that has come that the client has left: the one that is answered is told, too.
+    the last one that has come that the client has left: the one that is answered is told, too. It answers what is no request at once, which
+    a client would take for the answer to a request before it: those are answered, and the connection is closed.
     """
     require("httptools", extra=extra)
     flow: Any = require("uvicorn.protocols.http.flow_control", extra=extra).FlowControl
@@ -144,6 +141,8 @@ def _one_by_one(extra: str) -> Any:
     class OneByOne(protocol):
         _under_way: Any = None
         """The request that is answered."""
+        _is_malformed = False
+        """Whether what came after the last request is none: nothing more is parsed."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -153,6 +152,25 @@ def _one_by_one(extra: str) -> Any:
         def _start_asgi_task(self, cycle: Any, app: Any) -> None:
             self._under_way = cycle
             super()._start_asgi_task(cycle, app)
+
+        def data_received(self, data: bytes) -> None:
+            if not self._is_malformed:
+                super().data_received(data)
+
+        def send_400_response(self, msg: str) -> None:
+            """Refuse what is no request: by an answer in its turn, else by the end of the connection."""
+            if self._is_malformed:
+                return
+            last, self._is_malformed = self.cycle, True
+            if last is not None and last.more_body and last is not self._under_way:  # it breaks off while it waits
+                self.pipeline.popleft()
+                last = self.pipeline[0][0] if self.pipeline else self._under_way
+            if last is None or last.response_complete or (last.more_body and not last.response_started):
+                super().send_400_response(msg)
+            elif last.more_body:
+                self.transport.close()
+            else:
+                last.keep_alive = False
 
         def connection_lost(self, exc: Exception | None) -> None:
             if self._under_way is not None and not self._under_way.response_complete:
