@@ -338,6 +338,23 @@ def test_a_request_behind_another_notices_that_its_client_has_left(serve_with, s
     assert calls.read_bytes() == b"."
 
 
+def test_bodies_of_others_that_fill_the_memory_leave_no_room_for_a_small_one(serve_with_affine):
+    server = serve_with_affine("--limits.buffered_bytes=20000", "--limits.body_bytes=20000", "--limits.refusal_s=0.01")
+    one = message(body([1, 2, 3], id="a" * 3000))
+    with server.connect() as connection:
+        connection.sendall(one * 20)
+        assert [status for status, _, _ in answers(connection, 20)] == [200] * 20
+        with server.connect() as filling:
+            filling.sendall(message(bytes(19_990))[:-1])
+            wait_until(lambda: server.in_flight() == 1, "the large upload is there")
+            connection.sendall(one)
+            [(status, headers, _)] = answers(connection, 1)
+            assert (status, headers["retry-after"]) == (429, "1")
+        wait_until(lambda: server.in_flight() == 0, "it has left")
+        connection.sendall(one)
+        assert answers(connection, 1)[0][0] == 200
+
+
 def test_a_body_that_stalls_behind_another_request_is_ended(serve_with_affine):
     """Its head was there before its turn came, and nothing comes any more."""
     server, content = serve_with_affine("--limits.body_idle_s=0.5"), body([1, 2, 3])

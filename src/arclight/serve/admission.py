@@ -98,11 +98,19 @@ class Buffered:
         """Open an empty body, whose bytes count until its block ends."""
         return Upload(self)
 
+    def has_room(self, size_bytes: int) -> bool:
+        """Return True if `hold` would count them."""
+        return self.held + size_bytes <= self.limit
+
     def hold(self, size_bytes: int) -> None:
-        """Count bytes; raises Refusal 429 where there is no room for them."""
-        if self.held + size_bytes > self.limit:
+        """Count bytes until `release`; raises Refusal 429 where there is no room for them."""
+        if not self.has_room(size_bytes):
             raise busy("Other uploads fill the server's memory", self._retry_after_s())
         self.held += size_bytes
+
+    def release(self, size_bytes: int) -> None:
+        """Count bytes no more."""
+        self.held -= size_bytes
 
 
 class Upload:
@@ -118,7 +126,7 @@ class Upload:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._buffered.held -= len(self.body)
+        self._buffered.release(len(self.body))
 
     def append(self, piece: bytes) -> None:
         """Keep a piece; raises Refusal 429 where it does not fit into the server's memory."""

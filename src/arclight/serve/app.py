@@ -465,17 +465,18 @@ class TensorEndpoint:
 
     def is_quick(self, headers: HeaderValues, size_bytes: int) -> bool:
         """Return True if the event loop computes the request as soon as those that come at the same moment are there."""
-        model, limits = self.service.models[self.model], self.service.limits
-        fits = size_bytes <= limits.body_bytes and b"content-encoding" not in headers
-        return (
-            fits and model.program is not None and model.batcher.rows > 1 and self.service.is_quick(model, size_bytes)
-        )
+        service, model = self.service, self.service.models[self.model]
+        fits = size_bytes <= service.limits.body_bytes and service.buffered.has_room(size_bytes)
+        is_plain = fits and b"content-encoding" not in headers
+        return is_plain and model.program is not None and model.batcher.rows > 1 and service.is_quick(model, size_bytes)
 
     def add(self, exchange: Exchange, body: bytes, on_done: Callable[[Outcome], None]) -> None:
         """Let the model's batcher compute a quick request."""
-        job = self.service.job(self.model, exchange.headers, body, exchange.record)
+        job, buffered = self.service.job(self.model, exchange.headers, body, exchange.record), self.service.buffered
+        buffered.hold(len(body))
 
         def encoded(outcome: Encoded | Exception) -> None:
+            buffered.release(len(body))
             on_done(outcome if isinstance(outcome, Exception) else (outcome[0], tensor_headers(outcome[1])))
 
         self.service.models[self.model].batcher.add(job, encoded)
