@@ -83,6 +83,18 @@ def serve_with_affine(tmp_path, affine_path) -> Iterator[Callable[..., Server]]:
         yield lambda *words: stack.enter_context(running(f"affine={affine_path}", *words, program=str(script)))
 
 
+FAULTS = """
+from arclight.serve.tasks.batching import Batcher
+def failing(method, name):
+    def call(self, given, *more):
+        if any(name in job.body for job in (given if isinstance(given, list) else [given])):
+            raise RuntimeError("a detail for the log")
+        return method(self, given, *more)
+    return call
+Batcher.run, Batcher.add = failing(Batcher.run, b"in run"), failing(Batcher.add, b"in add")
+"""
+
+
 @pytest.fixture
 def folder_of_swaps(tmp_path, affine_path) -> Iterator[tuple[Server, Path, Path]]:
     """A server, the program that it serves, and another one of the same numbers."""
@@ -378,6 +390,19 @@ def test_a_program_that_is_replaced_while_requests_come_answers_each_of_them(fol
                 found.add(json.loads(content)["model_version"])
             if len(found) == 1 and other.exists():
                 other.replace(path)
+
+
+@pytest.mark.parametrize("where", ["in run", "in add"])
+def test_a_fault_of_ours_is_a_500_and_leaves_nothing_behind(tmp_path, affine_path, where):
+    script = tmp_path / "serve.py"
+    script.write_text(FAULTS + SERVE)
+    with running(f"affine={affine_path}", program=str(script)) as server:
+        with server.connect() as connection:
+            connection.sendall(message(body([1, 2, 3], id=where), "X-Request-Id: a") + message(body([1, 2, 3])))
+            (status, _, content), (after, _, _) = answers(connection, 2)
+        assert (status, after, server.in_flight()) == (500, 200, 0)
+        assert json.loads(content)["error"].endswith("its log has the details under a.")
+        assert "a detail for the log" in server.stop()
 
 
 # -- the deadline of an upload

@@ -123,7 +123,10 @@ class Front:
             else:
                 exchange.end()
 
-        endpoint.add(exchange, body, finish)
+        try:
+            endpoint.add(exchange, body, finish)
+        except Exception as error:  # else the parser would tell the client that its request is invalid
+            finish(error)
         return True
 
     async def _conclude(self, exchange: Exchange, outcome: Outcome, scope: Scope, receive: Receive, send: Send) -> None:

@@ -149,7 +149,11 @@ class Batcher:
 
     def _run_gathered(self) -> None:
         gathered, self._gathered = self._gathered, []
-        for (_, on_done), outcome in zip(gathered, self.run([job for job, _ in gathered]), strict=True):
+        try:
+            outcomes = self.run([job for job, _ in gathered])
+        except Exception as error:  # a fault of ours: nobody must wait for ever
+            outcomes = [error] * len(gathered)
+        for (_, on_done), outcome in zip(gathered, outcomes, strict=True):
             try:
                 on_done(outcome)
             except Exception:  # of one connection; the others get their answers
