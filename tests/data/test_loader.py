@@ -462,6 +462,22 @@ def test_close_ends_the_workers_of_a_failed_pass(data) -> None:
     assert set(multiprocessing.active_children()) <= before
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_of_a_closed_loader_are_an_error_not_an_early_end(persistent: bool) -> None:
+    resumable = ResumableLoader(loader(workers=2, persistent_workers=persistent))
+    read_up = resumable.batches(0)
+    assert len(list(read_up)) == len(resumable)
+    left = resumable.batches(1)
+    next(left)
+    resumable.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed before they ended"):
+            next(left)
+    assert next(read_up, None) is None, "it had ended"
+    assert len(list(resumable.batches(1, 1))) == len(resumable) - 1
+    resumable.close()
+
+
 def test_a_pickled_copy_leaves_the_workers_alone() -> None:
     resumable = ResumableLoader(DataLoader(Rising(), 1, num_workers=1))
     batches = resumable.batches(0)

@@ -84,7 +84,7 @@ class ResumableLoader:
         self._map_style = self._is_torch and not isinstance(loader.dataset, IterableDataset)
         self._generator = torch.Generator()  # the DataLoader's draw of a base seed must not touch the global state
         self._inner: DataLoader[Any] | None = None
-        self._passes: weakref.WeakSet[_MultiProcessingDataLoaderIter] | None = None
+        self._passes: weakref.WeakSet[_WorkerPass] | None = None
         """Those with workers that somebody still holds."""
         self._plan = _Plan()
         self._stateful = self._find_stateful()
@@ -203,13 +203,14 @@ class ResumableLoader:
         self._snapshots.clear()
 
     def close(self) -> None:
-        """End all workers, also those of a pass that failed or was left. The next `batches` starts others."""
+        """End all workers, also those of a pass that failed or was left, which cannot be read on. The next `batches` starts others."""
         # The error of a batch holds its pass in a circle. Left to the garbage collector, a worker costs 5 s: its queue is closed
         # before it is told to end.
         for unfinished in self._passes or ():
-            unfinished._shutdown_workers()
+            unfinished.close()
         self._passes = None
-        if self._inner is not None:
+        if self._inner is not None and isinstance(self._inner._iterator, _MultiProcessingDataLoaderIter):
+            self._inner._iterator._shutdown_workers()
             self._inner._iterator = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -240,11 +241,12 @@ class ResumableLoader:
     def _start(self, inner: DataLoader[Any]) -> Iterator[Any]:
         """Begin a pass that `close` can end."""
         batches = iter(inner)
-        if isinstance(batches, _MultiProcessingDataLoaderIter):
-            if self._passes is None:
-                self._passes = weakref.WeakSet()
-            self._passes.add(batches)
-        return batches
+        if not isinstance(batches, _MultiProcessingDataLoaderIter):
+            return batches
+        if self._passes is None:
+            self._passes = weakref.WeakSet()
+        self._passes.add(started := _WorkerPass(batches))
+        return started
 
     def _ahead(self, sampled: Iterator[Any]) -> ReadAhead | None:
         dataset = self.loader.dataset
@@ -383,6 +385,31 @@ class ResumableLoader:
                 "a map-style dataset, which is divided among ranks for you",
                 stacklevel=3,
             )
+
+
+class _WorkerPass(Iterator[Any]):
+    """Iterate over batches of workers that `close` can end: to read on is an error then, where the DataLoader's iterator just stops."""
+
+    def __init__(self, batches: _MultiProcessingDataLoaderIter) -> None:
+        self._batches: Iterator[Any] = batches
+        self._closed = False
+
+    def __next__(self) -> Any:
+        if self._closed:
+            raise RuntimeError(
+                "these batches cannot be read on: their loader was closed before they ended, and its workers with it; call `batches` "
+                "again, from the batch that is next"
+            )
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(())  # persistent workers go on with the next pass
+            raise
+
+    def close(self) -> None:
+        if isinstance(self._batches, _MultiProcessingDataLoaderIter):
+            self._closed = True
+            self._batches._shutdown_workers()
 
 
 class _Plan:
