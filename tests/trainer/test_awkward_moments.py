@@ -1,5 +1,6 @@
 """What a run does when things come at an awkward moment."""
 
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -93,3 +94,21 @@ def test_sigterm_during_validation_is_not_lost(tmp_path: Path) -> None:
         trainer.validate(Asked(), ROWS)
     trainer.should_stop = False
     quiet(al.Trainer, tmp_path, enable_checkpointing=False).fit(Line(), ROWS)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_validation_that_a_hook_runs_leaves_the_workers_of_the_fit_alone(persistent: bool, tmp_path: Path) -> None:
+    class Curious(Line):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            super().on_train_batch_end(*arguments)
+            self.trainer.validate(self, ROWS)
+
+    module, trainer = Curious(), quiet(al.Trainer, tmp_path, enable_checkpointing=False)
+    before = set(multiprocessing.active_children())
+    loader = DataLoader(ROWS.dataset, 1, num_workers=2, persistent_workers=persistent)
+    trainer.fit(module, loader)
+    assert (trainer.global_step, len(module.rates)) == (14, 14)
+    assert set(multiprocessing.active_children()) <= before

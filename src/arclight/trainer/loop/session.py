@@ -71,6 +71,7 @@ class Session:
         """Run something, and tell callbacks, data and loggers when it fails."""
         trainer, run = self._trainer, self._run
         trainer.strategy.setup_environment()
+        within = run.state.status == TrainerStatus.RUNNING  # a hook of a run under way has called this one
         run.state.status = TrainerStatus.RUNNING
         try:
             with self._torch_flags(), SignalConnector(trainer).handlers():
@@ -87,8 +88,11 @@ class Session:
             if trainer.attached_module is not None:
                 trainer.attached_module.__dict__["_entries"] = None
             detach_log(trainer.callbacks)
-            for data in trainer.data.stages.values():
-                data.close()
+            if within:
+                run.state.status = TrainerStatus.RUNNING
+            else:  # the run under way still reads its batches
+                for data in trainer.data.stages.values():
+                    data.close()
             trainer.paths.drop_empty_folder()
             run.stage = ""
 
