@@ -130,6 +130,23 @@ def test_what_never_looks_like_a_code_leaves_its_votes_to_others() -> None:
     assert (len(track.frames), track.votes) == (len(frames), MAX_UNLIKELY_VOTES)
 
 
+@pytest.mark.parametrize("blurred", [MAX_UNLIKELY_VOTES, 4 * MAX_UNLIKELY_VOTES])
+def test_a_camera_that_finds_its_focus_late_reads_the_code(blurred: int) -> None:
+    """The blurred sightings use up all votes of what does not look like a code; those after them are much clearer."""
+    code = cv2.GaussianBlur(symbol(QRIS, 4, "l"), (0, 0), 1.2)
+    clean = np.full((480, 640, 3), 235, np.uint8)
+    clean[100 : 100 + len(code), 200 : 200 + len(code)] = code[..., None]
+    detector = box_of(216, 116, 200 + len(code) - 16, 100 + len(code) - 16)
+    scanner = VideoScanner(detector)
+    for seed in range(blurred):
+        (track,) = scanner.add(noisy(cv2.GaussianBlur(clean, (0, 0), 12), seed, 12))
+    assert not track.is_likely
+    assert MAX_UNLIKELY_VOTES <= track.votes <= MAX_UNLIKELY_VOTES + 2, "few more as the track grows older"
+    for seed in range(3):
+        scanner.add(noisy(clean, seed, 80))
+    assert (track.text, len(scanner.tracks)) == (QRIS, 1)
+
+
 def test_the_text_of_most_frames_stands() -> None:
     first, second = table(TEXTS[0]), table(TEXTS[1])
     (track,) = scan_video([seen(first, 0, 0)] * 2 + [seen(second, 0, 0)] * 3)

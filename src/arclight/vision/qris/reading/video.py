@@ -49,7 +49,8 @@ from arclight.vision.qris.reading.scanner import (
 MAX_GRIDS = 6
 """Module grids laid per frame: each costs a hundred plain readings."""
 MAX_VOTES, MAX_UNLIKELY_VOTES = 24, 6
-"""Sightings that vote on one code's modules, as what these do not read, more seldom do; and those of what never looked like a code."""
+"""Sightings that vote on one code's modules, as what these do not read, more seldom do; and those of what never looked like a code. More
+votes have only those that are clearer than all before, as when a camera finds its focus, and one each time a track is twice as old."""
 CLEARER = 1.1
 """How much clearer than all before a sighting is that is worth every reader."""
 SAME_PLACE = 0.15
@@ -97,6 +98,8 @@ class CodeTrack:
     sums: dict[int, WeightedSum] = field(default_factory=dict)
     """Soft votes on the modules, by version of the code."""
     votes: int = 0
+    last_vote: int = 0
+    """Sightings up to the latest that voted."""
     likeness: float = 0.0
     """Best correlation of a finished grid in any sighting."""
     margin: float = 0.0
@@ -123,9 +126,13 @@ class CodeTrack:
         """Return True if any sighting looked like a code."""
         return self.likeness >= LEAST_VOTING_SCORE
 
-    @property
-    def may_vote(self) -> bool:
-        return self.votes < (MAX_VOTES if self.is_likely else MAX_UNLIKELY_VOTES)
+    def may_vote(self, clearness: float) -> bool:
+        """Return True if a sighting of this clearness is worth a vote."""
+        most = MAX_VOTES if self.is_likely else MAX_UNLIKELY_VOTES
+        return self.votes < most or len(self.frames) >= 2 * self.last_vote or self.is_clearest(clearness)
+
+    def is_clearest(self, clearness: float) -> bool:
+        return clearness > CLEARER * self.clearness
 
     @property
     def centre(self) -> npt.NDArray[np.float64]:
@@ -170,9 +177,12 @@ class VideoScanner:
                     self._note(track, read, box)
         grids = 0
         for track, box in sorted(unread, key=lambda pair: pair[0].votes / (1 + pair[0].is_likely)):
-            if track.text is None and track.may_vote and grids < MAX_GRIDS:
+            if grids == MAX_GRIDS:
+                break
+            clearness = _clearness(grey, box.xyxy)
+            if track.text is None and track.may_vote(clearness):
                 grids += 1
-                self._vote(track, grey, box)
+                self._vote(track, grey, box, clearness)
         self._trim()
         return seen
 
@@ -261,11 +271,10 @@ class VideoScanner:
         if track.text == read.text and (known is None or known.text != read.text or _area(code) > _area(known)):
             track.best = code
 
-    def _vote(self, track: CodeTrack, grey: Grey, box: DetectorBox) -> None:
+    def _vote(self, track: CodeTrack, grey: Grey, box: DetectorBox, clearness: float) -> None:
         """Let one sighting vote on the modules of a code, and decode the sum; the clearest sightings are read by themselves too."""
-        track.votes += 1
-        clearness = _clearness(grey, box.xyxy)
-        is_clearest = clearness > CLEARER * track.clearness
+        track.votes, track.last_vote = track.votes + 1, len(track.frames)
+        is_clearest = track.is_clearest(clearness)
         track.clearness = max(track.clearness, clearness)
         margin = track.margin if track.likeness >= PLAIN_SCORE else (WIDER, 0.0)[track.votes % 2]
         for view, slopes, near in laid_grids(grey, widened(box.xyxy, margin), tries=2 if is_clearest else 1):
