@@ -3,8 +3,9 @@
 Everything is one process and one thread in the environment of `make bench-peers`. Steps and loaders take turns, so that whatever slows
 the machine strikes all alike; a figure is CPU time. (a) Training steps as each library makes them on a CPU, at 320 pixels in batches of 16
 with images in memory: mosaics, forward, loss, backward, clipped gradients, optimizer, averaged weights. (b) Loaders that read files:
-augmented mosaics of coco128. (c) ultralytics' own training from scratch for equal CPU minutes, its warm-up shortened to what so few steps
-bear (as it comes, three epochs of warm-up outlast them); scored by the same judge and images as `equal_minutes`.
+augmented mosaics of coco128, whose 128 photos fit into what ultralytics and arclight keep decoded of the batches before; YOLOv5 decodes
+each again. (c) ultralytics' own training from scratch for equal CPU minutes, its warm-up shortened to what so few steps bear (as it comes,
+three epochs of warm-up outlast them); scored by the same judge and images as `equal_minutes`.
 
 torchvision has no build for CPUs: its Python part is used, and the two operators that it looks for are declared and never called.
 """
