@@ -29,8 +29,8 @@ from arclight.deploy.parity import compare
 from arclight.fabric.extras import require
 from arclight.vision import build_model
 from benchmarks.deploy_tasks import BATCH, Task, normed, small_inputs, tasks
-from benchmarks.language_programs import FASTEST, decode_ratios, fastest, timed_in_turns
-from benchmarks.results import SPREAD, Ratio, paired, parser, publish, versions
+from benchmarks.language_programs import FASTEST, decode_ratios, fastest
+from benchmarks.results import SPREAD, Ratio, paired, parser, publish, timed_in_turns, versions
 
 Figures = dict[str, float | Ratio]
 Rows = list[tuple[str, ...]]

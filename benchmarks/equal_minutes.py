@@ -99,18 +99,16 @@ def equal_minutes(
 
 
 def rows_of(found: dict[str, list[tuple[DetectionResults, int]]], minutes: float) -> list[tuple[str, ...]]:
-    rows = []
-    for name, runs in found.items():
-        values = ", ".join(f"{results.map50:.3f}" for results, _ in runs)
-        strict = np.mean([results.map50_95 for results, _ in runs])
-        rows.append(
-            (
-                f"{name} from scratch, {minutes:g} CPU minutes: mAP50",
-                values,
-                f"mAP50-95 {strict:.3f}, {runs[0][1]} steps",
-            )
-        )
-    return rows
+    return [
+        row_of(name, minutes, [(one.map50, one.map50_95) for one, _ in runs], f", {runs[0][1]} steps")
+        for name, runs in found.items()
+    ]
+
+
+def row_of(name: str, minutes: float, scores: Sequence[tuple[float, float]], more: str = "") -> tuple[str, ...]:
+    """The row of one model; ``scores``: mAP50 and mAP50-95 of each seed."""
+    values, strict = ", ".join(f"{map50:.3f}" for map50, _ in scores), np.mean([map50_95 for _, map50_95 in scores])
+    return f"{name} from scratch, {minutes:g} CPU minutes: mAP50", values, f"mAP50-95 {strict:.3f}{more}"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from arclight.parallel import initialize
 from arclight.text import build_model
 from arclight.text.language_program import CachedDecoder, export_language_model
 from arclight.text.model.kv_cache import KVCache
-from benchmarks.results import SPREAD, Ratio, paired, parser, publish, versions
+from benchmarks.results import SPREAD, Ratio, paired, parser, publish, timed_in_turns, versions
 
 SIZES = {
     "dim": 768,
@@ -100,20 +99,6 @@ def _calls(model: Any, programs: dict[str, Program], new: int, past: int) -> dic
     for label, program in programs.items():
         calls[label] = lambda program=program: program(tokens, padding, *held)
     return calls
-
-
-def timed_in_turns(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Return CPU seconds of each call, in turns, after two that do not count."""
-    for call in calls.values():
-        call()
-        call()
-    times: dict[str, list[float]] = {label: [] for label in calls}
-    for _ in range(rounds):
-        for label, call in calls.items():
-            started = time.process_time()
-            call()
-            times[label].append(time.process_time() - started)
-    return times
 
 
 def fastest(ratios: dict[str, Ratio], phase: str) -> Ratio:

@@ -7,6 +7,7 @@ import datetime
 import json
 import math
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +17,8 @@ import numpy as np
 
 from arclight.trainer.run.folder import cpu_name
 
+PEERS = Path(".bench-venv/bin/python")
+"""Interpreter of the environment that `make bench-peers` makes, with what benchmarks are measured beside."""
 ENOUGH = 6
 """Samples below which no interval of a median is one of 95 %: all of them lie on one side of it with probability 2 ** (1 - n)."""
 FEW = 10
@@ -135,6 +138,20 @@ def _interval(statistic: Callable[[np.ndarray], np.ndarray], count: int, block: 
     drawn = (starts[:, :, None] + np.arange(block)).reshape(RESAMPLES, -1)[:, :count] % count
     low, high = np.percentile(statistic(drawn), [2.5, 97.5])
     return float(low), float(high)
+
+
+def timed_in_turns(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return CPU seconds of each call, in turns, after two that do not count."""
+    for call in calls.values():
+        call()
+        call()
+    times: dict[str, list[float]] = {label: [] for label in calls}
+    for _ in range(rounds):
+        for label, call in calls.items():
+            started = time.process_time()
+            call()
+            times[label].append(time.process_time() - started)
+    return times
 
 
 def parser(about: str) -> argparse.ArgumentParser:

@@ -43,7 +43,7 @@ from arclight.parallel import initialize
 from arclight.text import build_model
 from arclight.text.data.tokenizer import ByteTokenizer
 from arclight.text.language_program import export_language_model
-from benchmarks.results import SPREAD, Ratio, paired, parser, publish, versions
+from benchmarks.results import PEERS, SPREAD, Ratio, paired, parser, publish, versions
 
 TYPED = """
 import sys, numpy as np, uvicorn
@@ -88,8 +88,6 @@ if __name__ == "__main__":
     server.run(host="127.0.0.1", port=int(sys.argv[2]), log_level="warning", generate_client_file=False)
 """
 OURS = "from arclight.cli import main; raise SystemExit(main())"
-PEERS = Path(".bench-venv/bin/python")
-"""Interpreter of `make bench-peers`, which has LitServe."""
 
 
 @contextmanager

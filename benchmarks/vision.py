@@ -40,11 +40,11 @@ from arclight.vision.tasks.settings import DetectionTask
 from arclight.vision.tracking.assignment import overlaps
 from arclight.vision.tracking.mot_metrics import TrackingScores, score_tracks
 from arclight.vision.tracking.tracks import TRACKERS, confidence_wanted, make_tracker
-from benchmarks.equal_minutes import equal_minutes, rows_of
+from benchmarks.equal_minutes import equal_minutes, row_of, rows_of
 from benchmarks.moving_boxes import Scene, score
 from benchmarks.moving_codes import MovingFrame, frames
 from benchmarks.qr_photos import draw_scenes, train_on_scenes
-from benchmarks.results import Ratio, median, paired, parser, publish, totals, versions
+from benchmarks.results import PEERS, Ratio, median, paired, parser, publish, totals, versions
 
 Figures = dict[str, float | Ratio]
 Rows = list[tuple[str, ...]]
@@ -290,8 +290,6 @@ def from_scratch(detector: Detector, quick: bool) -> tuple[Rows, Figures]:
 # -- beside peers --------------------------------------------------------------------------------------------------
 
 
-PEERS = Path(".bench-venv/bin/python")
-"""Interpreter of `make bench-peers`, which has YOLOv5 and ultralytics."""
 PHOTOS = Path(__file__).resolve().parents[2] / "shared" / "data" / "coco128"
 
 
@@ -325,18 +323,13 @@ def peer_figures(peers: dict[str, Any], minutes: float, ours_map50: float) -> tu
         (f"loader, {name}, 320: CPU ms an image", f"{np.median(values):.1f}", f"{np.median(large[name]):.1f} at 640")
         for name, values in small.items()
     ]
-    for name, runs in peers["map50"].items():
-        values = ", ".join(f"{map50:.3f}" for map50, _ in runs)
-        strict = np.mean([map50_95 for _, map50_95 in runs])
-        rows.append((f"{name} from scratch, {minutes:g} CPU minutes: mAP50", values, f"mAP50-95 {strict:.3f}"))
-    opened = peers["converted"]
-    rows.append(
-        (
-            "yolov5s.pt opened: equal tensors",
-            f"{opened['equal']} of {opened['tensors']}",
-            f"outputs {opened['outputs_apart']:.1g} apart",
-        )
-    )
+    rows += [row_of(name, minutes, scores) for name, scores in peers["map50"].items()]
+    opened, installed = peers["converted"], peers["versions"]
+    tensors = f"{opened['equal']} of {opened['tensors']}"
+    rows += [
+        ("yolov5s.pt opened: equal tensors", tensors, f"outputs {opened['outputs_apart']:.1g} apart"),
+        ("versions beside", f"ultralytics {installed['ultralytics']}", f"yolov5 {installed['yolov5']}"),
+    ]
     best = max(float(np.mean([map50 for map50, _ in runs])) for runs in peers["map50"].values())
     ours = step["arclight yolov5n"]
     return rows, {

@@ -13,7 +13,6 @@ torchvision has no build for CPUs: its Python part is used, and the two operator
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import math
@@ -23,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +41,7 @@ from arclight.vision.results.metrics import CONFIDENCE_FLOOR, DetectionMetrics
 from arclight.vision.tasks.detection import Detector
 from arclight.vision.tasks.module import evaluate
 from benchmarks.equal_minutes import BATCH, SIZE, Contender
+from benchmarks.results import timed_in_turns
 
 LOADER_SIZES = (320, 640)
 ULTRALYTICS = ("yolo11n", "yolo26n")
@@ -79,7 +80,7 @@ def main() -> None:
         found["map50"] = {name: [] for name in ULTRALYTICS}
         for seed in options.seeds:
             for name in ULTRALYTICS:
-                results = trained_from_scratch(name, scenes, seed, options.minutes, work)
+                results = trained_from_scratch(name, scenes, seed, options.minutes)
                 found["map50"][name].append([results.map50, results.map50_95])
                 print(f"{name}, seed {seed}: mAP50 {results.map50:.3f}", file=sys.stderr, flush=True)
     print("\n" + json.dumps(found))  # the last line: the libraries print above it
@@ -111,7 +112,19 @@ _KEPT: list[torch.library.Library] = []
 def installed_versions() -> dict[str, str]:
     from importlib.metadata import version
 
-    return {name: version(name) for name in ("ultralytics", "yolov5", "torchvision")}
+    return {name: version(name) for name in ("ultralytics", "yolov5")}
+
+
+def of_yolov5(file: str) -> Path:
+    """A file that YOLOv5's package brings."""
+    import yolov5
+
+    return Path(yolov5.__file__).parent / file
+
+
+def settings_of_yolov5() -> dict[str, Any]:
+    """YOLOv5's settings of a training from scratch."""
+    return dict(yaml.safe_load(of_yolov5("data/hyps/hyp.scratch-low.yaml").read_text()))
 
 
 def copied(source: Path, folder: Path, names: list[str], train: str, val: str) -> Path:
@@ -123,18 +136,9 @@ def copied(source: Path, folder: Path, names: list[str], train: str, val: str) -
 
 
 def in_turns(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
-    """CPU milliseconds an image of each, round by round; the first round warms up."""
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    gc.disable()
-    for turn in range(rounds + 1):
-        for name, work in works.items():
-            start = time.process_time()
-            work()
-            if turn:
-                taken[name].append(1000 * (time.process_time() - start) / BATCH)
-        gc.collect()
-    gc.enable()
-    return taken
+    """CPU milliseconds an image of each, round by round."""
+    taken = timed_in_turns(works, rounds)
+    return {name: [1000 * seconds / BATCH for seconds in values] for name, values in taken.items()}
 
 
 # -- training steps ------------------------------------------------------------------------------------------------
@@ -149,19 +153,18 @@ def steps(scenes: Path) -> dict[str, Work]:
 
 def yolov5_step(scenes: Path) -> Work:
     """A step of YOLOv5's ``train.py``: its network, loss, three groups of SGD and averaged weights."""
-    import yolov5
     from yolov5.models.yolo import Model
     from yolov5.utils.loss import ComputeLoss
     from yolov5.utils.torch_utils import ModelEMA, smart_optimizer
 
     spec = read_data_yaml(scenes)
-    settings = yaml.safe_load((Path(yolov5.__file__).parent / "data/hyps/hyp.scratch-low.yaml").read_text())
+    settings = settings_of_yolov5()
     settings |= {
         "label_smoothing": 0.0,
         "cls": settings["cls"] * len(spec.names) / 80,
         "obj": settings["obj"] * (SIZE / 640) ** 2,
     }
-    model = Model(Path(yolov5.__file__).parent / "models/yolov5n.yaml", ch=3, nc=len(spec.names))
+    model = Model(of_yolov5("models/yolov5n.yaml"), ch=3, nc=len(spec.names))
     model.hyp, model.nc = settings, len(spec.names)
     loss_of, average = ComputeLoss(model), ModelEMA(model)
     optimizer = smart_optimizer(model, "SGD", settings["lr0"], settings["momentum"], settings["weight_decay"])
@@ -212,20 +215,15 @@ def loaders(photos: Path, size: int) -> dict[str, Work]:
         "yolov5": yolov5_loader(spec, size),
         "ultralytics": ultralytics_loader(photos, size),
     }
-    return {name: as_work(endless(loader)) for name, loader in named.items()}
-
-
-def as_work(batches: Iterator[Any]) -> Work:
-    return lambda: next(batches)
+    return {name: partial(next, endless(loader)) for name, loader in named.items()}
 
 
 def yolov5_loader(spec: DataSpec, size: int, cache: str | None = None) -> DataLoader[Any]:
-    import yolov5
     from yolov5.utils.dataloaders import LoadImagesAndLabels
 
-    settings = yaml.safe_load((Path(yolov5.__file__).parent / "data/hyps/hyp.scratch-low.yaml").read_text())
+    folder = str(spec.images("train")[0].parent)
     images = LoadImagesAndLabels(
-        str(spec.images("train")[0].parent), size, BATCH, augment=True, hyp=settings, cache_images=cache, workers=1
+        folder, size, BATCH, augment=True, hyp=settings_of_yolov5(), cache_images=cache, workers=1
     )
     return DataLoader(images, BATCH, shuffle=True, drop_last=True, collate_fn=LoadImagesAndLabels.collate_fn)
 
@@ -246,11 +244,10 @@ def ultralytics_loader(photos: Path, size: int) -> DataLoader[Any]:
 
 def converted_tensors(file: Path) -> dict[str, float]:
     """Tensors of a network that YOLOv5 pickles whole, how many of them arclight reads as they are, and how far decoded outputs lie apart."""
-    import yolov5
     from yolov5.models.yolo import Model
 
     torch.manual_seed(0)
-    model = Model(Path(yolov5.__file__).parent / "models/yolov5s.yaml", ch=3, nc=80)
+    model = Model(of_yolov5("models/yolov5s.yaml"), ch=3, nc=80)
     with torch.no_grad():
         model.train()(torch.rand(4, 3, 128, 128))  # statistics of batch norms that are not those of a fresh network
     model.names = {number: f"class {number}" for number in range(80)}
@@ -291,7 +288,7 @@ def ultralytics_trainer(name: str, scenes: Path, seed: int, **settings: Any) -> 
     return trainer
 
 
-def trained_from_scratch(name: str, scenes: Path, seed: int, minutes: float, work: Path) -> Any:
+def trained_from_scratch(name: str, scenes: Path, seed: int, minutes: float) -> Any:
     """Scores of the averaged weights on the scenes held out, after ``minutes`` of CPU time of ultralytics' own training."""
     from ultralytics.engine import trainer as engine
 
