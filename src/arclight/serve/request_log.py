@@ -28,9 +28,8 @@ log = logging.getLogger("arclight.serve")
 HEADER = "X-Request-Id"
 _KEY = "arclight.record"
 _WELL_FORMED = re.compile(rb"[A-Za-z0-9._:+/=-]{1,64}")
-_numbers = (
-    Random()
-)  # an identifier is no secret, and a call of the system for each costs more than the rest of a record
+# An identifier is no secret, and a call of the system for each costs more than the rest of a record.
+_numbers = Random()
 MAX_REFUSAL_CHARACTERS = 300
 """Characters of a refusal that are written."""
 

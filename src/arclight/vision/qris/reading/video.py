@@ -179,8 +179,7 @@ class VideoScanner:
         for track, box in sorted(unread, key=lambda pair: pair[0].votes / (1 + pair[0].is_likely)):
             if grids == MAX_GRIDS:
                 break
-            clearness = _clearness(grey, box.xyxy)
-            if track.text is None and track.may_vote(clearness):
+            if track.text is None and track.may_vote(clearness := _clearness(grey, box.xyxy)):
                 grids += 1
                 self._vote(track, grey, box, clearness)
         self._trim()
