@@ -9,6 +9,8 @@ import pytest
 import torch
 from tests.exports import compare_here
 from torch import nn
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.composable_quantizer import ComposableQuantizer
 from torchao.quantization.pt2e.quantizer.embedding_quantizer import EmbeddingQuantizer
 from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
@@ -19,6 +21,7 @@ from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmet
 
 from arclight.deploy import ExportError, Int8, QuantizeError, WeightOnly, export, quantize
 from arclight.deploy.programs import processor
+from arclight.deploy.quantizing import batch_norm, pt2e
 from arclight.fabric.signing import SigningKey
 
 
@@ -166,3 +169,64 @@ def test_models_and_data_of_other_types_are_quantized_in_float32(dtype: torch.dt
     layer, inputs = nn.Sequential(nn.Linear(8, 8)).to(dtype), torch.rand(4, 8).to(dtype)
     quantized = quantize(layer, [inputs])
     assert torch.equal(quantized(inputs), quantize(layer.float(), [inputs.float()])(inputs.float()))
+
+
+class RoundedBias(X86InductorQuantizer):
+    """Asks for the bias of each convolution as well."""
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__()
+        self.set_global(get_default_x86_inductor_quantization_config(is_qat=True))
+        self.spec = spec
+
+    def annotate(self, graph: GraphModule) -> GraphModule:
+        annotated = super().annotate(graph)
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.aten.conv2d.default:
+                pt2e.annotation_of(node).input_qspec_map[node.args[2]] = self.spec(node)
+        return annotated
+
+
+def prepared_for_training(spec: Any) -> tuple[GraphModule, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, bias=True)).train()
+    graph = torch.export.export(model, (X,)).module()
+    return pt2e.prepare_qat(graph, RoundedBias(spec), batch_norm.fuse), model
+
+
+def test_a_bias_before_a_batch_norm_is_rounded_as_the_quantizer_asks() -> None:
+    prepared, _ = prepared_for_training(lambda node: pt2e.bias_spec(node.args[0], node))
+    prepared(X)
+    batch_norm.set_training(prepared, False)
+    expected = prepared(X)
+    batch_norm.fold(prepared)
+    prepared(X)
+    converted = pt2e.convert(prepared, fold=True)
+    layers = [node for node in converted.graph.nodes if node.target is torch.ops.aten.conv2d.default]
+    for layer in layers:
+        bias, weight, source = layer.args[2], layer.args[1], layer.args[0]
+        assert {bias.target, weight.target} == {torch.ops.quantized_decomposed.dequantize_per_channel.default}
+        held = {
+            name: converted.get_buffer(str(node.args[0].target)) for name, node in (("bias", bias), ("weight", weight))
+        }
+        assert (held["bias"].dtype, held["weight"].dtype) == (torch.int32, torch.int8)
+        scales = [converted.get_buffer(str(node.args[1].target)) for node in (bias, weight)]
+        torch.testing.assert_close(scales[0], scales[1] * float(source.args[1]), check_dtype=False)
+    assert len(layers) == 2
+    assert (converted(X) - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        (lambda node: SharedQuantizationSpec((node.args[0], node)), "cannot share a range"),
+        (lambda node: pt2e.bias_spec(other_layer(node).args[0], other_layer(node)), "only derive from those of"),
+    ],
+)
+def test_a_bias_before_a_batch_norm_has_a_range_of_its_own(spec: Any, message: str) -> None:
+    with pytest.raises(QuantizeError, match=message):
+        prepared_for_training(spec)
+
+
+def other_layer(node: Node) -> Node:
+    return next(n for n in node.graph.nodes if n.target is node.target and n is not node)

@@ -8,9 +8,19 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from tests.deploy.test_qat import Normed
 from torch import Tensor
 
-from arclight.deploy.quantizing.observers import LeastErrorObserver, _rebinned, least_error_range
+from arclight.deploy import Int8, LowBit, prepare_qat
+from arclight.deploy.quantizing.observers import (
+    LeastErrorMovingRange,
+    LeastErrorObserver,
+    MovingRange,
+    PerChannelLeastErrorRange,
+    PerChannelWeightRange,
+    _rebinned,
+    least_error_range,
+)
 from arclight.deploy.quantizing.pt2e import activation_spec
 
 
@@ -140,3 +150,67 @@ def test_counts_keep_their_places_when_the_range_grows() -> None:
     halved = [float(counts[k] + counts[k + 1]) for k in range(0, 8, 2)]
     assert _rebinned(counts, (0.0, 4.0), (0.0, 8.0)).tolist() == [*halved, 0, 0, 0, 0]
     assert _rebinned(counts, (-4.0, 0.0), (-8.0, 0.0)).tolist() == [0, 0, 0, 0, *halved]
+
+
+def moving(kind: type[MovingRange]) -> MovingRange:
+    spec = activation_spec(kind, bits=4)
+    return spec.observer_or_fake_quant_ctr.with_args(
+        dtype=spec.dtype, qscheme=spec.qscheme, quant_min=spec.quant_min, quant_max=spec.quant_max
+    )()
+
+
+def peaked(count: int = 60_000) -> Tensor:
+    """Values of which few are large, as (batch, channel, height, width)."""
+    return (torch.randn(count, generator=torch.Generator().manual_seed(0)) ** 3).view(1, 6, 100, -1)
+
+
+def test_sixteen_levels_leave_the_largest_values_of_a_batch() -> None:
+    values = peaked()
+    errors = {}
+    for kind in (MovingRange, LeastErrorMovingRange):
+        made = moving(kind).train()
+        errors[kind] = float((made(values) - values).abs().pow(2.4).mean())
+    tried = [
+        float((torch.fake_quantize_per_tensor_affine(values, (high - low) / 15, round(-low * 15 / (high - low)), 0, 15) - values)
+              .abs().pow(2.4).mean())
+        for low in np.linspace(0.2, 1, 25) * float(values.min()) for high in np.linspace(0.2, 1, 25) * float(values.max())
+    ]  # fmt: skip
+    assert errors[LeastErrorMovingRange] < 0.8 * errors[MovingRange]
+    assert errors[LeastErrorMovingRange] < 1.1 * min(tried)
+
+
+@pytest.mark.parametrize("values", [torch.zeros(8), torch.tensor([0.0, math.nan]), torch.tensor([-math.inf, 1.0])])
+def test_a_range_is_kept_by_batches_without_one(values: Tensor) -> None:
+    made = moving(LeastErrorMovingRange).train()
+    made.observe(torch.tensor([-1.0, 0.5, 2.0]))
+    before = made.low.item(), made.high.item()
+    made.observe(values)
+    assert math.isfinite(made.low.item())
+    assert math.isfinite(made.high.item())
+    if not values.isfinite().all():
+        assert (made.low.item(), made.high.item()) == before
+
+
+def test_a_weight_of_few_bits_has_less_error_without_its_largest_values() -> None:
+    weight = torch.randn(8, 16, 3, 3, generator=torch.Generator().manual_seed(0))
+    weight[:, 0, 0, 0] = 6
+    weight[3] = 0
+    errors = []
+    for kind in (PerChannelWeightRange, PerChannelLeastErrorRange):
+        made = kind(
+            dtype=torch.int8, eps=1e-9, qscheme=torch.per_channel_symmetric, quant_min=-7, quant_max=7, ch_axis=0
+        )
+        errors.append((made(weight) - weight).pow(2).sum((1, 2, 3)))
+    assert (errors[1] <= errors[0]).all()
+    assert errors[1].sum() < 0.8 * errors[0].sum()
+
+
+def test_ranges_of_least_error_are_for_few_bits() -> None:
+    net = Normed()
+    low, high = (
+        {type(module) for module in prepare_qat(net, torch.rand(2, 4, 8, 8), recipe=recipe).modules()}
+        for recipe in (LowBit(activation_bits=4, min_sqnr_db=-50), Int8(reduce_range=True))
+    )
+    assert {LeastErrorMovingRange, PerChannelLeastErrorRange} <= low
+    assert {MovingRange, PerChannelWeightRange} <= high
+    assert not {LeastErrorMovingRange, PerChannelLeastErrorRange} & high

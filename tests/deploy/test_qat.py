@@ -37,7 +37,7 @@ from arclight.deploy import (
 from arclight.deploy.programs import processor
 from arclight.deploy.quantizing import pt2e, qat
 from arclight.deploy.quantizing.batch_norm import literals
-from arclight.deploy.quantizing.observers import MovingRange
+from arclight.deploy.quantizing.observers import LeastErrorMovingRange, MovingRange
 from arclight.deploy.quantizing.placement import PlacementQuantizer
 from arclight.fabric.distributed.sharding import full_tensor
 from arclight.fabric.errors import MisconfigurationError
@@ -942,6 +942,29 @@ def observe_on_rank(rank: int, odd: float) -> list[Any]:
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_a_batch_that_is_not_finite_on_one_rank_counts_on_none(ranks: Ranks, odd: float) -> None:
     assert ranks(observe_on_rank, odd) == [[-1.0, 1.0, 1]] * 2
+
+
+def choose_on_rank(rank: int) -> list[float]:
+    spec = pt2e.activation_spec(LeastErrorMovingRange, bits=4)
+    found = []
+    for values in (peaked().chunk(2)[rank], peaked()):
+        made = spec.observer_or_fake_quant_ctr.with_args(
+            dtype=spec.dtype, qscheme=spec.qscheme, quant_min=spec.quant_min, quant_max=spec.quant_max
+        )()
+        made.synchronized = True
+        made.train()(values)
+        found += [made.low.item(), made.high.item()]
+    return found
+
+
+def peaked() -> Tensor:
+    return torch.randn(8192, generator=torch.Generator().manual_seed(0)) ** 3
+
+
+def test_ranges_of_least_error_are_those_of_all_ranks_together(ranks: Ranks) -> None:
+    one, other = ranks(choose_on_rank)
+    assert one == other
+    assert one[:2] == pytest.approx(one[2:])
 
 
 def refuse_on_rank(rank: int) -> list[str]:

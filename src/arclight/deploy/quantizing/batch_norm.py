@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.graphs import NAME, stored_tensor
 
@@ -25,6 +26,8 @@ FUSED = "arclight_fused_layer"
 """Key of a batch norm's notes: the name of the layer that its scale was moved into."""
 SCALED = "arclight_scaled_weight"
 """Key of a scaled weight's notes: the name of the parameter."""
+BIAS = "arclight_bias_spec"
+"""Key of a layer's notes: what was asked for its bias, and which of its arguments the range derives from."""
 TRAINED = "arclight_trained"
 """Key of a batch norm's notes: whether it was captured in training mode."""
 TRANSPOSED = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
@@ -38,7 +41,8 @@ def fuse(graph: GraphModule) -> None:
     """Scale weights by the batch norms that alone read their layers, and take the scale back before the batch norm.
 
     conv(x, w * s) / s + b, with s = gamma / sqrt(running variance + epsilon), is conv(x, w) + b until w * s is rounded.
-    Annotations follow: what was asked for the weight is asked for the scaled one. A bias is added in float32.
+    Annotations follow: what was asked for the weight is asked for the scaled one. A bias is added in float32; what was asked for it
+    is heeded when the batch norm is folded into it.
     """
     for norm in list(graph.graph.nodes):
         layer = _layer_before(graph, norm)
@@ -106,6 +110,9 @@ def _scale(new: Graph, norm: Node) -> Node:
 def _move_annotations(new: Graph, layer: Node, weight: Node, scaled: Node, bias: Any) -> None:
     annotation = pt2e.annotation_of(layer)
     specs = annotation.input_qspec_map
+    asked = specs.get(bias)
+    if asked is not None and (isinstance(asked, pt2e.SharedSpec) or not asked.dtype.is_floating_point):
+        layer.meta[BIAS] = (asked, _sources_of(asked, layer))
     annotation.input_qspec_map = {
         scaled if source is weight else source: spec for source, spec in specs.items() if source is not bias
     }
@@ -114,6 +121,20 @@ def _move_annotations(new: Graph, layer: Node, weight: Node, scaled: Node, bias:
             moved = {(weight, layer): (scaled, layer)}
             other.input_qspec_map = {source: _moved(spec, moved) for source, spec in other.input_qspec_map.items()}
             other.output_qspec = _moved(other.output_qspec, moved)
+
+
+def _sources_of(spec: Any, layer: Node) -> tuple[int, ...]:
+    """Return the places among the layer's arguments from whose ranges that of its bias derives; QuantizeError for others."""
+    if isinstance(spec, pt2e.SharedSpec):
+        raise QuantizeError(
+            f"the bias of {layer.name} cannot share a range: it is folded with its batch norm; derive it"
+        )
+    edges = spec.derived_from if isinstance(spec, pt2e.DerivedSpec) else []
+    if any(edge not in [(layer.args[0], layer), (layer.args[1], layer)] for edge in edges):
+        raise QuantizeError(
+            f"the range of the bias of {layer.name} can only derive from those of the layer's input and weight"
+        )
+    return tuple([layer.args[0], layer.args[1]].index(source) for source, _ in edges)
 
 
 def _moved(spec: Any, edges: dict[Any, Any]) -> Any:
@@ -136,6 +157,8 @@ def fold(graph: GraphModule) -> None:
             assert isinstance(scaled, Node)
             weight = next(source for source in scaled.all_input_nodes if source.target == scaled.meta[SCALED])
             _fold(graph, layer, norm, weight, scaled, _bias_before(norm))
+            if BIAS in layer.meta:
+                _round_bias(graph, layer)
         elif (plain := _layer_before(graph, norm)) is not None:
             weight, bias = (*plain.args, None)[1:3]  # type: ignore[assignment]
             _fold(graph, plain, norm, weight, weight, bias)  # type: ignore[arg-type]
@@ -165,6 +188,23 @@ def _fold(graph: GraphModule, layer: Node, norm: Node, weight: Node, scaled: Nod
     if "val" in norm.meta:
         layer.meta["val"] = norm.meta["val"]
     graph.graph.erase_node(norm)
+
+
+def _round_bias(graph: GraphModule, layer: Node) -> None:
+    """Insert the range that was asked for the bias of a layer whose batch norm is folded."""
+    spec, places = layer.meta[BIAS]
+    bias = layer.args[2]
+    assert isinstance(bias, Node)
+    sources = [layer.args[place] for place in places]
+    ranges = [graph.get_submodule(str(source.target)) for source in sources]
+    observer = pt2e.range_of_bias(spec, ranges)
+    observer(stored_tensor(graph, bias))
+    name = f"bias_range_{layer.name}"
+    graph.add_submodule(name, observer)
+    with graph.graph.inserting_before(layer):
+        rounded = graph.graph.call_module(name, (bias,))
+    rounded.meta = dict(bias.meta)
+    layer.update_arg(2, rounded)
 
 
 def _bias_before(norm: Node) -> Node | None:

@@ -22,6 +22,8 @@ Reader = Literal["any", "silu"]
 SAMPLES = 16384
 """Values taken of each batch."""
 BINS = 2048
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+"""Its multiples modulo 1 lie evenly, and at no regular distance that could be the width of an image."""
 POWER = 2.4
 """Errors count by this power: large activations matter more than their share of the squared error (about 1 dB here)."""
 
@@ -114,7 +116,7 @@ def _rebinned(counts: Tensor, old: tuple[float, float], new: tuple[float, float]
     return torch.zeros_like(counts).index_add_(0, at.long().clamp(0, len(counts) - 1), counts)
 
 
-def _rounded(values: Tensor, low: float, high: Tensor, steps: int) -> Tensor:
+def _rounded(values: Tensor, low: float | Tensor, high: Tensor, steps: int) -> Tensor:
     """Return ``values`` on ``steps`` + 1 levels from ``low`` to ``high``, one row for each ``high``."""
     scale = (high - low).clamp(min=torch.finfo(torch.float32).tiny) / steps
     zero_point = (-low / scale).round()
@@ -167,10 +169,15 @@ class MovingRange(pt2e.ObserverBase):
             dist.all_reduce(bounds, dist.ReduceOp.MAX)
             low, high = -bounds[0], bounds[1]
         counts = low.isfinite() & high.isfinite()
+        low, high = self._range_between(x, low, high)
         rate = torch.where(self.batches == 0, 1.0, self.RATE)
         self.low.copy_(torch.where(counts, self.low + rate * (low - self.low), self.low))
         self.high.copy_(torch.where(counts, self.high + rate * (high - self.high), self.high))
         self.batches += counts
+
+    def _range_between(self, x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the range of a batch whose values lie in [low, high]."""
+        return low, high
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scale and zero point, one each for the whole tensor."""
@@ -180,6 +187,36 @@ class MovingRange(pt2e.ObserverBase):
         scale = ((self.high - self.low) / (self.quant_max - self.quant_min)).clamp(min=self.eps)
         zero_point = (self.quant_min - (self.low / scale).round()).clamp(self.quant_min, self.quant_max)
         return scale.reshape(1), zero_point.long().reshape(1)
+
+
+class LeastErrorMovingRange(MovingRange):
+    """Fake-quantize an activation of few bits: the range of a batch is the part of it with the least rounding error.
+
+    With 16 levels the extremes of a batch would leave few of them to most of its values.
+    """
+
+    RATE = 0.05
+    CANDIDATES = 16
+    HISTOGRAM_BINS = 256
+
+    def _range_between(self, x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose it from a histogram of values at quasi-random places; of all ranks together while ``synchronized``."""
+        values = x.flatten()
+        if len(values) > SAMPLES:
+            places = torch.arange(SAMPLES, device=x.device, dtype=torch.float64) * GOLDEN_RATIO % 1 * len(values)
+            values = values[places.long()]
+        values = values.float()
+        width = (high - low).clamp(min=torch.finfo(torch.float32).tiny) / self.HISTOGRAM_BINS
+        bins = ((values - low) / width).nan_to_num().long().clamp(0, self.HISTOGRAM_BINS - 1)
+        counts = torch.zeros(self.HISTOGRAM_BINS, device=x.device).index_add_(0, bins, torch.ones_like(values))
+        if self.synchronized:
+            dist.all_reduce(counts)
+        centers = low + (torch.arange(self.HISTOGRAM_BINS, device=x.device) + 0.5) * width
+        shares = torch.linspace(0.3, 1, self.CANDIDATES, device=x.device)
+        lows, highs = (one.flatten() for one in torch.meshgrid(low * shares, high * shares, indexing="ij"))
+        rounded = _rounded(centers, lows[:, None], highs[:, None], self.quant_max - self.quant_min)
+        best = ((rounded - centers).abs().pow(POWER) * counts).sum(1).argmin()
+        return lows[best], highs[best]
 
 
 class PerChannelWeightRange(pt2e.ObserverBase):
@@ -200,8 +237,7 @@ class PerChannelWeightRange(pt2e.ObserverBase):
                 f"weights to be rounded must be float32, these are {weight.dtype}: train with bf16-mixed"
             )
         with torch.no_grad():
-            others = [d for d in range(weight.dim()) if d != self.ch_axis]
-            self.scale = (weight.abs().amax(others) / self.quant_max).clamp(min=self.eps)
+            self.scale = self._scale_of(weight, [d for d in range(weight.dim()) if d != self.ch_axis])
         if not self.rounding:
             return weight
         zero_points = torch.zeros_like(self.scale, dtype=torch.int32)
@@ -210,9 +246,31 @@ class PerChannelWeightRange(pt2e.ObserverBase):
         )
         return rounded
 
+    def _scale_of(self, weight: Tensor, others: list[int]) -> Tensor:
+        """Return the scale of each channel; ``others``: the dimensions that are not of channels."""
+        return (weight.abs().amax(others) / self.quant_max).clamp(min=self.eps)  # type: ignore[no-any-return]
+
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         """Scale and zero point (0) of each channel."""
         return self.scale, torch.zeros_like(self.scale, dtype=torch.int64)
+
+
+class PerChannelLeastErrorRange(PerChannelWeightRange):
+    """Fake-quantize a weight of few bits in the range of least squared error, which may cut its largest values."""
+
+    CANDIDATES = 13
+
+    def _scale_of(self, weight: Tensor, others: list[int]) -> Tensor:
+        largest = super()._scale_of(weight, others)
+        shape = [-1 if dim == self.ch_axis else 1 for dim in range(weight.dim())]
+        best, least = largest, torch.full_like(largest, torch.inf)
+        for share in torch.linspace(1, 0.4, self.CANDIDATES).tolist():
+            scale = (share * largest).clamp(min=self.eps)
+            steps = scale.view(shape)
+            rounded = (weight / steps).round().clamp(self.quant_min, self.quant_max) * steps
+            error = (rounded - weight).pow(2).sum(others)
+            best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+        return best
 
 
 class PerChannelBiasRange(pt2e.ObserverBase):

@@ -21,7 +21,13 @@ from torch.fx import GraphModule, Node
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.graphs import stored_tensor
-from arclight.deploy.quantizing.observers import LeastErrorObserver, MovingRange, PerChannelWeightRange
+from arclight.deploy.quantizing.observers import (
+    LeastErrorMovingRange,
+    LeastErrorObserver,
+    MovingRange,
+    PerChannelLeastErrorRange,
+    PerChannelWeightRange,
+)
 from arclight.deploy.settings import Observer, Placement
 
 aten = torch.ops.aten
@@ -123,7 +129,8 @@ class PlacementQuantizer(pt2e.Quantizer):
             self.activation = spec(LeastErrorObserver)
             self.before_silu = spec(LeastErrorObserver, reader="silu")
         if qat:
-            self.activation = self.before_silu = self.gate = spec(MovingRange)
+            self.gate = spec(MovingRange)
+            self.activation = self.before_silu = spec(LeastErrorMovingRange) if activation_bits < 8 else self.gate
         self._between = self.profile.fuses | self.profile.arithmetic | MOVEMENT
         self.qat = qat
         self.weight_bits = weight_bits
@@ -188,7 +195,9 @@ class PlacementQuantizer(pt2e.Quantizer):
         assert isinstance(source, Node)
         assert isinstance(weight, Node)
         values = graph.get_parameter(str(weight.target))
-        options = {"observer": PerChannelWeightRange} if self.qat else {}
+        options = {}
+        if self.qat:
+            options["observer"] = PerChannelLeastErrorRange if self.weight_bits < 7 else PerChannelWeightRange
         inputs = {source: self._spec(source), weight: pt2e.weight_spec(values, bits=self.weight_bits, **options)}
         if (
             isinstance(bias, Node) and self.profile.integer_bias and not self.qat

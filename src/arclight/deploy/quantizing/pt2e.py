@@ -120,6 +120,12 @@ def bias_spec(source: Node, layer: Node) -> Any:
     )
 
 
+def range_of_bias(spec: Any, ranges: list[Any]) -> Any:
+    """Make the observer that ``spec`` asks for; a derived one reads ``ranges``, in the order of its ``derived_from``."""
+    edges = spec.derived_from if isinstance(spec, DerivedSpec) else []
+    return _prepare._create_obs_or_fq_from_qspec(spec, dict(zip(edges, ranges, strict=True)), True)
+
+
 def annotate(node: Node, *, inputs: dict[Node, Any], output: Any | None = None) -> None:
     """Ask for ``inputs`` (producer -> spec) and the output of ``node`` to be quantized, beside earlier requests."""
     annotation = node.meta.setdefault(_ANNOTATION_KEY, _quantizer.QuantizationAnnotation(_annotated=True))

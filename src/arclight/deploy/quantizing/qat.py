@@ -532,6 +532,8 @@ def round_biases(graph: GraphModule) -> None:
     for node in list(graph.graph.nodes):
         if node.target not in batch_norm.FUSABLE or len(node.args) < 3 or not isinstance(node.args[2], Node):
             continue
+        if batch_norm.BIAS in node.meta:  # rounded as its quantizer asks
+            continue
         source, weight = (_range(graph, arg) for arg in node.args[:2])
         if isinstance(source, MovingRange) and isinstance(weight, PerChannelWeightRange):
             unit = source.calculate_qparams()[0]
