@@ -1,4 +1,4 @@
-"""A fit in parts has the bits of a fit in one piece; its clock, its weights and its moments can be set from outside."""
+"""A paused and resumed fit has the bits of an uninterrupted one; clock, weights and moments can be set by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def in_one_piece(path: Path, steps: int, **options: Any) -> dict[str, Any]:
 # 10 batches an epoch: parts that end within epochs, at their ends, and within windows' epochs.
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}, {"val_check_interval": 4}])
 @pytest.mark.parametrize("parts", [(1, 5, 4, 7), pytest.param((10, 7), marks=pytest.mark.slow)])
-def test_parts_are_one_piece(tmp_path: Path, parts: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_a_paused_fit_equals_an_uninterrupted_one(
+    tmp_path: Path, parts: tuple[int, ...], options: dict[str, Any]
+) -> None:
     whole = in_one_piece(tmp_path, sum(parts), **options)
     seed_everything(3, verbose=False)
     pause = Pause()
@@ -68,7 +70,7 @@ def test_parts_are_one_piece(tmp_path: Path, parts: tuple[int, ...], options: di
     assert_same(pause.state["loops"], whole["loops"])
 
 
-def test_a_pause_is_not_an_end(tmp_path: Path) -> None:
+def test_a_pause_does_not_end_the_fit(tmp_path: Path) -> None:
     """Limits end a fit as ever, and then there is nothing to go on from."""
     pause = Pause(50)
     trainer = trainer_of(tmp_path, pause, max_steps=7)
@@ -178,7 +180,7 @@ def test_an_equal_clock_changes_nothing(tmp_path: Path) -> None:
     assert_same(states[0]["lr_schedulers"], states[1]["lr_schedulers"])
 
 
-def test_weights_by_name() -> None:
+def test_weights_are_set_by_name() -> None:
     module = Classifier()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     load_parameters(module, {"net.0.weight": torch.ones(16, 8), "net.1.running_mean": torch.full((16,), 2.0)})
@@ -211,7 +213,7 @@ class Moments(Callback):
         self.after = {name: value.clone() for name, value in pl_module.state_dict().items()}
 
 
-def test_moments_by_name(tmp_path: Path) -> None:
+def test_moments_are_set_by_name(tmp_path: Path) -> None:
     """The first step with given moments is that of an AdamW that has done a thousand."""
     pause, moments, module = Pause(1), Moments(), Classifier(lr=0.0)
     trainer = trainer_of(tmp_path, pause, moments)

@@ -1,4 +1,4 @@
-"""Losses that jump end a run."""
+"""Spike detection: a loss spike, NaN or infinity ends the run."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def run(detection: loss_guard.FabricSpikeDetection, losses: list[float]) -> int 
         ({"finite_only": False}, [1.0, math.inf], 1),
     ],
 )
-def test_what_is_a_spike(tmp_path: Path, options: Any, losses: list[float], found: int | None) -> None:
+def test_detected_spikes(tmp_path: Path, options: Any, losses: list[float], found: int | None) -> None:
     assert run(loss_guard.FabricSpikeDetection(exclude_batches_path=tmp_path, **options), losses) == found
     assert (tmp_path / "skip_batches.json").exists() == (found is not None)
 
 
-def test_the_file_grows_and_the_window_is_resumed(tmp_path: Path) -> None:
+def test_skipped_batches_accumulate_and_the_window_is_resumed(tmp_path: Path) -> None:
     path = tmp_path / "inner" / "leave_out.json"
     first = loss_guard.FabricSpikeDetection(window=2, exclude_batches_path=path)
     assert run(first, [1.0, 1.0, 7.0]) == 2
@@ -60,7 +60,7 @@ def test_the_file_grows_and_the_window_is_resumed(tmp_path: Path) -> None:
         loss_guard.FabricSpikeDetection(mode="mean")  # type: ignore[arg-type]
 
 
-def test_a_fit_ends(fit: Any, scripted: Any, tmp_path: Path) -> None:
+def test_a_spike_ends_the_fit(fit: Any, scripted: Any, tmp_path: Path) -> None:
     class Jumps(scripted):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss: torch.Tensor = super().training_step(batch, batch_idx)

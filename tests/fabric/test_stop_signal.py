@@ -1,4 +1,4 @@
-"""Ranks that stop together: the same position on each, whoever asks and however far apart they are."""
+"""Stop signal: all ranks stop at one position, whichever requests it and however far apart they are."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def test_all_ranks_stop_at_one_position(seed: int, lead: int) -> None:
     assert {signal.reason for signal in signals} == {f"rank {seed % 3}: enough"}
 
 
-def test_several_ranks_may_ask_at_once() -> None:
+def test_several_ranks_may_request_a_stop_at_once() -> None:
     stopped = run_ranks(connected(3), asking={0: 30, 1: 30, 2: 31}, lead=1, seed=9)
     assert stopped[0] is not None
     assert stopped == [stopped[0]] * 3
 
 
-def test_nobody_stops_where_nobody_asks() -> None:
+def test_no_rank_stops_without_a_request() -> None:
     assert run_ranks(connected(2), asking={}, lead=3, seed=1) == [None, None]
 
 
-def test_a_lone_process_stops_at_once_and_starts_anew() -> None:
+def test_a_single_process_stops_at_once_and_can_be_reset() -> None:
     signal = StopSignal()
     assert not signal.due(0)
     signal.request("the clock")
@@ -88,7 +88,7 @@ def test_a_lone_process_stops_at_once_and_starts_anew() -> None:
     assert not signal.due(0)
 
 
-def test_a_wish_at_the_end_of_a_loop_does_not_reach_the_next_one() -> None:
+def test_a_request_at_the_end_of_a_loop_does_not_stop_the_next_loop() -> None:
     """Rank 1 has gone on to another loop when rank 0 asks: rank 0 finishes its own, both go through the next."""
     first, second = connected(2)
     first.due(9)

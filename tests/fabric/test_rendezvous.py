@@ -1,4 +1,4 @@
-"""Processes that meet at a store where those of an attempt before have been."""
+"""Rendezvous at a store that an earlier attempt has used; reports of the watchdog."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def meet(store: dist.Store, ranks: list[int], world_size: int, timeout: float = 
 
 
 @pytest.mark.parametrize("lost", [[], [0], [1, 2]])
-def test_every_attempt_gets_a_name_of_its_own(lost: list[int]) -> None:
+def test_each_rendezvous_attempt_gets_its_own_name(lost: list[int]) -> None:
     store = dist.HashStore()
     before = meet(store, [rank for rank in range(3) if rank not in lost], 3, timeout=0.3)
     assert not lost or all("did not join" in str(found) for found in before.values() if "join" in str(found))
@@ -52,7 +52,7 @@ def test_every_attempt_gets_a_name_of_its_own(lost: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("came", "missing"), [([0], "rank 1, 2"), ([0, 2], "rank 1"), ([1], "rank 0")])
-def test_ranks_that_never_come_are_named(came: list[int], missing: str) -> None:
+def test_missing_ranks_are_named(came: list[int], missing: str) -> None:
     def check(seconds: float) -> None:
         port = free_port()
         said: dict[int, str] = {}
@@ -73,7 +73,7 @@ def test_ranks_that_never_come_are_named(came: list[int], missing: str) -> None:
     patiently(check, 1, 15)
 
 
-def test_ranks_that_ask_at_the_same_time_answer_each_other() -> None:
+def test_watchdogs_that_query_each_other_at_once_all_answer() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     watches = [Watchdog(store, rank, 2, 600.0, StopSignal()) for rank in range(2)]
     for watch in watches:
@@ -104,7 +104,7 @@ def test_the_users_line_is_named_in_a_checkout_that_is_called_like_the_package(t
     assert "mine.py:2 wait" in space["wait"](main_thread_location)
 
 
-def test_a_collective_that_times_out_before_the_watch_has_looked_names_who_is_behind() -> None:
+def test_a_timed_out_collective_names_the_lagging_rank() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     watch = Watchdog(store, 0, 3, 600.0, StopSignal())
     watch.close()

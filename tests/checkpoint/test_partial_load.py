@@ -1,4 +1,4 @@
-"""Parts of a checkpoint, weights that are no numbers, and what is taken when the newest is damaged."""
+"""Load parts of a checkpoint; NaN weights, and the fall-back from a damaged newest checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
     return save(tmp_path / "c", {"model": model, "optimizers": [{"state": moments, "lr": 0.1}], "step": 4})
 
 
-def test_entries_are_chosen_by_name_and_pattern(path: Path) -> None:
+def test_entries_are_selected_by_name_and_pattern(path: Path) -> None:
     assert list(load(path, only=["model.body.*"])["model"]) == ["body.0.weight", "body.0.bias"]
     assert list(load(path, only="model", exclude="*.bias")["model"]) == ["body.0.weight", "head.weight", "tied"]
     found = load(path, exclude=["model.head", "optimizers.*.exp_avg"])
@@ -39,7 +39,7 @@ def test_entries_are_chosen_by_name_and_pattern(path: Path) -> None:
         load(path, exclude="nothing")
 
 
-def test_what_is_left_out_is_checked_but_not_kept(path: Path) -> None:
+def test_excluded_entries_are_verified_but_not_loaded(path: Path) -> None:
     file = path / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1  # in one of the tensors
@@ -49,7 +49,7 @@ def test_what_is_left_out_is_checked_but_not_kept(path: Path) -> None:
     assert set(load(path, only=["step"])) == {"step"}
 
 
-def test_nan_is_refused_by_name_where_asked(tmp_path: Path) -> None:
+def test_refuse_nan_names_the_tensor(tmp_path: Path) -> None:
     model = {
         "a": torch.ones(2),
         "b": torch.tensor([1.0, float("nan")]),
@@ -96,7 +96,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped"])
-def test_a_damaged_last_checkpoint_is_told_of_and_the_one_before_is_taken(tmp_path: Path, how: str) -> None:
+def test_a_damaged_last_checkpoint_falls_back_to_the_previous_with_a_warning(tmp_path: Path, how: str) -> None:
     trainer_for(tmp_path, 3).fit(Model(), DATA)
     damage(tmp_path / "c/step=3.ckpt", how)  # of which `last` is a copy of links
     again = trainer_for(tmp_path, 4)
@@ -106,7 +106,7 @@ def test_a_damaged_last_checkpoint_is_told_of_and_the_one_before_is_taken(tmp_pa
     assert again.global_step == 4
 
 
-def test_training_does_not_go_on_from_nan_unless_told_to(tmp_path: Path) -> None:
+def test_resuming_from_nan_weights_is_refused_unless_allowed(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, 1)
     model = Model()
     trainer.fit(model, DATA)

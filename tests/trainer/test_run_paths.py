@@ -1,4 +1,4 @@
-"""Where a run writes: decided once, before any hook, so that a rank may ask for it alone."""
+"""Paths of a run: resolved once, before any hook, so that one rank alone may read them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ if not lightning:
 
 
 @pytest.mark.parametrize("kind", ["native", "lightning"])
-def test_one_rank_alone_asks_for_logger_and_folders_in_hooks(tmp_path: Path, kind: str) -> None:
+def test_one_rank_alone_reads_logger_and_folders_in_hooks(tmp_path: Path, kind: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = warm.run(tmp_path / "script.py", kind, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
