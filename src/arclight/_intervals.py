@@ -147,7 +147,7 @@ def check(name: str, value: Any, hint: Any) -> None:
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Return whether the numbers in ``value`` are as the type ``hint`` has them; what are no numbers is not looked at."""
+    """Return whether the numbers in ``value`` are as the type ``hint`` has them; values of other types are not checked."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         bounds = [bound for bound in inner[1:] if isinstance(bound, Interval)]

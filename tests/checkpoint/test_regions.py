@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from arclight.fabric.distributed.shard_regions import local_regions
 
 
-def spread_over(
+def shard_over(
     whole: torch.Tensor, mesh: tuple[int, ...], placements: list[Any], coordinate: tuple[int, ...], fsdp: bool
 ):
     """What a DTensor shows of itself, cut by torch's own functions from left to right, or as FSDP does: from the right."""
@@ -56,7 +56,7 @@ def test_regions_are_what_torch_cuts(mesh: tuple[int, ...], placements: list[Any
         covered = torch.zeros_like(whole)
         for number in range(torch.Size(mesh).numel()):
             coordinate = tuple(int(c) for c in torch.unravel_index(torch.tensor(number), mesh))
-            tensor, part = spread_over(whole, mesh, placements, coordinate, fsdp)
+            tensor, part = shard_over(whole, mesh, placements, coordinate, fsdp)
             rebuilt = torch.full_like(part, -1)
             for region in local_regions(tensor):
                 region.of_part(rebuilt).copy_(region.of_whole(whole))
@@ -69,7 +69,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
     from torch.distributed.tensor import Partial
 
     whole = torch.zeros(4, 4)
-    tensor, _ = spread_over(whole, (2,), [Replicate()], (0,), False)
+    tensor, _ = shard_over(whole, (2,), [Replicate()], (0,), False)
     tensor.placements = [Partial()]
     with pytest.raises(ValueError, match="still to be summed"):
         local_regions(tensor)

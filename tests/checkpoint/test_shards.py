@@ -1,4 +1,4 @@
-"""Checkpoints of states that are spread over processes: each writes and reads its own, and they open on any mesh."""
+"""Checkpoints of states that are sharded over processes: each writes and reads its own, and they open on any mesh."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Net(nn.Module):
         return x + self.down(self.up(x).relu()) + self.shift
 
 
-def spread(model: nn.Module, mesh: Any) -> nn.Module:
+def shard(model: nn.Module, mesh: Any) -> nn.Module:
     parallelize_module(model, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return fully_shard(model, mesh=mesh["data_parallel"]) if mesh["data_parallel"].size() > 1 else model
 
@@ -52,7 +52,7 @@ def strategy_for(kind: str) -> tuple[int, Any]:
     if kind.startswith("fsdp"):
         return int(kind[4:]), FSDPStrategy(start_method="fork")
     data, tensor = map(int, kind.split("x"))
-    return data * tensor, ModelParallelStrategy(spread, data, tensor, start_method="fork")
+    return data * tensor, ModelParallelStrategy(shard, data, tensor, start_method="fork")
 
 
 def launch(kind: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -61,7 +61,7 @@ def launch(kind: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def digest(state: Any) -> str:
-    """Of all values, whatever they were spread over."""
+    """Of all values, whatever they were sharded over."""
     found = hashlib.sha256()
 
     def add(value: Any) -> None:

@@ -105,9 +105,7 @@ def test_each_bound_has_its_sentence() -> None:
     wide = {"max_drop": 0.21, "min_sqnr_db": 5, "max_latency": 1e9, "max_size": 1.0}
     assert quick(a, b, scores=scored, **wide).exceeded == ()
     assert quick(a, b, scores=scored, metric="class cat", max_drop=0).exceeded == ()
-    assert quick(a, b, scores=lambda network: math.nan, max_drop=1).exceeded, (
-        "a score that is no number is within no bound"
-    )
+    assert quick(a, b, scores=lambda network: math.nan, max_drop=1).exceeded, "a score of NaN is within no bound"
     with pytest.raises(ComparisonError, match="no score 'recall'; there are accuracy, class cat"):
         quick(a, b, scores=scored, metric="recall")
     with pytest.raises(ComparisonError, match="max_size bounds a size"):

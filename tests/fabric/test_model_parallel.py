@@ -25,7 +25,7 @@ class FeedForward(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def spread(model: nn.Module, mesh: Any) -> nn.Module:
+def shard(model: nn.Module, mesh: Any) -> nn.Module:
     parallelize_module(model, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return fully_shard(model, mesh=mesh["data_parallel"]) if mesh["data_parallel"].size() > 1 else model
 
@@ -64,7 +64,7 @@ def train(
 
 
 def fabric_for(data: int, tensor: int, **options: Any) -> al.Fabric:
-    strategy = ModelParallelStrategy(spread, data, tensor, start_method="fork", **options)
+    strategy = ModelParallelStrategy(shard, data, tensor, start_method="fork", **options)
     return al.Fabric(accelerator="cpu", devices=data * tensor, strategy=strategy)
 
 
@@ -102,7 +102,7 @@ def test_sizes_must_make_up_the_world() -> None:
         Exception, match=r"data_parallel_size=2 and tensor_parallel_size=2 multiplied should equal the world size"
     ):
         al.Fabric(
-            accelerator="cpu", devices=2, strategy=ModelParallelStrategy(spread, 2, 2, start_method="fork")
+            accelerator="cpu", devices=2, strategy=ModelParallelStrategy(shard, 2, 2, start_method="fork")
         ).launch(_sizes)
     with pytest.raises(RuntimeError, match="Accessing the device mesh before processes"):
-        _ = ModelParallelStrategy(spread).device_mesh
+        _ = ModelParallelStrategy(shard).device_mesh

@@ -149,7 +149,7 @@ BAD = {
     "more tokens than positions": {"max_tokens": 300},
     "a prompt longer than the positions": {"prompt": "x" * 300},
     "another temperature": {"temperature": -1},
-    "a temperature that is no number": {"temperature": float("nan")},
+    "a temperature that is NaN": {"temperature": float("nan")},
     "top_p of 0": {"top_p": 0},
     "an empty stop": {"stop": ""},
     "a long stop": {"stop": "x" * 257},

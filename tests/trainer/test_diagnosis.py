@@ -1,4 +1,4 @@
-"""A loss that is no number is traced to its step, samples and module."""
+"""A loss of NaN or infinity is traced to its step, samples and module."""
 
 from pathlib import Path
 from typing import Any

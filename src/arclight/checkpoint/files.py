@@ -27,7 +27,7 @@ class HashedFile:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._hash = hashlib.sha256()
-        self.bytes = self._settled = 0
+        self.bytes = self._synced = 0
 
     def write(self, data: bytes | memoryview) -> None:
         for start in range(0, len(data), _PIECE):
@@ -36,11 +36,11 @@ class HashedFile:
             self._hash.update(piece)  # while it is in the cache
         self.bytes += len(data)
 
-    def settle(self, every: int) -> None:
-        """Have each ``every`` bytes that were written on the disk, that the end need not wait for them; nothing at an address."""
-        if self.bytes - self._settled < every:
+    def sync_every(self, size_bytes: int) -> None:
+        """Sync to disk after every ``size_bytes`` written, so that closing is quick; does nothing for a remote path."""
+        if self.bytes - self._synced < size_bytes:
             return
-        self._settled = self.bytes
+        self._synced = self.bytes
         with suppress(UnsupportedOperation):
             descriptor = self._file.fileno()
             self._file.flush()

@@ -171,7 +171,7 @@ class Cursor:
             self.batch += 1
         return item
 
-    def again(self) -> None:
+    def restart(self) -> None:
         """Start over."""
         self.cycle, self.batch, self.ended = self.cycle + 1, 0, False
         self.iterator = self.read(self.cycle, 0)
@@ -188,7 +188,7 @@ def side_by_side(cursors: Sequence[Cursor], mode: Mode) -> Iterator[list[Any]]:
             if item is _END and mode == "max_size_cycle":
                 if all(other.cycle or other.ended for other in cursors):
                     return
-                cursor.again()
+                cursor.restart()
                 item = cursor.next()
                 if item is _END:
                     return  # nothing to cycle through

@@ -77,7 +77,7 @@ class Mesh:
         """Return True for weights with copies that every step keeps alike."""
         return self.plan.dp_replicate > 1 and not self.plan.apart
 
-    def over_replicas(self, own: DeviceMesh | None) -> DeviceMesh:
+    def replicate_mesh(self, own: DeviceMesh | None) -> DeviceMesh:
         """Return ``own``, over which a tensor of one replica lies (None: it is whole), with all replicas as first dimension."""
         names = (own.mesh_dim_names or ()) if own is not None else ()
         root = self.dense if self.sparse is None or not {"efsdp", "ep"} & set(names) else self.sparse

@@ -109,8 +109,8 @@ class PlanStrategy(ShardedStrategy):
         """The dp_replicate groups, where the plan has them apart."""
         return self.mesh.dense["dp_replicate"] if self.plan.apart else None
 
-    def over_replicas(self, mesh: Any) -> Any:
-        return self.mesh.over_replicas(mesh)
+    def replicate_mesh(self, mesh: Any) -> Any:
+        return self.mesh.replicate_mesh(mesh)
 
     @property
     def step_group(self) -> Any:
@@ -242,7 +242,7 @@ class PlanStrategy(ShardedStrategy):
         """
         return step if self.plan.only_replicates and not self.in_stages else self.wrap_step(module, step)
 
-    def settle(self, module: nn.Module) -> None:
+    def sync_module_attributes(self, module: nn.Module) -> None:
         if module in self._steps:
             self._steps[module].settle()
 
@@ -265,7 +265,7 @@ class PlanStrategy(ShardedStrategy):
     def average_gradients(self, module: nn.Module) -> None:
         """Backward has done so."""
 
-    def bare(self, module: nn.Module) -> nn.Module:
+    def unwrap(self, module: nn.Module) -> nn.Module:
         if isinstance(module, DistributedDataParallel):
             module = module.module
         return module.module if isinstance(module, StepRoot) else module

@@ -372,7 +372,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
         )
 
     def _log_through_fabric(self, values: Mapping[str, Any], logger: bool | None) -> None:
-        """Send numbers to the Fabric's loggers. Raises ValueError for what is no number."""
+        """Send numbers to the Fabric's loggers. Raises ValueError for a value that is not a number."""
         from arclight.trainer.logging.rules import refuse_value
 
         for name, value in values.items():
@@ -476,7 +476,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
 
     @property
     def device_mesh(self) -> Any:
-        """The processes as ``configure_model`` may spread the module over them; None where the strategy has no mesh."""
+        """The processes as ``configure_model`` may shard the module over them; None where the strategy has no mesh."""
         return getattr(self._trainer.strategy, "device_mesh", None) if self._trainer is not None else None
 
     # -- files ------------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def check_arguments(given: dict[str, Any], unknown: dict[str, Any], behavior: Tr
     """
     _check_names(given, unknown)
     if given["barebones"]:
-        _go_bare(given)
+        _apply_barebones(given)
     values = {name: given[name] for name in _FIELDS if given.get(name) is not None}
     values["num_sanity_val_steps"] = values.get("num_sanity_val_steps", behavior.sanity_val_steps)
     values["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
@@ -199,8 +199,8 @@ def _check_names(given: dict[str, Any], unknown: dict[str, Any]) -> None:
         )
 
 
-def _go_bare(given: dict[str, Any]) -> None:
-    """Turn off everything that costs time beside the loop. Raises ValueError for what was asked for all the same."""
+def _apply_barebones(given: dict[str, Any]) -> None:
+    """Apply barebones mode: disable all that costs time beside the loop; raise for settings that contradict it."""
     for name, what in _BAREBONES.items():
         if given[name] not in (None, False, 0):
             raise MisconfigurationError(

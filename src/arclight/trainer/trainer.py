@@ -176,7 +176,7 @@ class Trainer:
         _check_callbacks(callbacks, bars, chosen)
         if settings.max_time is not None:
             if any(isinstance(c, Timer) for c in callbacks):
-                self.say("Ignoring `Trainer(max_time=...)`, callbacks list already contains a Timer.")
+                self.log_info("Ignoring `Trainer(max_time=...)`, callbacks list already contains a Timer.")
             else:
                 callbacks.append(Timer(duration=settings.max_time, interval="step"))
         saves = chosen["enable_checkpointing"] is not False and not self.fast_dev_run
@@ -211,7 +211,7 @@ class Trainer:
         ``ckpt_path`` resumes exactly from a checkpoint: a path, ``"last"`` for the newest of this run's name (from the
         start where there is none yet), ``"best"``, or what :meth:`capture` gave.
         Nothing is unpickled, whatever ``weights_only`` says.
-        Raises NonFiniteLossError when the loss is no number, CheckpointError for a checkpoint that cannot be used.
+        Raises NonFiniteLossError when the loss is NaN or infinite, CheckpointError for a checkpoint that cannot be used.
         """
         Session(self).launch(Session.fit, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
 
@@ -556,7 +556,7 @@ class Trainer:
 
     @ckpt_path.setter
     def ckpt_path(self, path: str | Path | None) -> None:
-        self.selector.give(path)
+        self.selector.set_ckpt_path(path)
 
     @property
     def requeue_checkpoints(self) -> RequeueCheckpoints:
@@ -628,11 +628,11 @@ class Trainer:
         )
 
     @property
-    def validates_when_epoch_is_over(self) -> bool:
+    def validates_at_epoch_end(self) -> bool:
         """True if the epoch's validation is still due after its last batch: with an interval only its multiples validate."""
         if self.behavior.skip_leaves_out_validation and self.run_state.batch_under_way:
             return False
-        return self.validation_schedule.left_after_last_batch(self.progress)
+        return self.validation_schedule.is_due_at_epoch_end(self.progress)
 
     @property
     def val_check_batch(self) -> Count:
@@ -780,7 +780,7 @@ class Trainer:
         )
         if not enough and not run.warned_of_minimum:
             run.warned_of_minimum = True
-            self.say(
+            self.log_info(
                 f"Trainer was signaled to stop but the required `min_epochs={self.min_epochs}` or `min_steps={self.min_steps}` has "
                 "not been met. Training will continue..."
             )
@@ -866,13 +866,13 @@ class Trainer:
         if self.is_global_zero:
             print(*args, **kwargs)  # noqa: T201
 
-    def notice(self, message: str) -> None:
-        """Tell the user something once, on rank 0."""
+    def log_warning(self, message: str) -> None:
+        """Log a warning on rank 0."""
         if self.is_global_zero:
             _LOG.warning(message)
 
-    def say(self, message: str) -> None:
-        """Tell the user something that is no cause for concern, on rank 0."""
+    def log_info(self, message: str) -> None:
+        """Log an info message on rank 0."""
         if self.is_global_zero:
             _LOG.info(message)
 

@@ -122,7 +122,7 @@ def _nms_image(
     if top_k is not None and num_classes >= _MANY_CLASSES and len(prediction) > 2 * top_k:
         # The surest positions' worst confidence bounds what positions of less objectness could reach: most are never looked at.
         surest = prediction[objectness.topk(top_k, sorted=False).indices]
-        reached = (surest[:, 4] * surest[:, 5:end].amax(dim=1)).nan_to_num(nan=0.0)  # what is no number bounds nothing
+        reached = (surest[:, 4] * surest[:, 5:end].amax(dim=1)).nan_to_num(nan=0.0)  # NaN bounds nothing
         likely &= objectness >= reached.min()
     if len(positions := torch.nonzero(likely).squeeze(1)) < len(prediction):
         prediction = prediction[positions]

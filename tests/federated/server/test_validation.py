@@ -202,7 +202,7 @@ def test_a_node_is_not_heard_about_clients_of_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("value", "samples"), [(float("nan"), 1), (float("inf"), 1), (1e308, 100), (1.0, 10**400)])
 def test_a_measurement_that_cannot_be_averaged_does_not_end_the_run(tmp_path: Path, value: float, samples: int) -> None:
-    """The mean would be no number, which no journal takes: not now, and not after any restart."""
+    """The mean would be NaN or infinite, which no journal takes: not now, and not after any restart."""
     settings = Federation(clients=2, rounds=2, local_steps=4, evaluate_on="clients", waiting=CALM)
     server = Server(settings, START, folder=tmp_path / "run")
     with server.opened() as run:

@@ -132,9 +132,9 @@ def told(body: bytes) -> str:
         (b'{"kind": "heartbeat", "version": 3, "node": 3, "session": "x"}', "invalid message"),
         (
             b'{"kind": "heartbeat", "version": 3, "node": "a", "session": "x", "steps": {"a": 1e400}}',
-            "no finite number",
+            "is NaN or infinite",
         ),
-        (b'{"kind": "workrequest", "version": 3, "node": "a", "session": "x", "hold_s": NaN}', "no finite number"),
+        (b'{"kind": "workrequest", "version": 3, "node": "a", "session": "x", "hold_s": NaN}', "is NaN or infinite"),
         (
             b'{"kind": "heartbeat", "version": 3, "node": "a", "session": "x", "steps": {"a": 9223372036854775808}}',
             "whole numbers",

@@ -139,7 +139,7 @@ def join(arguments: list[str]) -> None:
 def count_processes(overrides: list[str]) -> int:
     """Count the processes that train a client together, by ``--trainer.devices``.
 
-    Raises UsageError where that is no number.
+    Raises UsageError if that is not a number.
     """
     devices = dict(pairwise(overrides)).get("--trainer.devices", "1")
     if not devices.isdigit() or int(devices) == 0:

@@ -75,7 +75,7 @@ class Scores:
     """How layers were chosen that stay in float for the score; None where it was kept without any."""
 
     def check(self, score: float, of: str) -> None:
-        """Raise QuantizeError if ``score`` is no number or lower than the float model's by more than ``max_drop``."""
+        """Raise QuantizeError if ``score`` is NaN or infinite, or lower than the float model's by more than ``max_drop``."""
         _check_finite(score, of)
         if not self.fits(score):
             raise self.refusal(

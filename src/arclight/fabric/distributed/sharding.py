@@ -84,7 +84,7 @@ def shard_like(full: torch.Tensor, like: torch.Tensor, device: torch.device | No
 
 
 def from_local_tensor(part: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return the spread tensor of which this process holds ``part``, beside ``like``."""
+    """Return the DTensor of which this process holds ``part``, sharded as ``like`` is."""
     made: torch.Tensor = DTensor.from_local(
         part.to(like.device) if not like.is_meta else part, like.device_mesh, like.placements, run_check=False,
         shape=like.shape, stride=like.stride(),
@@ -95,7 +95,7 @@ def from_local_tensor(part: torch.Tensor, like: Any) -> torch.Tensor:
 def accept_full_weights(module: nn.Module) -> None:
     """Let ``module.load_state_dict`` take full tensors from now on."""
 
-    def spread(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def shard_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         own = dict(
             itertools.chain(module.named_parameters(prefix=prefix[:-1]), module.named_buffers(prefix=prefix[:-1]))
         )
@@ -103,16 +103,16 @@ def accept_full_weights(module: nn.Module) -> None:
             if isinstance(state.get(name), torch.Tensor):
                 state[name] = shard_like(state[name], tensor)
 
-    module.register_load_state_dict_pre_hook(spread)
+    module.register_load_state_dict_pre_hook(shard_state_dict)
 
 
 def accept_full_optimizer_state(optimizer: Optimizer) -> None:
     """Let ``optimizer.load_state_dict`` take full tensors, also those still in a file."""
-    if getattr(optimizer, "_takes_whole_moments", False):
+    if getattr(optimizer, "_accepts_full_state", False):
         return
-    optimizer._takes_whole_moments = True  # type: ignore[attr-defined]
+    optimizer._accepts_full_state = True  # type: ignore[attr-defined]
 
-    def spread(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def shard_state_dict(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         parameters = dict(zip(numbers, parameters_of(optimizer), strict=False))
         moments = {
@@ -126,7 +126,7 @@ def accept_full_optimizer_state(optimizer: Optimizer) -> None:
         }
         return {**state, "state": moments}
 
-    optimizer.register_load_state_dict_pre_hook(spread)
+    optimizer.register_load_state_dict_pre_hook(shard_state_dict)
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -152,7 +152,7 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[Any, nn.Parameter
 def clip_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, error: bool) -> torch.Tensor:
     """Clip by the norm of all gradients, whichever meshes they are sharded over; the norm before, equal on every process.
 
-    Raises RuntimeError with ``error`` where the norm is no number.
+    Raises RuntimeError with ``error`` if the norm is NaN or infinite.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = total_norm(gradients, norm_type)
@@ -176,7 +176,7 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Ten
 
 @torch.no_grad()
 def scale_to_norm(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float, error: bool) -> None:
-    """Scale gradients whose norm is ``total`` down to ``max_norm``. Raises RuntimeError with ``error`` where it is no number."""
+    """Scale gradients whose norm is ``total`` down to ``max_norm``. With ``error``, raises RuntimeError if it is NaN or infinite."""
     if error and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the norm of the gradients is {float(total)}, so they cannot be clipped; with error_if_nonfinite=False they are "
@@ -225,7 +225,7 @@ def materialize(
     With ``seed`` each module draws from generators seeded by its name, and the global ones stay as they are. ``apart`` says that
     processes have different modules: each keeps what it drew, which the seed makes the same wherever it is drawn.
 
-    The values do not depend on how tensors are spread: each module's are drawn whole, as one process would, and its shard
+    The values do not depend on how tensors are sharded: each module's are drawn whole, as one process would, and its shard
     kept. (Drawing into shards would give every process the same numbers on some devices.) Warns of modules that have no
     ``reset_parameters``: their values are arbitrary until a checkpoint is loaded.
     """

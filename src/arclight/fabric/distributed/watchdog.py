@@ -117,7 +117,7 @@ class Watchdog:
         if self.store.compare_set(claim, "", str(self.rank)).decode() != str(self.rank):
             return  # another rank in the same collective reports
         answers = self._question(max(ANSWER_TIMEOUT_S, self.patience / 4))  # a busy machine
-        behind = ranks_behind([a and a["entered"] for a in answers], self.rank)
+        behind = lagging_ranks([a and a["entered"] for a in answers], self.rank)
         if behind:
             sys.stderr.write(self._report(answers, behind))
             sys.stderr.flush()
@@ -164,7 +164,7 @@ class Watchdog:
         if self.verdict or self.store.check([FAILED_KEY]):
             return self.verdict
         answers = self._question()
-        behind = ranks_behind([answer and answer["entered"] for answer in answers], self.rank)
+        behind = lagging_ranks([answer and answer["entered"] for answer in answers], self.rank)
         awake = [rank for rank in behind if answers[rank] is not None]
         if awake and time.monotonic() - self._since > self.patience:  # the thread had no time to look before
             self._conclude(awake, [answers[rank]["place"] for rank in awake])
@@ -209,8 +209,8 @@ def collective_counts() -> dict[str, int]:
     return {name: group._get_sequence_number_for_group() for group, name in groups}
 
 
-def ranks_behind(entered_by_rank: list[dict[str, int] | None], asking: int) -> list[int]:
-    """Ranks that have entered fewer collectives than ``asking`` in a group that they share, or that do not answer."""
+def lagging_ranks(entered_by_rank: list[dict[str, int] | None], asking: int) -> list[int]:
+    """Return ranks that have entered fewer collectives than ``asking`` in a group that they share, or that do not answer."""
     mine = entered_by_rank[asking] or {}
     return [
         rank

@@ -251,7 +251,7 @@ class SLURMEnvironment(ClusterEnvironment):
 
     @staticmethod
     def job_id() -> int | None:
-        """Return the job's number; None in an interactive job, whose runs must not share their logs, and where it is no number."""
+        """Return the job's number; None in an interactive job, whose runs must not share their logs, or if it is not a number."""
         number = os.environ.get("SLURM_JOB_ID", "")
         return int(number) if number.isdigit() and not _interactive() else None
 

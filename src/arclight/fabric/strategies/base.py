@@ -159,8 +159,8 @@ class Strategy:
         """A mesh whose first dimension counts copies of the model that steps do not keep alike; None where there are none."""
         return None
 
-    def over_replicas(self, mesh: Any) -> Any:
-        """Return the mesh of all replicas' parts of a tensor that one replica spreads over ``mesh`` (None: it holds it whole).
+    def replicate_mesh(self, mesh: Any) -> Any:
+        """Return the mesh that holds all replicas of a tensor, which one replica shards over ``mesh`` (None: it holds the full tensor).
 
         Its first dimension is that of :attr:`replica_mesh`; its last ones are ``mesh``'s.
         """
@@ -285,8 +285,8 @@ class Strategy:
         """Do the same for a step that no backward follows."""
         return step
 
-    def settle(self, module: nn.Module) -> None:
-        """Finish the last step of an epoch or evaluation, before hooks look at what steps have gathered in ``module``."""
+    def sync_module_attributes(self, module: nn.Module) -> None:
+        """Synchronise the attributes that steps have set in ``module``, at the end of an epoch or evaluation, before its hooks."""
 
     def copy_from_rank_zero(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy rank 0's values into every rank's tensors: weights that nobody else keeps alike, running statistics."""
@@ -329,12 +329,12 @@ class Strategy:
         """Return every rank's ``tensor``, stacked along a new first dimension; with one process the tensor as it is.
 
         With ``sync_grads`` a gradient of the result flows back to the rank that each part came from. Raises ValueError on all
-        ranks where shapes or types differ (see :meth:`check_alike`).
+        ranks where shapes or types differ (see :meth:`verify_same_across_ranks`).
         """
         return tensor
 
-    def check_alike(self, tensor: torch.Tensor, group: Any, operation: str) -> None:
-        """Raise ValueError on every rank where ranks give ``operation`` tensors of different shapes or types.
+    def verify_same_across_ranks(self, tensor: torch.Tensor, group: Any, operation: str) -> None:
+        """Verify that all ranks give ``operation`` tensors of one shape and type; raise ValueError on every rank otherwise.
 
         One exchange of a few bytes for tensors on processors. On other devices that would cost more than the operation:
         there ranks compare only where ``TORCH_DISTRIBUTED_DEBUG`` is set, to INFO or DETAIL.
@@ -428,19 +428,19 @@ class Strategy:
 
     def parameter_names(self, parts: Iterable[Any]) -> dict[torch.Tensor, str]:
         """Return the names that checkpoints have for the parameters of the modules among ``parts``."""
-        return name_parameters(self.bare(part) for part in parts if isinstance(part, nn.Module))
+        return name_parameters(self.unwrap(part) for part in parts if isinstance(part, nn.Module))
 
-    def bare(self, module: nn.Module) -> nn.Module:
+    def unwrap(self, module: nn.Module) -> nn.Module:
         """Return the user's module in what :meth:`setup_module` gave."""
         return module
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the weights under their own names."""
-        return self.bare(module).state_dict()
+        return self.unwrap(module).state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Whole weights, into what may be shards of them."""
-        self.bare(module).load_state_dict(state_dict, strict=strict)
+        self.unwrap(module).load_state_dict(state_dict, strict=strict)
 
     def own_weights(self, module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
         """Select the ``weights`` that this process's ``module`` has to take or to refuse."""

@@ -106,7 +106,7 @@ class DDPStrategy(ParallelStrategy):
 
         optimizer.register_step_post_hook(average)
 
-    def bare(self, module: nn.Module) -> nn.Module:
+    def unwrap(self, module: nn.Module) -> nn.Module:
         return module.module if isinstance(module, DistributedDataParallel) else module
 
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:

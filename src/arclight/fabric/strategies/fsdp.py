@@ -164,7 +164,7 @@ class FSDPStrategy(ShardedStrategy):
     def average_gradients(self, module: nn.Module) -> None:
         """FSDP has done so in backward."""
 
-    def bare(self, module: nn.Module) -> nn.Module:
+    def unwrap(self, module: nn.Module) -> nn.Module:
         return module.module if isinstance(module, StepRoot) else module
 
     def _shard(self, module: nn.Module, whole: bool) -> StepRoot:

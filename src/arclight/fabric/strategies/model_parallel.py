@@ -23,7 +23,7 @@ class ModelParallelStrategy(ShardedStrategy):
     ``parallelize_fn(model, device_mesh)`` gives the model back with ``parallelize_module`` and ``fully_shard`` applied to
     its parts; under a Trainer the module's ``configure_model`` may do that instead, on ``self.device_mesh``. Processes of
     one tensor-parallel group see the same data. ``"auto"`` sizes are the number of nodes for data and of devices in a
-    node for tensors. A model that was made on the meta device gets its values after it was spread.
+    node for tensors. A model that was made on the meta device gets its values after it was sharded.
     ``save_distributed_checkpoint`` lets each process write its shards; False lets rank 0 write whole tensors. Both open on
     any number of processes.
     """

@@ -206,7 +206,7 @@ class ParallelStrategy(Strategy):
         dist.all_reduce(result, _REDUCE.get(name, name), group=group)
         return result / dist.get_world_size(group) if name == "mean" else result
 
-    def check_alike(self, tensor: torch.Tensor, group: Any, operation: str) -> None:
+    def verify_same_across_ranks(self, tensor: torch.Tensor, group: Any, operation: str) -> None:
         if tensor.device.type != "cpu" and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "OFF":
             return
         text = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}".encode()[:_DESCRIPTION]
@@ -222,7 +222,7 @@ class ParallelStrategy(Strategy):
             )
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        self.check_alike(tensor, group, "all_gather")
+        self.verify_same_across_ranks(tensor, group, "all_gather")
         if sync_grads and torch.is_grad_enabled():
             from torch.distributed.nn.functional import all_gather
 

@@ -204,7 +204,7 @@ class LoaderDataModule(DataModule):
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:
     if strange := [name for name, value in metrics.items() if not math.isfinite(value)]:
-        log.warning("left out of what is reported, as they are no numbers: %s", ", ".join(strange))
+        log.warning("metrics that are NaN or infinite are not reported: %s", ", ".join(strange))
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

@@ -126,4 +126,4 @@ def _check(part: torch.Tensor, dtype: torch.dtype, length: int) -> None:
 def _check_scales(scales: torch.Tensor, blocks: int) -> None:
     _check(scales, torch.float32, blocks)
     if not bool(((scales >= 0) & (scales <= LARGEST)).all()):
-        raise BlobError("a block's scale is no number that a scale can be")
+        raise BlobError("a block's scale is negative, NaN or too large")

@@ -47,7 +47,7 @@ def decode_topk(numel: int, dtype: torch.dtype, block: int, keep: int, bits: int
     if level.dtype != torch.float32 or level.shape != (expected,):
         raise BlobError(f"expected {expected} magnitudes, got {tuple(level.shape)} of {level.dtype}")
     if not bool(((level >= 0) & (level <= LARGEST)).all()):
-        raise BlobError("a magnitude is no number that one can be")
+        raise BlobError("a magnitude is negative, NaN or too large")
     index = unpack_bits(parts["index"], bit_width(block), count)
     code = unpack_bits(parts["value"], bits, count)
     out = torch.empty(numel, dtype=dtype)

@@ -198,7 +198,7 @@ def _write(file: HashedFile, tensor: torch.Tensor, done: Callable[[torch.Tensor]
     write_values(file, tensor)
     if done is not None:
         done(tensor)
-    file.settle(_SETTLED)
+    file.sync_every(_SETTLED)
 
 
 class BufferPool:

@@ -259,7 +259,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, capacity: int | None = Non
 
 
 def fsdp_placement(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
-    """Return a ``shard_placement_fn`` by which `fully_shard` spreads what ``ep`` shares out over the processes that are left.
+    """Return a ``shard_placement_fn`` by which `fully_shard` shards the experts of ``ep`` over the remaining processes.
 
     Experts stay in the unit of their block (hooks within a block would differ between a checkpointed forward and its
     repetition), in a group of their own. They are cut along the dimension that neither ``ep`` nor ``tp`` cuts.

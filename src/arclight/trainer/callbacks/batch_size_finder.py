@@ -121,7 +121,7 @@ class BatchSizeFinder(Callback):
         self._check(trainer, pl_module)
         use_batch_size(trainer, pl_module, self._search, self._found)
         self.optimal_batch_size = self._found
-        trainer.say(f"the resumed run keeps the batch size that it had found: {self._found}")
+        trainer.log_info(f"the resumed run keeps the batch size that it had found: {self._found}")
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
         if trainer.state.fn == TrainerFn.VALIDATING:

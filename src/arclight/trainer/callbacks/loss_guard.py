@@ -213,7 +213,7 @@ class _Waiting:
 
 
 class LossGuard(Callback):
-    """Leaves out the update where loss or gradients are no finite numbers, or the loss is a spike.
+    """Leaves out the update where the loss or a gradient is NaN or infinite, or the loss is a spike.
 
     A spike is more than ``sigma`` standard deviations above the mean of the newest ``window`` losses of good updates (None: only
     finite numbers are asked for; deviations below 1 % of the mean count as that much), once there are ``warmup`` of them.
@@ -383,7 +383,7 @@ class LossGuard(Callback):
         )
 
     def _tell(self, trainer: Trainer, event: Event) -> None:
-        trainer.notice(f"{_described(event)}: {event.action}")
+        trainer.log_warning(f"{_described(event)}: {event.action}")
         folder = trainer.log_dir  # asked for on every rank
         path = Path(self.file) if self.file is not None else Path(folder or ".") / "loss_guard.jsonl"
         if trainer.is_global_zero:
@@ -412,7 +412,7 @@ class LossGuard(Callback):
             callback.forget_later_steps(trainer)
         for logger in trainer.loggers if trainer.is_global_zero else []:
             logger.rewind(trainer.global_step)
-        trainer.notice(f"back to {path}, step {trainer.global_step}; training continues with the next batch")
+        trainer.log_warning(f"back to {path}, step {trainer.global_step}; training continues with the next batch")
 
     def _checkpoint_before(self, trainer: Trainer, step: int) -> str | None:
         """Return the newest checkpoint that a callback of this trainer keeps of at most ``step`` steps; the same on every rank."""

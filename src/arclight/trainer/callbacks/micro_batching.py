@@ -81,7 +81,7 @@ class MicroBatching(Callback):
         if not is_out_of_memory(error) or tried <= 1:
             return False
         self.micro_batch_size = (tried + 1) // 2
-        trainer.notice(
+        trainer.log_warning(
             f"out of memory with {tried} samples at once: from here on a batch is run in parts of at most "
             f"{self.micro_batch_size} samples, with one optimizer step for all of them"
         )

@@ -28,13 +28,13 @@ class CheckpointSelector:
         """The checkpoint that the newest entry point loaded, or one that the user has set for the next."""
         self.named = False
         """True if the newest entry point loaded a checkpoint by its path, not by its role."""
-        self._given = False
+        self._is_set = False
         self._newest_of_run: Path | None = None
         """The checkpoint that ``ckpt_path="last"`` found in the run's own folder, before any hook ran."""
 
-    def give(self, path: str | Path | None) -> None:
-        """Let the next entry point load ``path``."""
-        self.path, self._given = path, path is not None
+    def set_ckpt_path(self, path: str | Path | None) -> None:
+        """Set the checkpoint that the next entry point loads."""
+        self.path, self._is_set = path, path is not None
 
     def resolve_run_folder(self, choice: str | Path | Mapping[str, Any] | None) -> None:
         """Decide where the run writes, before any hook can ask: in the folder of the run that it continues, or one of its own.
@@ -44,7 +44,7 @@ class CheckpointSelector:
         trainer, paths = self._trainer, self._trainer.paths
         self._newest_of_run = None
         if paths.run_folders and paths.opened is None:
-            wanted = self.path if choice is None and self._given else choice
+            wanted = self.path if choice is None and self._is_set else choice
             if wanted == "last":
                 self._newest_of_run = self._find_newest_of_run()
             elif (
@@ -68,7 +68,7 @@ class CheckpointSelector:
         does not exist.
         """
         entry_point = self._trainer.state.fn.value if self._trainer.state.fn is not None else "fit"
-        if self._given:
+        if self._is_set:
             if choice is not None:
                 self._trainer.warn(
                     f"`trainer.ckpt_path = {str(self.path)!r}` was called but then you passed "
@@ -77,7 +77,7 @@ class CheckpointSelector:
             choice = self.path if choice is None else choice
         path = self._chosen(entry_point, choice, fit_before)
         self.named = path is not None and choice not in (None, "best", "last", "hpc")
-        self.path, self._given = (None if path is None else str(path)), False
+        self.path, self._is_set = (None if path is None else str(path)), False
         return path
 
     def _chosen(self, entry_point: str, choice: str | Path | None, fit_before: bool) -> Path | None:

@@ -227,7 +227,7 @@ class CheckpointConnector:
             )
         run.metrics.callback = dict(loops.get("metrics", {}))
         if "rng" not in loops:
-            trainer.notice(
+            trainer.log_warning(
                 "Lightning wrote this checkpoint, and keeps neither random states nor the order of the data nor the sums of "
                 "an epoch under way: training continues from its position, on other draws than an uninterrupted run"
             )
@@ -254,7 +254,7 @@ class CheckpointConnector:
         """
         run, world_size = self._trainer.run_state, self._trainer.strategy.world_size
         this = "shares the work out in another way" if processes == world_size else f"has {world_size}"
-        self._trainer.notice(
+        self._trainer.log_warning(
             f"the checkpoint was made by {processes} processes, this run {this}: random draws will differ from an uninterrupted run"
         )
         if not waiting:

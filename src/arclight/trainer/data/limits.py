@@ -117,11 +117,11 @@ class ValidationSchedule:
             return done  # resumed from a checkpoint between this batch and its validation
         return int((offset + done) // interval * interval + interval - offset)
 
-    def left_after_last_batch(self, progress: Progress) -> bool:
+    def is_due_at_epoch_end(self, progress: Progress) -> bool:
         """Return True if validation at the epoch's end is still due: with an interval only its multiples validate."""
         return self.at_epoch_end and self.is_due(progress) and progress.validated_at != progress.batch
 
-    def left_before_stop(self, progress: Progress) -> bool:
+    def is_due_before_stop(self, progress: Progress) -> bool:
         """Return True if this batch can still be validated before a stop: it has not been, and its epoch's end will not."""
         at_end = self.at_epoch_end and progress.batch == self.total
         return self.is_due(progress) and not at_end and progress.validated_at != progress.batch

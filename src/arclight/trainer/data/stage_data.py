@@ -85,13 +85,13 @@ class StageData:
         """Batches of each of `loaders`."""
         return self.counts if len(self.counts) == len(self.loaders) else [self.total]
 
-    def _ask(self, owner: DataModule | Module, hook: str) -> Any:
+    def _call_hook(self, owner: DataModule | Module, hook: str) -> Any:
         function = getattr(owner, hook)
         return logging_as(owner.trainer.lightning_module, hook, function)() if owner.trainer is not None else function()
 
     def request(self) -> Any:
         """Return the user's loaders. Raises TypeError where there are none or something else was given."""
-        source = self.given if self.owner is None else self._ask(self.owner, HOOKS[self.stage])
+        source = self.given if self.owner is None else self._call_hook(self.owner, HOOKS[self.stage])
         wrong = _invalid_dataloader_reason(source)
         if wrong is None:
             return source
@@ -326,7 +326,7 @@ class DataConnector:
             )
             progress.batch = batch
         elif ranks != place["ranks"] and progress.batch:
-            self._trainer.notice(
+            self._trainer.log_warning(
                 f"the checkpoint was made with {place['ranks']} ranks that read data, this run has {ranks}, and the order of this "
                 f"data is not one that all ranks share: training continues from batch {progress.batch}, which repeats samples or skips "
                 "some"

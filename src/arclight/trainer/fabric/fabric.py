@@ -285,7 +285,7 @@ class Fabric:
         self._validate_launched()
 
         def reduce(tensor: torch.Tensor) -> torch.Tensor:
-            self._strategy.check_alike(tensor, group, "all_reduce")
+            self._strategy.verify_same_across_ranks(tensor, group, "all_reduce")
             result = self._strategy.all_reduce(tensor, group=group, reduce_op=reduce_op)
             if isinstance(result, torch.Tensor) and result is not tensor and result.dtype == tensor.dtype:
                 return tensor.detach().copy_(result)

@@ -31,7 +31,7 @@ class Metrics:
     def update(self, values: ResultCollection) -> Metrics:
         """Add what was logged since the last update; return these metrics."""
         if values.in_batches:
-            self.take_steps(values)
+            self.update_steps(values)
         else:
             for entry in values.entries():
                 if entry.settings.on_epoch and entry.count and entry.reduced != entry.count:
@@ -40,12 +40,12 @@ class Metrics:
                         entry.result, entry.reduced = entry.compute_metric(), entry.count
                     else:
                         entry.finish(*entry.summary())
-                    self.take_epoch([entry])
+                    self.update_epoch([entry])
                     entry.reduced = -1  # to be reduced over all processes when the hook is over
         return self
 
-    def take_steps(self, values: ResultCollection) -> None:
-        """Add the newest step values. Those of an evaluation are not for callbacks to go by."""
+    def update_steps(self, values: ResultCollection) -> None:
+        """Update the metrics with the newest step values; those of an evaluation stay out of `callback_metrics`."""
         for entry in values.entries():
             value = entry.last
             if value is None or value is entry.shown:
@@ -54,14 +54,14 @@ class Metrics:
             entry.shown = value
             value = to_float32(value)
             if values.stage == "train":
-                self.callback[entry.shown_name] = self.callback[entry.step_name] = value
+                self.callback[entry.log_name] = self.callback[entry.step_name] = value
             self._show(entry, entry.step_name, value)
 
-    def take_epoch(self, entries: list[ResultMetric]) -> None:
-        """Add the epoch's value of each entry that has one."""
+    def update_epoch(self, entries: list[ResultMetric]) -> None:
+        """Update the metrics with the epoch value of each entry that has one."""
         for entry in entries:
             if entry.result is not None:
-                self.callback[entry.shown_name] = self.callback[entry.epoch_name] = entry.result
+                self.callback[entry.log_name] = self.callback[entry.epoch_name] = entry.result
                 self._show(entry, entry.epoch_name, entry.result)
 
     def _show(self, entry: ResultMetric, name: str, value: torch.Tensor) -> None:

@@ -69,7 +69,7 @@ class Reporter:
             self.log_row(self._step_values(values))
 
     def _step_values(self, values: ResultCollection, loader: int | None = None) -> dict[str, torch.Tensor]:
-        self.run.metrics.take_steps(values)
+        self.run.metrics.update_steps(values)
         return {
             entry.step_name: to_float32(entry.last)
             for entry in values.entries()
@@ -109,9 +109,9 @@ class Reporter:
         """Reduce what is new over all ranks and show it; those of the values that loggers are to see."""
         entries = reduce_epoch(values, self.strategy, self.module)
         if values.in_batches:
-            self.run.metrics.take_steps(values)
+            self.run.metrics.update_steps(values)
             values.in_batches = False
-        self.run.metrics.take_epoch(entries)
+        self.run.metrics.update_epoch(entries)
         return {e.epoch_name: e.result for e in entries if e.result is not None and e.settings.logger}
 
     def end_batches(self, values: ResultCollection) -> dict[str, torch.Tensor]:
@@ -178,4 +178,4 @@ def load_logged_state(
         part = ResultCollection("train")
         plain = {hook: {n: saved for n, saved in table.items() if n not in metrics} for hook, table in rank.items()}
         part.load_state_dict(plain, module)
-        values.absorb(part)
+        values.merge(part)

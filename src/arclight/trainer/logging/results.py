@@ -105,8 +105,8 @@ def restore_metric(module: nn.Module, path: str, state: dict[str, Any] | None) -
     return metric
 
 
-def held_metric(module: nn.Module, path: str, name: str) -> Any:
-    """Return the metric that ``module`` holds at ``path``, to take part in what others logged as ``name``.
+def find_metric(module: nn.Module, path: str, name: str) -> Any:
+    """Find the metric at ``path`` in ``module``, to take part in what other ranks logged as ``name``.
 
     Raises MisconfigurationError where it holds none.
     """
@@ -192,8 +192,8 @@ class ResultMetric:
         """Whether other processes have logged float64 where this one has logged nothing."""
         self.clear()
 
-    def adopt(self, settings: LogSettings) -> None:
-        """Take other settings; values that were gathered for another result are dropped."""
+    def replace_settings(self, settings: LogSettings) -> None:
+        """Replace the settings; values that were logged for another result are dropped."""
         if (settings.reduce, settings.metric_attribute) != (self.settings.reduce, self.settings.metric_attribute):
             self.metric = None
             self.clear()
@@ -221,16 +221,16 @@ class ResultMetric:
         return self.folded + len(self.pending)
 
     @property
-    def shown_name(self) -> str:
+    def log_name(self) -> str:
         return self.name + self.suffix
 
     @property
     def step_name(self) -> str:
-        return f"{self.name}_step{self.suffix}" if self.settings.on_epoch else self.shown_name
+        return f"{self.name}_step{self.suffix}" if self.settings.on_epoch else self.log_name
 
     @property
     def epoch_name(self) -> str:
-        return f"{self.name}_epoch{self.suffix}" if self.settings.on_step else self.shown_name
+        return f"{self.name}_epoch{self.suffix}" if self.settings.on_step else self.log_name
 
     def add(self, value: Any, batch_size: int | None) -> None:
         """Append a scalar. A value that is no result of a computation may change in place later, so it is copied."""
@@ -363,8 +363,8 @@ class ResultMetric:
         if self.settings.metric_attribute is not None:
             self.metric = restore_metric(module, self.settings.metric_attribute, state["metric"])
 
-    def absorb(self, other: ResultMetric) -> None:
-        """Add what another process has logged under this name."""
+    def merge(self, other: ResultMetric) -> None:
+        """Merge the values that another rank has logged under this name."""
         self.folded, (total, weight) = self.count + other.count, self._folded()
         more, more_weight = other._folded()
         self.total = (
@@ -438,7 +438,7 @@ class ResultCollection:
             known = table[name] = ResultMetric(self.hook, name, settings, self.batch, self.loader)
             self._check_new(known, value)
         elif not known.given:  # from a checkpoint: the code of today says how it is shown
-            known.adopt(settings)
+            known.replace_settings(settings)
         elif known.settings != settings:
             raise _twice(name, self.hook)
         known.given = given
@@ -473,8 +473,10 @@ class ResultCollection:
                 stacklevel=5,
             )
 
-    def adopt(self, hook: str, name: str, loader: int, description: dict[str, Any], module: nn.Module) -> ResultMetric:
-        """Make the entry of that key for what other processes have logged; ``loader`` is -1 where there is only one.
+    def add_remote_entry(
+        self, hook: str, name: str, loader: int, description: dict[str, Any], module: nn.Module
+    ) -> ResultMetric:
+        """Add an entry for a value that only other ranks have logged; ``loader`` is -1 if there is only one.
 
         Raises MisconfigurationError for a metric that this process does not have.
         """
@@ -483,7 +485,7 @@ class ResultCollection:
         entry = table.setdefault(name, ResultMetric(hook, name, settings, self.batch, loader if loader >= 0 else None))
         entry.double = description["double"]
         if settings.metric_attribute is not None:
-            entry.metric = held_metric(module, settings.metric_attribute, name)
+            entry.metric = find_metric(module, settings.metric_attribute, name)
         return entry
 
     def clear(self) -> None:
@@ -494,13 +496,13 @@ class ResultCollection:
             entry.clear()
         self.in_batches = False
 
-    def absorb(self, other: ResultCollection) -> None:
-        """Add what another process has logged."""
+    def merge(self, other: ResultCollection) -> None:
+        """Merge the entries that another rank has logged."""
         for hook, table in other.tables.items():
             for name, entry in table.items():
                 known = self.table(hook).setdefault(name, entry)
                 if known is not entry:
-                    known.absorb(entry)
+                    known.merge(entry)
 
     def state_dict(self) -> dict[str, Any]:
         return {

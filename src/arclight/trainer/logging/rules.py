@@ -158,7 +158,7 @@ def check_name(name: str, add_dataloader_idx: bool) -> None:
 
 
 def refuse_value(name: str, value: Any) -> ValueError:
-    """Return the error for something that is no number."""
+    """Return the error for a value that is not a number."""
     call = f"`self.log({name}, {value})` was called, but "
     if isinstance(value, torch.Tensor):
         return ValueError(f"{call}the tensor must have a single element; reduce it first, as in `{name}.mean()`")

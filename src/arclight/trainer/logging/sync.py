@@ -40,7 +40,7 @@ def reduce_epoch(values: ResultCollection, strategy: Strategy, module: nn.Module
             {
                 "what": "epoch",
                 "values": _parts(epoch, summaries) if strategy.contributes_logs else {},
-                "names": [_key(e) for e in epoch if _is_everyones(e)],
+                "names": [_key(e) for e in epoch if _is_synced(e)],
                 "metrics": [_key(entry) for entry in metrics],
                 "steps": _step_values(synced) if strategy.contributes_logs else {},
             }
@@ -51,7 +51,7 @@ def reduce_epoch(values: ResultCollection, strategy: Strategy, module: nn.Module
         epoch += [entry for entry in missing if entry.metric is None]
         for entry in epoch:
             summaries[_key(entry)] = _over_ranks(entry, [ranks["values"] for ranks in everyone])
-        _take_step_values(synced, everyone)
+        _set_step_values(synced, everyone)
     for entry in epoch:
         entry.finish(*summaries[_key(entry)])
     for entry in sorted(
@@ -73,7 +73,7 @@ def _parts(
     }
 
 
-def _is_everyones(entry: ResultMetric) -> bool:
+def _is_synced(entry: ResultMetric) -> bool:
     """Return True if the value of an entry is already that of all processes."""
     return not entry.settings.rank_zero_only and entry.settings.sync_group is None
 
@@ -98,7 +98,7 @@ def _missing_entries(
     for descriptions in strategy.all_gather_object(given):
         described = descriptions | described
     have = known[strategy.global_rank]
-    return [values.adopt(*key, described[key], module) for key in sorted(wanted) if key not in have]
+    return [values.add_remote_entry(*key, described[key], module) for key in sorted(wanted) if key not in have]
 
 
 def reduce_steps(entries: Iterable[ResultMetric], strategy: Strategy) -> None:
@@ -109,7 +109,7 @@ def reduce_steps(entries: Iterable[ResultMetric], strategy: Strategy) -> None:
             {"what": "steps", "steps": _step_values(synced) if strategy.contributes_logs else {}}
         )
         _check(everyone, "steps")
-        _take_step_values(synced, everyone)
+        _set_step_values(synced, everyone)
 
 
 def _key(entry: ResultMetric) -> Key:
@@ -128,7 +128,7 @@ def _step_values(entries: Sequence[ResultMetric]) -> dict[Key, tuple[str, float,
     return {_key(e): (e.settings.reduce, value, 1.0) for (e, _), value in zip(fresh, values.values(), strict=True)}
 
 
-def _take_step_values(entries: Sequence[ResultMetric], everyone: list[dict[str, Any]]) -> None:
+def _set_step_values(entries: Sequence[ResultMetric], everyone: list[dict[str, Any]]) -> None:
     for entry in entries:
         total, weight = _over_ranks(entry, [ranks["steps"] for ranks in everyone])
         if weight > 0:

@@ -56,14 +56,14 @@ class AccumulationState:
         self.count, self.length = state["count"], state["length"]
         self.first_size, self.total = state["first_size"], state["total"]
         for parameter, gradient in zip(_parameters(optimizers), state["gradients"], strict=True):
-            parameter.grad = None if gradient is None else _beside(parameter, gradient)
+            parameter.grad = None if gradient is None else _shard_like_parameter(parameter, gradient)
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
-def _beside(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+def _shard_like_parameter(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """Return ``gradient`` sharded as its parameter is, in the parameter's own memory layout, which fused optimizers rely on."""
     if not is_dtensor(parameter):
         return torch.empty_like(parameter).copy_(gradient)

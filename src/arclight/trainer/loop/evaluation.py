@@ -105,7 +105,7 @@ class EvaluationLoop:
                     pass
                 parts.append(reporter.end_batches(values))
             values.loader = None
-            self.strategy.settle(module)
+            self.strategy.sync_module_attributes(module)
             trainer.call(f"on_{hook}_epoch_end", monitors=False)
             results = reporter.end_evaluation(values, parts)
             trainer.call(f"on_{hook}_end", monitors=False)
@@ -143,7 +143,7 @@ class EvaluationLoop:
                         break
                     state.add(output, number)
                     yield output
-            self.strategy.settle(module)
+            self.strategy.sync_module_attributes(module)
             with self.without_gradients():
                 trainer.call(f"on_{hook}_epoch_end")
                 trainer.call(f"on_{hook}_end")

@@ -126,7 +126,7 @@ class FitLoop:
         run.should_stop = True
         if not self.trainer.may_stop():
             return False
-        if self.trainer.behavior.validate_before_stop and self.trainer.validation_schedule.left_before_stop(
+        if self.trainer.behavior.validate_before_stop and self.trainer.validation_schedule.is_due_before_stop(
             run.progress
         ):
             self.evaluation.validate_during_fit()
@@ -157,12 +157,12 @@ class FitLoop:
         ends = not trainer.behavior.windows_span_epochs or progress.epoch + 1 == trainer.max_epochs
         if complete and ends and run.window.count and run.close_window:
             run.close_window()  # the last batch was not known to be the last
-        if complete and trainer.validates_when_epoch_is_over:
+        if complete and trainer.validates_at_epoch_end:
             self.evaluation.validate_during_fit()
         if plan.step_plateaus is not None:
             plan.step_plateaus()
         progress.ended = complete
-        self.strategy.settle(self.module)
+        self.strategy.sync_module_attributes(self.module)
         self._end_epoch(plan.plateau_schedulers if complete else [])
         return complete
 

@@ -54,7 +54,7 @@ class Progress:
 
 
 class StopRun(Exception):  # noqa: N818 - no error
-    """Raised by a hook that has what the run was for: it ends in order, as if there were nothing left to do."""
+    """Raised by a hook once the run has reached its goal: the run ends as if nothing were left to do."""
 
 
 class TrainerStatus(StrEnum):

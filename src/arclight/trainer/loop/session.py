@@ -81,7 +81,7 @@ class Session:
         except BaseException as error:
             self._notify_exception(error)
             if isinstance(error, KeyboardInterrupt) and trainer.behavior.exit_on_interrupt:
-                trainer.notice("Detected KeyboardInterrupt: the run was ended in order")
+                trainer.log_warning("Detected KeyboardInterrupt: the run was ended in order")
                 raise SystemExit(1) from error
             raise
         finally:
@@ -180,7 +180,7 @@ class Session:
         kinds = {type(callback) for callback in own}
         replaced = [callback for callback in trainer.callbacks if type(callback) in kinds]
         if replaced:
-            trainer.say(
+            trainer.log_info(
                 "The following callbacks returned in `LightningModule.configure_callbacks` will override existing callbacks passed "
                 f"to Trainer: {', '.join(sorted(type(callback).__name__ for callback in replaced))}"
             )
@@ -274,7 +274,7 @@ class Session:
         """Return the checkpoint that a fit goes on from: read, or in memory already."""
         trainer = self._trainer
         if isinstance(choice, Mapping):
-            trainer.selector.give(None)
+            trainer.selector.set_ckpt_path(None)
             return trainer.checkpoints.accept(choice)
         path = trainer.selector.resolve(choice)
         return trainer.checkpoints.load(path) if path is not None else None
@@ -282,7 +282,7 @@ class Session:
     def _train(self, module: Module, resumed: bool) -> None:
         trainer, run, loop = self._trainer, self._run, FitLoop(self._trainer, module)
         if trainer.fit_is_over and not run.should_stop and run.progress.batches:
-            trainer.notice(
+            trainer.log_warning(
                 f"nothing is left to train: {run.progress.epoch} epochs and {trainer.global_step} steps are done, the limits "
                 f"are max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}; raise them, or use a new Trainer"
             )
@@ -295,14 +295,14 @@ class Session:
             if every == trainer.log_every_n_steps:
                 loop.run()
             else:
-                trainer.say(
+                trainer.log_info(
                     f"The fit ends before its first row at log_every_n_steps={trainer.log_every_n_steps}: it writes one every "
                     f"{every} step{'s' * (every > 1)}"
                 )
                 with trainer.temporarily(log_every_n_steps=every):
                     loop.run()
         else:
-            trainer.notice("`Trainer.fit` stopped: No training batches.")
+            trainer.log_warning("`Trainer.fit` stopped: No training batches.")
 
     def _sanity_check(self, module: Module) -> None:
         """Run a few validation batches before training, so that a mistake there shows now and not after an epoch."""

@@ -114,7 +114,7 @@ class SignalConnector:
         if (requeue := self._requeue_signal()) is not None:
             before[requeue] = signal.getsignal(requeue)
             if callable(before[requeue]):
-                self._trainer.notice(
+                self._trainer.log_warning(
                     f"{requeue.name} has a handler already: the job will not be put back into the queue by it"
                 )
             else:
@@ -146,7 +146,7 @@ class SignalConnector:
                     f"SLURM_JOB_ID={job!r} is no job number: the job was not put back into the queue; {path} holds its state"
                 )
             done = subprocess.run(["scontrol", "requeue", job], check=False)
-            trainer.notice(f"saved {path}; scontrol requeue {job} ended with status {done.returncode}")
+            trainer.log_warning(f"saved {path}; scontrol requeue {job} ended with status {done.returncode}")
             if trainer.behavior.run_folders:
                 for old in before:
                     remove_checkpoint(old)
@@ -156,7 +156,7 @@ class SignalConnector:
         """Save what a resume needs, on every rank, and end with the status of SIGTERM."""
         path = self._save()
         if path is not None:
-            self._trainer.notice(f"SIGTERM: saved {path} and ending; resume with ckpt_path={str(path)!r}")
+            self._trainer.log_warning(f"SIGTERM: saved {path} and ending; resume with ckpt_path={str(path)!r}")
         raise SIGTERMException
 
     def _save(self) -> Path | str | None:

@@ -50,7 +50,7 @@ def scale_batch_size(trainer: Trainer, module: Module, search: Search) -> int | 
     finally:
         free_memory()
     use_batch_size(trainer, module, search, size)
-    trainer.say(f"Finished batch size finder, will continue with full run using batch size {size}")
+    trainer.log_info(f"Finished batch size finder, will continue with full run using batch size {size}")
     return size
 
 
@@ -111,23 +111,25 @@ class _Finder:
         size = fitting or size
         reduced = max(1, int(size * (1 - self.search.margin)))
         if reduced != size:
-            self.trainer.say(
+            self.trainer.log_info(
                 f"Applying margin of {self.search.margin:.1%}, reducing batch size from {size} to {reduced}"
             )
         return reduced
 
     def _announced(self, size: int, following: int, verdict: str) -> int:
-        self.trainer.say(f"Batch size {size} {verdict}, trying batch size {following}")
+        self.trainer.log_info(f"Batch size {size} {verdict}, trying batch size {following}")
         return following
 
     def _larger(self, size: int) -> int:
         """Return the next size up: no larger than the data or the limit; ``size`` itself where it is there already."""
         length = self._samples()
         if length is not None and size >= length:
-            self.trainer.say(f"The batch size {size} is greater or equal than the length of your dataset: {length}.")
+            self.trainer.log_info(
+                f"The batch size {size} is greater or equal than the length of your dataset: {length}."
+            )
             return size
         if size >= self.search.max_val:
-            self.trainer.say(f"Reached the maximum batch size limit of {self.search.max_val}. Stopping search.")
+            self.trainer.log_info(f"Reached the maximum batch size limit of {self.search.max_val}. Stopping search.")
             return size
         return min(2 * size, self.search.max_val, length or 2 * size)
 

@@ -122,7 +122,7 @@ def lr_find(
     with trials(trainer, module) as run:
         run(ramp, max_steps=steps, limit_val_batches=0)
     if len(ramp.losses) < finder.num_training:
-        trainer.say(f"LR finder stopped early after {len(ramp.losses)} steps due to diverging loss.")
+        trainer.log_info(f"LR finder stopped early after {len(ramp.losses)} steps due to diverging loss.")
     finder.results = trainer.strategy.broadcast({"lr": ramp.rates, "loss": ramp.losses})
     if update_attr:
         use_suggestion(trainer, module, finder, attr_name)
@@ -136,7 +136,7 @@ def use_suggestion(trainer: Trainer, module: Module, finder: LRFinder, attr_name
         return
     set_setting(module, name, rate)
     _apply(rate, trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
-    trainer.say(f"Learning rate set to {rate}")
+    trainer.log_info(f"Learning rate set to {rate}")
 
 
 def _attribute(module: Module, name: str) -> str:

@@ -107,7 +107,7 @@ def split_step(
     """Return the micro-batches of a step's first argument, and whether their weights are the module's own counts.
 
     Weights are shares of 1 where the module does not count. A micro-batch that counts nothing is left out, where another does: its
-    mean loss is no number.
+    mean loss is NaN.
     """
     if not args:
         raise PlanError(f"{step} was called without a batch: a pipeline cuts its first argument into micro-batches")

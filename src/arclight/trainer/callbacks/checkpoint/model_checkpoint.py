@@ -327,19 +327,19 @@ class ModelCheckpoint(Checkpoint):
 
     def _validation_follows(self, trainer: Trainer) -> bool:
         batch = trainer.progress.batch
-        at_end = batch == trainer.num_training_batches and trainer.validates_when_epoch_is_over
+        at_end = batch == trainer.num_training_batches and trainer.validates_at_epoch_end
         return batch == self._next_validation or at_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
         if not self._fitting or trainer.sanity_checking:
             return
         self._validated, self._next_validation = True, trainer.next_validation()
-        self._settle(trainer, wait=False)
+        self._finish_save(trainer, wait=False)
         if self._deferred or (self._epoch_is_due(trainer) and not self._saves_on_train_epoch_end(trainer)):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        self._settle(trainer, wait=False)
+        self._finish_save(trainer, wait=False)
         due = self._epoch_is_due(trainer) and self._saves_on_train_epoch_end(trainer)
         if self._fitting and (due or (self._deferred and self.monitor in self._values(trainer))):
             self._save(trainer)
@@ -358,14 +358,14 @@ class ModelCheckpoint(Checkpoint):
             return
         if self.save_last and (trainer.global_step != self._latest.judged or not self._latest.last):
             self._save(trainer, rank=False)
-        self._settle(trainer)
+        self._finish_save(trainer)
         trained = trainer.global_step > self._started_at
         if self.save_top_k != 0 and not self._validated and trained and trainer.enable_validation:
             by_epoch = self.every_n_epochs > 0 and not self._saves_on_train_epoch_end(trainer)
             warn_of_no_validation(trainer.validation_schedule, self.monitor, self._values(trainer), by_epoch)
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        # Saving is a collective, and other ranks may not be here; and a loss that is no number has spoiled the model.
+        # Saving is a collective, and other ranks may not be here; and a NaN or infinite loss leaves useless weights.
         possible = trainer.world_size == 1 and not isinstance(exception, FloatingPointError)
         saved = trainer.global_step == self._latest.saved and self._latest.newest
         unsaved = not saved and trainer.progress.batches > 0 and not trainer.sanity_checking
@@ -373,7 +373,7 @@ class ModelCheckpoint(Checkpoint):
             if self._fitting and self.save_on_exception and possible and unsaved:
                 self._save(trainer, rank=False, keep=True)
             if trainer.world_size == 1:
-                self._settle(trainer)
+                self._finish_save(trainer)
             self._stop_writing(trainer, failed=trainer.world_size > 1)
         except CheckpointError as error:  # the error that ends the run is the one to raise
             exception.add_note(str(error))
@@ -390,7 +390,7 @@ class ModelCheckpoint(Checkpoint):
         return self._record.paths()
 
     def forget_later_steps(self, trainer: Trainer) -> None:
-        self._settle(trainer)
+        self._finish_save(trainer)
         if trainer.global_step < self._record.judged:
             self._publish(replace(self._record, judged=trainer.global_step, saved=0))
 
@@ -419,7 +419,7 @@ class ModelCheckpoint(Checkpoint):
         if not self._fitting:
             return None
         self._save(trainer, rank=False, keep=True, weights_only=False)
-        self._settle(trainer)
+        self._finish_save(trainer)
         return self._latest.newest
 
     def _save(self, trainer: Trainer, rank: bool = True, keep: bool = False, weights_only: bool | None = None) -> None:
@@ -427,7 +427,7 @@ class ModelCheckpoint(Checkpoint):
 
         ``rank``: it may enter the best k; ``keep``: it is written whatever its rank, until there is a newer one.
         """
-        self._settle(trainer)
+        self._finish_save(trainer)
         self._adopt_folder(trainer)
         values = self._values(trainer)
         if rank and self._ranks and self.monitor not in values:
@@ -443,17 +443,17 @@ class ModelCheckpoint(Checkpoint):
             only = self.save_weights_only if weights_only is None else weights_only
             self._writer.write(plan, lambda path: trainer.save_checkpoint(path, only), trainer.checkpoint_io)
         except CheckpointError as error:
-            raise self._with_what_is_left(error) from error
+            raise self._add_recovery_hint(error) from error
         finally:
             self._pending = None
-        self._settle(trainer, wait=False)
+        self._finish_save(trainer, wait=False)
 
-    def _settle(self, trainer: Trainer, wait: bool = True) -> None:
-        """Let the record speak of the save that was begun, once it is complete."""
+    def _finish_save(self, trainer: Trainer, wait: bool = True) -> None:
+        """Record and publish the pending save once it is complete; wait for it unless ``wait`` is False."""
         try:
             plan = self._writer.take(trainer.strategy, trainer.checkpoint_io, wait)
         except CheckpointError as error:
-            raise self._with_what_is_left(error) from error
+            raise self._add_recovery_hint(error) from error
         if plan is None:
             return
         if trainer.is_global_zero:
@@ -466,7 +466,7 @@ class ModelCheckpoint(Checkpoint):
             if self.verbose:
                 log.info("step %d: saved %s", plan.record.saved, plan.path or plan.last)
 
-    def _with_what_is_left(self, error: CheckpointError) -> CheckpointError:
+    def _add_recovery_hint(self, error: CheckpointError) -> CheckpointError:
         before = self._published.newest
         intact = f"the newest complete checkpoint is {before}" if before else "no checkpoint was saved before"
         return CheckpointError(f"{error}; {intact}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class OnExceptionCheckpoint(Checkpoint):
     """Save ``dirpath/filename.ckpt`` when fit is interrupted or fails, to look at or go on from.
 
-    Nothing is saved when the loss is no number, as that model is spoiled, nor with several processes, as those that
+    Nothing is saved when the loss is NaN or infinite, as the weights are then useless, nor with several processes, as those that
     did not fail could not take part. The file of an earlier failure is removed once a fit ends well.
     ``dirpath`` defaults to ``checkpoints/`` in the run folder. Raises ValueError for an empty ``filename``.
     """

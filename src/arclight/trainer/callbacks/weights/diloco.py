@@ -72,7 +72,7 @@ class DiLoCo(Callback):
         weights = _trainable(pl_module)
         for name, weight in weights.items():
             mesh = weight.device_mesh if is_dtensor(weight) else None  # type: ignore[attr-defined]
-            if mesh is not None and mesh.ndim >= trainer.strategy.over_replicas(mesh).ndim:
+            if mesh is not None and mesh.ndim >= trainer.strategy.replicate_mesh(mesh).ndim:
                 raise MisconfigurationError(
                     f"{name} is sharded over the replicas themselves, so they cannot train alone: leave {self._mesh.mesh_dim_names[0]} "
                     "out of fully_shard"
@@ -120,8 +120,8 @@ class DiLoCo(Callback):
         weights = _trainable(module)
         return {
             "replicas": self._mesh.size(0),
-            "anchor": {name: _beside(part, weights[name]) for name, part in self.anchor.items()},
-            "velocity": {name: _beside(part, weights[name]) for name, part in self.velocity.items()},
+            "anchor": {name: _shard_like_weight(part, weights[name]) for name, part in self.anchor.items()},
+            "velocity": {name: _shard_like_weight(part, weights[name]) for name, part in self.velocity.items()},
             "local": {name: self._stacked(tensor) for name, tensor in _differing(module).items()},
             "optimizers": [_each(optimizer.state_dict()["state"], self._stacked) for optimizer in optimizers],
         }
@@ -137,16 +137,16 @@ class DiLoCo(Callback):
             remove_duplicate=False
         ):  # tied weights are saved under each name
             if weight in names and name in checkpoint["state_dict"]:
-                checkpoint["state_dict"][name] = _beside(self.anchor[names[weight]], weight)
+                checkpoint["state_dict"][name] = _shard_like_weight(self.anchor[names[weight]], weight)
 
     def _stacked(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor`` of this replica as its shard of all replicas'."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        spread = is_dtensor(tensor)
-        mesh = self._trainer.strategy.over_replicas(tensor.device_mesh if spread else None)  # type: ignore[attr-defined]
+        sharded = is_dtensor(tensor)
+        mesh = self._trainer.strategy.replicate_mesh(tensor.device_mesh if sharded else None)  # type: ignore[attr-defined]
         placements: list[Any] = [Replicate()] * (mesh.ndim - 1)
-        if spread:
+        if sharded:
             placements = [_one_further(placement) for placement in tensor.placements]  # type: ignore[attr-defined]
         shape = torch.Size((self._mesh.size(0), *tensor.shape))
         stride = torch.empty(shape, device="meta").stride()
@@ -170,7 +170,7 @@ class DiLoCo(Callback):
         self.anchor = {name: part(value, name) for name, value in state["anchor"].items()}
         self.velocity = {name: part(value, name) for name, value in state["velocity"].items()}
         if state["replicas"] != self._mesh.size(0):
-            trainer.notice(
+            trainer.log_warning(
                 f"the checkpoint has {state['replicas']} replicas, this run {self._mesh.size(0)}: all begin at the weights that "
                 "those agreed on, with the optimizer state of the first"
             )
@@ -196,7 +196,7 @@ def _differing(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in saved.items() if isinstance(value, torch.Tensor) and name not in frozen}
 
 
-def _beside(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _shard_like_weight(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return a process's part of a tensor that is sharded as ``weight`` is."""
     from arclight.fabric.distributed.sharding import from_local_tensor
 
