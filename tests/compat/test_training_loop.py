@@ -110,7 +110,7 @@ def test_our_own_trainer_stops_without_a_validation() -> None:
 
     class Model(BoringModel):
         def on_train_batch_end(self, *_: Any) -> None:
-            self.trainer.should_stop = True
+            self.trainer.request_stop()
 
         def on_validation_start(self) -> None:
             seen.append(self.trainer.global_step)
@@ -128,6 +128,15 @@ def test_a_skipped_rest_of_an_epoch_is_not_validated() -> None:
     ]  # fmt: skip
     assert run.fit_loop.batch_idx == 1
     assert run.is_last_batch
+
+
+def test_limits_that_are_set_on_loops_are_those_of_the_fit() -> None:
+    run = trainer(max_epochs=5, limit_val_batches=0)
+    run.fit_loop.max_epochs, run.fit_loop.min_epochs = 3, 1
+    run.fit_loop.epoch_loop.max_steps, run.fit_loop.epoch_loop.min_steps = 6, 2
+    assert (run.max_epochs, run.min_epochs, run.max_steps, run.min_steps) == (3, 1, 6, 2)
+    run.fit(BoringModel())
+    assert run.global_step == 6
 
 
 def validations(monkeypatch: pytest.MonkeyPatch, lasting: float, **options: Any) -> list[tuple[int, int]]:

@@ -245,12 +245,12 @@ def functions_that_take_a_trainer(tree: Tree) -> list[str]:
 
 
 def trainer_attributes_set_by_other_files(tree: Tree) -> list[str]:
-    """Attributes of an object called trainer, or kept as one, that are assigned to from outside of it."""
+    """Attributes of an object called trainer, kept as one or reached through one, that are assigned to from outside of it."""
     found: dict[str, set[str]] = defaultdict(set)
     for module, node in tree.nodes(ast.Assign, ast.AugAssign, ast.AnnAssign):
         for target in _assigned(node):
-            if isinstance(target, ast.Attribute) and dotted(target.value).rpartition(".")[2] in ("trainer", "_trainer"):
-                found[target.attr].add(tree.place(module))
+            if isinstance(target, ast.Attribute) and {"trainer", "_trainer"} & set(dotted(target.value).split(".")):
+                found[dotted(target).rpartition("trainer.")[2]].add(tree.place(module))
     return [f"trainer.{name}: {', '.join(sorted(places))}" for name, places in sorted(found.items())]
 
 

@@ -88,3 +88,12 @@ def test_wrong_use_is_refused(fit: Any, scripted: Any) -> None:
 
     with pytest.warns(UserWarning, match="its own optimizer_zero_grad.*not be called on every batch"):
         fit(Own(), GradientAccumulationScheduler({0: 2}), max_epochs=1)
+
+
+def test_a_trainer_accumulates_at_least_one_batch() -> None:
+    trainer = al.Trainer(logger=False, accelerator="cpu", devices=1)
+    trainer.use_accumulation(3)
+    assert trainer.accumulate_grad_batches == 3
+    with pytest.raises(ValueError, match="accumulate_grad_batches = 0: accumulate at least 1 batch"):
+        trainer.use_accumulation(0)
+    assert trainer.accumulate_grad_batches == 3

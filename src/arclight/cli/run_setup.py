@@ -15,26 +15,24 @@ from arclight.cli.arguments import UsageError
 if TYPE_CHECKING:
     from arclight.cli.schema import Recipe, TrainingRun
     from arclight.parallel import Plan
-    from arclight.trainer import Callback, DataModule, Module, RunFolder, Trainer
+    from arclight.trainer import Callback, Checkpoint, DataModule, Module, RunFolder, Trainer
     from arclight.trainer.callbacks.settings import Diloco
     from arclight.trainer.loggers.logger import Logger
     from arclight.trainer.settings import TrainerSettings
 
 
-def report_places(trainer: Trainer) -> None:
-    """Print the places of the run, its report and its best checkpoint (the newest, if unranked)."""
-    if not trainer.is_global_zero:
-        return
-    if trainer.fast_dev_run:
+def report_paths(folder: RunFolder | None, checkpoints: Checkpoint | None) -> None:
+    """Print the paths of a run, its report and its best checkpoint (the newest, if unranked); ``folder`` is None for a development run."""
+    if folder is None:
         print("\nThe development run came to its end. It wrote nothing")
         return
-    print(f"\nThe run is in {trainer.run_folder.path}")
-    best, last = (getattr(trainer.checkpoint_callback, f"{which}_model_path", "") for which in ("best", "last"))
+    print(f"\nThe run is in {folder.path}")
+    best, last = (getattr(checkpoints, f"{which}_model_path", "") for which in ("best", "last"))
     if kept := best or last:
-        measured = best and getattr(trainer.checkpoint_callback, "best_model_score", None) is not None
+        measured = best and getattr(checkpoints, "best_model_score", None) is not None
         near = Path(kept).relative_to(Path.cwd()) if Path(kept).is_relative_to(Path.cwd()) else kept
         print(f"The {'best' if measured else 'newest'} checkpoint is {near}")
-    print(f"The report is {trainer.run_folder.report}")
+    print(f"The report is {folder.report}")
 
 
 def build_task(recipe: Recipe) -> tuple[Module, DataModule | None]:

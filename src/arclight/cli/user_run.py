@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.cli import user_module
 from arclight.cli.arguments import Parser, UsageError, check_short_flags, write_json
 from arclight.cli.run_record import RunRecord
-from arclight.cli.run_setup import callbacks, check_plan, make_trainer, report_places, resume_from
+from arclight.cli.run_setup import callbacks, check_plan, make_trainer, report_paths, resume_from
 from arclight.cli.schema import UserRun
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ def train(run: UserRun, text: str, options: Namespace) -> None:
     again = f"arclight train {run.model.target} --config {{run}}/config.toml --ckpt_path {{run}}"
     with interruption.explained(trainer.paths, again):
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-    report_places(trainer)
+    if trainer.is_global_zero:
+        report_paths(None if trainer.fast_dev_run else trainer.run_folder, trainer.checkpoint_callback)
 
 
 def evaluate(stage: str, run: UserRun, options: Namespace) -> None:

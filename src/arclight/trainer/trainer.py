@@ -346,6 +346,16 @@ class Trainer:
         """Train with these from here on."""
         self.optimizers, self.run_state.lr_scheduler_configs = optimizers, schedulers
 
+    def use_accumulation(self, batches: int) -> None:
+        """Accumulate gradients over ``batches`` batches from the next window on. Raises ValueError below 1."""
+        if batches < 1:
+            raise ValueError(f"accumulate_grad_batches = {batches}: accumulate at least 1 batch")
+        self.accumulate_grad_batches = batches
+
+    def use_checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
+        """Save and load checkpoints with ``checkpoint_io`` from here on."""
+        self.checkpoint_io = checkpoint_io
+
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of a ``training_step`` that runs its optimizers itself, with the hooks around it."""
         self.run_state.last_loss = loss
@@ -725,6 +735,10 @@ class Trainer:
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         self.run_state.should_stop = stop
+
+    def request_stop(self) -> None:
+        """Ask the fit to end after the batch under way, once its minimum of epochs and steps is behind it."""
+        self.run_state.request_stop()
 
     @property
     def received_sigterm(self) -> bool:

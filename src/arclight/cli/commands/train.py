@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from arclight._intervals import kind_of
 from arclight.cli.arguments import RECIPE, UsageError, check_writable, read_recipe, recipe_parser
-from arclight.cli.run_setup import build_task, callbacks, check_plan, make_trainer, report_places, resume_from
+from arclight.cli.run_setup import build_task, callbacks, check_plan, make_trainer, report_paths, resume_from
 from arclight.cli.runs import run_folder
 from arclight.cli.user_module import named_module
 
@@ -20,7 +20,8 @@ def train(arguments: list[str]) -> None:
     if (own := named_module(arguments)) is not None:
         from arclight.cli.user_run import run_user_module
 
-        return run_user_module("train", own, arguments[1:])
+        run_user_module("train", own, arguments[1:])
+        return
     parser = recipe_parser("train", "Train from a recipe, into a new run folder.")
     parser.add_argument(
         "--resume",
@@ -48,7 +49,8 @@ def train(arguments: list[str]) -> None:
     trainer = make_trainer(recipe, callbacks=parts, run_folder=folder)
     with interruption.explained(trainer.paths, "arclight train --resume {run}"), Preparation():
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-    return report_places(trainer)
+    if trainer.is_global_zero:
+        report_paths(None if trainer.fast_dev_run else trainer.run_folder, trainer.checkpoint_callback)
 
 
 def check_task_of(recipe: Recipe, checkpoint: str | Path | None) -> None:

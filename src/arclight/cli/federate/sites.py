@@ -235,7 +235,7 @@ class ServerEvaluation:
 
         trainer = self._fit_nothing()
         load_parameters(self.module, weights)
-        trainer.progress.global_step = steps
+        trainer.progress.set_step(steps)
         path = self._folder / "checkpoints" / "last.ckpt"
         trainer.save_checkpoint(path, weights_only=True)
         return path

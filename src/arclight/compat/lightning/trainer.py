@@ -89,7 +89,7 @@ class EpochLoop:
 
     @max_steps.setter
     def max_steps(self, steps: int) -> None:
-        self.trainer.max_steps = steps
+        self.trainer.set_limits(max_steps=steps)
 
     @property
     def min_steps(self) -> int | None:
@@ -97,7 +97,7 @@ class EpochLoop:
 
     @min_steps.setter
     def min_steps(self, steps: int | None) -> None:
-        self.trainer.min_steps = steps
+        self.trainer.set_limits(min_steps=steps)
 
     @property
     def global_step(self) -> int:
@@ -147,7 +147,7 @@ class FitLoop:
 
     @max_epochs.setter
     def max_epochs(self, epochs: int) -> None:
-        self.trainer.max_epochs = epochs
+        self.trainer.set_limits(max_epochs=epochs)
 
     @property
     def min_epochs(self) -> int | None:
@@ -155,7 +155,7 @@ class FitLoop:
 
     @min_epochs.setter
     def min_epochs(self, epochs: int | None) -> None:
-        self.trainer.min_epochs = epochs
+        self.trainer.set_limits(min_epochs=epochs)
 
     @property
     def max_steps(self) -> int:
@@ -228,6 +228,11 @@ class Trainer(_Trainer):
         @wraps(_Trainer.__init__)  # the signature that tools show
         def __init__(self, **arguments: Any) -> None:
             super().__init__(**from_environment() | arguments)
+
+    def set_limits(self, **limits: int | None) -> None:
+        """Set ``max_epochs``, ``min_epochs``, ``max_steps`` or ``min_steps`` of the fit, as the loop objects do."""
+        for name, limit in limits.items():
+            setattr(self, name, limit)
 
     @property
     def current_epoch(self) -> int:

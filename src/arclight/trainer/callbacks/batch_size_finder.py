@@ -9,7 +9,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.callback import Callback
 from arclight.trainer.hparams import find_attribute_owners, has_setting
 from arclight.trainer.loop.progress import StopRun, TrainerFn
-from arclight.trainer.tuner.batch_size_scaling import Search, scale_batch_size, use_batch_size
+from arclight.trainer.tuner.batch_size_scaling import Search, scale_batch_size, stages_of, use_batch_size
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module
@@ -119,7 +119,7 @@ class BatchSizeFinder(Callback):
             self.scale_batch_size(trainer, pl_module)
             return
         self._check(trainer, pl_module)
-        use_batch_size(trainer, pl_module, self._search, self._found)
+        use_batch_size(trainer.data, stages_of(trainer.stage), pl_module, self._search.batch_arg_name, self._found)
         self.optimal_batch_size = self._found
         trainer.log_info(f"the resumed run keeps the batch size that it had found: {self._found}")
 

@@ -115,7 +115,7 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         if self._restored and self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
-            trainer.should_stop = True
+            trainer.request_stop()
             rank_zero_warn(
                 f"EarlyStopping had stopped the run that saved this checkpoint ({self.stopping_reason_message}), so no "
                 "more is trained; leave out EarlyStopping to train on"
@@ -150,7 +150,8 @@ class EarlyStopping(Callback):
             return
         stop, message = self._evaluate_stopping_criteria(metrics[self.monitor].squeeze()) if here else (False, None)
         if reduce(stop, all=False):
-            trainer.should_stop, self.stopped_epoch = True, trainer.current_epoch
+            trainer.request_stop()
+            self.stopped_epoch = trainer.current_epoch
             self._agree_on_reason(trainer, message if stop else None)
         if message and self.verbose:
             self._log_info(trainer, message, self.log_rank_zero_only)

@@ -64,14 +64,15 @@ class GradientAccumulationScheduler(Callback):
         self._in_charge = True
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
-        trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
+        trainer.use_accumulation(self.get_accumulate_grad_batches(trainer.current_epoch))
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        self._give_back(trainer)
+        self._restore_accumulation(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        self._give_back(trainer)
+        self._restore_accumulation(trainer)
 
-    def _give_back(self, trainer: Trainer) -> None:
+    def _restore_accumulation(self, trainer: Trainer) -> None:
         if self._in_charge:
-            trainer.accumulate_grad_batches, self._in_charge = 1, False
+            trainer.use_accumulation(1)
+            self._in_charge = False

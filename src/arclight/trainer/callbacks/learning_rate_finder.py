@@ -90,4 +90,6 @@ class LearningRateFinder(Callback):
         if not resumed or self.optimal_lr is None or self._early_exit:
             self.lr_find(trainer, pl_module)
         elif self._update_attr:
-            use_suggestion(trainer, pl_module, self.optimal_lr, self._attr_name)
+            use_suggestion(
+                self.optimal_lr, pl_module, self._attr_name, trainer.optimizers[0], trainer.lr_scheduler_configs
+            )

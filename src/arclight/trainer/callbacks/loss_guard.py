@@ -404,10 +404,8 @@ class LossGuard(Callback):
         load_weights(module, weights, strict=module.strict_loading)
         trainer.checkpoints.restore_optimization(checkpoint)
         module.zero_grad()
-        trainer.window.count = 0
         then = checkpoint["loops"]["progress"]
-        trainer.progress.global_step = then["global_step"]
-        trainer.progress.plateau_step = then.get("plateau_step", then["global_step"])
+        trainer.run_state.rewind(then["global_step"], then.get("plateau_step", then["global_step"]))
         for callback in trainer.checkpoint_callbacks:
             callback.forget_later_steps(trainer)
         for logger in trainer.loggers if trainer.is_global_zero else []:

@@ -113,7 +113,7 @@ class Timer(Callback):
         return self._duration is not None and self.time_elapsed() >= self._duration
 
     def _stop(self, trainer: Trainer) -> None:
-        trainer.should_stop = True
+        trainer.request_stop()
         if self._verbose and trainer.is_global_zero:
             elapsed = timedelta(seconds=int(self.time_elapsed()))
             log.info("Time limit reached. %s of training are over. Signaling Trainer to stop.", elapsed)

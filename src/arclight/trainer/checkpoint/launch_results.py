@@ -19,20 +19,26 @@ from arclight.trainer.loop.hooks import overridden
 from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
+    from arclight.fabric.strategies import Strategy
     from arclight.trainer.callback import Callback
     from arclight.trainer.loop.run_state import RunState
-    from arclight.trainer.trainer import Trainer
+    from arclight.trainer.run.folder import RunFolder
 
 
-def collect_launch_results(trainer: Trainer, result: Any) -> dict[str, Any] | None:
-    """Collect what rank 0 leaves, as bytes and plain data; None elsewhere. Every process calls this."""
-    module = trainer.lightning_module
+def collect_launch_results(
+    module: Module,
+    strategy: Strategy,
+    run: RunState,
+    callbacks: Iterable[Callback],
+    folder: RunFolder | None,
+    result: Any,
+) -> dict[str, Any] | None:
+    """Collect rank 0's weights, progress and callback state as bytes and plain data; None on other ranks. A collective."""
     state = module.state_dict()
     others = {name: buffer for name, buffer in module.named_buffers() if name not in state}
-    state, others = trainer.strategy.portable([dict(state), others])
-    if not trainer.is_global_zero:
+    state, others = strategy.portable([dict(state), others])
+    if not strategy.is_global_zero:
         return None
-    folder, run = trainer.paths.opened, trainer.run_state
     weights = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     return {
         "result": result,
@@ -41,7 +47,7 @@ def collect_launch_results(trainer: Trainer, result: Any) -> dict[str, Any] | No
         "buffers": _as_bytes(others),
         "progress": run.progress,
         "metrics": run.metrics.state(),
-        "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},
+        "callbacks": {c.state_key: c.state_dict() for c in callbacks},
         "folder": None if folder is None or not folder.path.is_dir() else str(folder.path),  # an empty one is gone
     }
 

@@ -13,7 +13,6 @@ from arclight.fabric.environments import SLURMEnvironment
 from arclight.trainer.callback import KeepsLast
 from arclight.trainer.callbacks.checkpoint.file_ops import written_at
 from arclight.trainer.loop.progress import TrainerFn
-from arclight.trainer.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -52,7 +51,7 @@ class CheckpointSelector:
                 and self._may_be_requeued
                 and (found := trainer.requeue_checkpoints.newest()) is not None
             ):
-                paths.run_folder = RunFolder.open(found.parent.parent)
+                paths.open_run_folder(found.parent.parent)
         paths.agree()
 
     @property

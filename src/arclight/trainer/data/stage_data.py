@@ -187,7 +187,7 @@ class DataConnector:
         if self.limit(stage) == 0 or not self.has_step(stage):
             data.loaded, data.runs = True, False
             if stage == "train":
-                run.num_training_batches = 0
+                run.set_training_batches(0)
             return data
         source = profile_action(trainer.profiler, f"setup_{HOOKS[stage]}", data.request)()
         trainer.strategy.barrier(f"{HOOKS[stage]}()")
@@ -202,7 +202,7 @@ class DataConnector:
         self._check(data)
         data.loaded = True
         if stage == "train":
-            run.num_training_batches = data.total
+            run.set_training_batches(data.total)
             if run.loader_state:
                 self.restore_position()
         return data
@@ -224,7 +224,7 @@ class DataConnector:
             data.loaders = parts
             return
         if stage == "train":
-            trainer.run_state.num_training_batches = data.total
+            trainer.run_state.set_training_batches(data.total)
         if stage == "predict":
             raise MisconfigurationError(
                 '`trainer.predict()` only supports the `CombinedLoader(mode="sequential")` mode.'

@@ -36,6 +36,10 @@ class AccumulationState:
         """Start a window of ``length`` batches, whose losses are scaled in units of ``size`` samples."""
         self.length, self.first_size, self.total = length, size, 0
 
+    def clear(self) -> None:
+        """Leave the window under way: the next batch starts one."""
+        self.count = 0
+
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Return the part of this rank, with its gradients; empty between two windows."""
         if self.count == 0:
@@ -118,7 +122,7 @@ class GradientAccumulator:
     def end(self) -> bool:
         """Close the window and make its gradients a mean; False where every batch of it was skipped."""
         window, samples = self.window, self.window.total
-        window.count = 0
+        window.clear()
         gradients = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
         if not gradients:
             return False

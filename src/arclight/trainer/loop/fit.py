@@ -123,7 +123,7 @@ class FitLoop:
         self._act_on_signal(
             requeue=run.requeue or "requeue" in stop.reason, sigterm=run.received_sigterm or "SIGTERM" in stop.reason
         )
-        run.should_stop = True
+        run.request_stop()
         if not self.trainer.may_stop():
             return False
         if self.trainer.behavior.validate_before_stop and self.trainer.validation_schedule.is_due_before_stop(
@@ -189,7 +189,7 @@ class FitLoop:
     def _drop_window(self) -> None:
         """Forget an accumulation window whose epoch was cut short, where windows end with epochs."""
         if not self.trainer.behavior.windows_span_epochs:
-            self.run_state.window.count = 0
+            self.run_state.window.clear()
 
     def _timed_validation(self) -> Callable[[], bool] | None:
         trainer, run = self.trainer, self.run_state

@@ -49,6 +49,10 @@ class Progress:
         if self.ended:
             self.next_epoch()
 
+    def set_step(self, step: int) -> None:
+        """Set the number of optimizer updates completed, for weights that were trained elsewhere or earlier."""
+        self.global_step = step
+
     def next_epoch(self) -> None:
         self.epoch, self.batch, self.validated_at, self.ended = self.epoch + 1, 0, -1, False
 

@@ -109,6 +109,16 @@ class RunState:
         self.should_stop = True
         self.received_sigterm, self.requeue = self.received_sigterm or sigterm, self.requeue or requeue
 
+    def rewind(self, global_step: int, plateau_step: int) -> None:
+        """Count updates from ``global_step`` again, outside of any accumulation window; epochs, batches and data go on."""
+        self.window.clear()
+        self.progress.set_step(global_step)
+        self.progress.plateau_step = plateau_step
+
+    def set_training_batches(self, count: int | float) -> None:
+        """Set the number of batches that an epoch of this fit has."""
+        self.num_training_batches = count
+
     @property
     def batch_under_way(self) -> bool:
         """Return True from the start of a training batch until it is counted; one that is skipped never is."""

@@ -142,7 +142,7 @@ class StepSync:
         before = self._run.progress.global_step
         if step == before:
             return
-        self._run.progress.global_step = step
+        self._run.progress.set_step(step)
         for config, fresh in zip(self._by_step(), self._fresh, strict=True):
             _move(config, fresh, before, step)
 

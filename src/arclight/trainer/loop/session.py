@@ -28,7 +28,6 @@ from arclight.trainer.loop.signals import SignalConnector
 from arclight.trainer.loop.verification import as_module, check_module, check_validation, require_model
 from arclight.trainer.module import Module
 from arclight.trainer.profilers import profiling
-from arclight.trainer.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -53,11 +52,14 @@ class Session:
             trainer.attach(module)
         restore_state(self._run, trainer.callbacks, outcome)
         if outcome["folder"] is not None:
-            trainer.paths.run_folder = RunFolder.open(outcome["folder"])
+            trainer.paths.open_run_folder(outcome["folder"])
         return outcome["result"]
 
     def _in_new_process(self, entry_point: Callable[..., Any], *arguments: Any) -> dict[str, Any] | None:
-        return collect_launch_results(self._trainer, self._run_and_teardown(entry_point, *arguments))
+        trainer, result = self._trainer, self._run_and_teardown(entry_point, *arguments)
+        return collect_launch_results(
+            trainer.lightning_module, trainer.strategy, self._run, trainer.callbacks, trainer.paths.opened, result
+        )
 
     def _run_and_teardown(self, entry_point: Callable[..., Any], *arguments: Any) -> Any:
         with self._handle_exceptions():

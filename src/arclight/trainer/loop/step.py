@@ -285,13 +285,13 @@ class StepBuilder:
                     closure()
                 return output
             optimizer_step(run.progress.epoch, index, managed, closure)
-            run.window.count = 0
+            run.window.clear()
             self._after_closure(parts, stepped, ran)
             return output
 
         def close() -> None:
             optimizer_step(run.progress.epoch, run.progress.batch - 1, managed, lambda: None)
-            run.window.count = 0
+            run.window.clear()
             self._after_closure(parts, stepped, True)
 
         run.close_window = close

@@ -92,6 +92,10 @@ class RunPaths:
     def run_folder(self, folder: RunFolder) -> None:
         self.opened, self._folder_made_early = folder, False
 
+    def open_run_folder(self, path: str | Path) -> None:
+        """Continue to write into the run folder at ``path``."""
+        self.run_folder = RunFolder.open(path)
+
     @property
     def loggers(self) -> list[Any]:
         if self._loggers is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from arclight.trainer.module import Module
 from arclight.trainer.tuner.trial import Run, trials
 
 if TYPE_CHECKING:
+    from arclight.trainer.data.stage_data import DataConnector
     from arclight.trainer.trainer import Trainer
 
 
@@ -39,7 +40,7 @@ def scale_batch_size(trainer: Trainer, module: Module, search: Search) -> int | 
     if trainer.fast_dev_run:
         trainer.warn("Skipping batch size scaler since `fast_dev_run` is enabled.")
         return None
-    stages = _stages(trainer)
+    stages = stages_of(trainer.stage)
     before = get_setting(module, search.batch_arg_name)
     try:
         with trials(trainer, module) as run:
@@ -49,23 +50,23 @@ def scale_batch_size(trainer: Trainer, module: Module, search: Search) -> int | 
         raise
     finally:
         free_memory()
-    use_batch_size(trainer, module, search, size)
+    use_batch_size(trainer.data, stages, module, search.batch_arg_name, size)
     trainer.log_info(f"Finished batch size finder, will continue with full run using batch size {size}")
     return size
 
 
-def use_batch_size(trainer: Trainer, module: Module, search: Search, size: int) -> None:
-    """Give module and data the batch size, and make the loaders of the entry point under way anew."""
-    set_setting(module, search.batch_arg_name, size)
-    data = trainer.data
-    for stage in _stages(trainer):
+def use_batch_size(data: DataConnector, stages: Sequence[str], module: Module, name: str, size: int) -> None:
+    """Set the batch size ``name`` of module and data, and create the loaders of ``stages`` again."""
+    set_setting(module, name, size)
+    for stage in stages:
         data.stages[stage].loaded = False
         if data.stages[stage].defined:
             data.load(stage)
 
 
-def _stages(trainer: Trainer) -> list[str]:
-    return ["train", "validate"] if trainer.stage == "train" else [trainer.stage]
+def stages_of(stage: str) -> list[str]:
+    """List the stages whose data the entry point that runs ``stage`` reads."""
+    return ["train", "validate"] if stage == "train" else [stage]
 
 
 class _Finder:

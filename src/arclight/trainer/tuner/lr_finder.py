@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import require
+from arclight.fabric.rank_zero import rank_zero_info
 from arclight.trainer.hparams import has_setting, set_setting
 from arclight.trainer.loop.gradients import loss_of
 from arclight.trainer.module import Module
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from arclight.fabric.strategies.base import Strategy
+    from arclight.trainer.loop.optimizers import LRSchedulerConfig
     from arclight.trainer.trainer import Trainer
 
 
@@ -125,18 +127,20 @@ def lr_find(
         trainer.log_info(f"LR finder stopped early after {len(ramp.losses)} steps due to diverging loss.")
     finder.results = trainer.strategy.broadcast({"lr": ramp.rates, "loss": ramp.losses})
     if update_attr:
-        use_suggestion(trainer, module, finder, attr_name)
+        use_suggestion(finder, module, attr_name, trainer.optimizers[0], trainer.lr_scheduler_configs)
     return finder
 
 
-def use_suggestion(trainer: Trainer, module: Module, finder: LRFinder, attr_name: str) -> None:
+def use_suggestion(
+    finder: LRFinder, module: Module, attr_name: str, optimizer: Optimizer, schedulers: Sequence[LRSchedulerConfig]
+) -> None:
     """Give the module and its optimizer the rate that a search suggests, if it does."""
     name = _attribute(module, attr_name)
     if (rate := finder.suggestion()) is None:
         return
     set_setting(module, name, rate)
-    _apply(rate, trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
-    trainer.log_info(f"Learning rate set to {rate}")
+    _apply(rate, optimizer, [config.scheduler for config in schedulers])
+    rank_zero_info(f"Learning rate set to {rate}")
 
 
 def _attribute(module: Module, name: str) -> str:
@@ -210,7 +214,8 @@ class _Ramp(TrialCallback):
             diverged = smoothed > bound
         self._best = min(self._best, smoothed) if math.isfinite(smoothed) else self._best
         if diverged or len(self.losses) >= self.finder.num_training:
-            self._over = trainer.should_stop = True
+            self._over = True
+            trainer.request_stop()
 
     def _smoothed(self, strategy: Strategy, outputs: Any) -> float:
         """Return the running mean of the losses so far, of all processes alike; NaN for a step without a loss."""

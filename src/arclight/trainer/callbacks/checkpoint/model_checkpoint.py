@@ -297,7 +297,7 @@ class ModelCheckpoint(Checkpoint):
         if stage != "fit":
             return
         self._resumed_from, self._began = float("inf"), time.time_ns()
-        trainer.checkpoint_io = self._writer.begin(trainer.strategy, trainer.checkpoint_io)
+        trainer.use_checkpoint_io(self._writer.begin(trainer.strategy, trainer.checkpoint_io))
         if not trainer.behavior.run_folders:
             self._adopt_folder(trainer)
         if self.dirpath is not None:
@@ -382,7 +382,7 @@ class ModelCheckpoint(Checkpoint):
     def _stop_writing(self, trainer: Trainer, failed: bool = False) -> None:
         """Give the trainer back what it wrote with before the fit."""
         used = trainer.checkpoint_io
-        trainer.checkpoint_io = self._writer.end(used, failed)
+        trainer.use_checkpoint_io(self._writer.end(used, failed))
         if trainer.checkpoint_io is not used:
             used.teardown()
 

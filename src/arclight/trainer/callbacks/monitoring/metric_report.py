@@ -43,7 +43,8 @@ class MetricReport(Callback):
             raise MissingMetricError("MetricReport", self.monitor, self._logged)
         self.values.append(float(trainer.callback_metrics[self.monitor]))
         if self.report(self.values[-1], len(self.values)):
-            self.stopped = trainer.should_stop = True
+            self.stopped = True
+            trainer.request_stop()
 
     def best(self) -> float:
         """Return the best value of the run. Raises ValueError where none was finite."""
