@@ -439,7 +439,10 @@ def _own_field_docs(cls: Any) -> dict[str, str]:
 
 
 def toml_text(table: Mapping[str, Any]) -> str:
-    """Return ``table`` of text, numbers, lists and tables as TOML that reads back as it is; tables within lists lie in their line."""
+    """Return ``table`` of text, numbers, lists and tables as TOML that reads back as it is; tables within lists lie in their line.
+
+    Written here because Python reads TOML only, and tomli-w would be one more dependency of the core for what are twenty lines.
+    """
     return "\n".join(_lines(table)).lstrip("\n") + "\n"
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import arclight as al
 import arclight.compat.lightning as L
 import arclight.compat.lightning.pytorch as pl
 from arclight.compat.lightning.fabric.accelerators.cuda import is_cuda_available
@@ -33,6 +34,7 @@ from arclight.compat.lightning.pytorch.demos.boring_classes import (
 from arclight.compat.lightning.pytorch.demos.transformer import Dictionary, tokenize
 from arclight.compat.lightning.pytorch.loggers.logger import DummyExperiment
 from arclight.compat.lightning.pytorch.plugins.io import TorchCheckpointIO
+from arclight.compat.lightning.pytorch.profilers import SimpleProfiler
 from arclight.compat.lightning.pytorch.strategies import ParallelStrategy
 from arclight.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from arclight.compat.lightning.pytorch.utilities import move_data_to_device, rank_zero_info
@@ -391,6 +393,20 @@ def test_methods_that_nobody_calls_any_more_are_refused(name: str) -> None:
     model = type("Old", (BoringModel,), {name: lambda self, *outputs: None})()
     with pytest.raises(NotImplementedError, match=rf"{name}.*\n?.*(configure_model|on_train_epoch_end)"):
         trainer().fit(model)
+
+
+def test_our_own_trainer_knows_no_hooks_of_earlier_versions() -> None:
+    model = type("Old", (BoringModel,), {"training_epoch_end": lambda self, *outputs: None})()
+    al.Trainer(max_steps=1, limit_val_batches=0, logger=False, enable_checkpointing=False, accelerator="cpu").fit(model)
+    assert model.trainer.global_step == 1
+
+
+def test_profilers_name_the_wait_for_a_batch_as_lightning_does() -> None:
+    profiler = SimpleProfiler()
+    trainer(profiler=profiler, limit_train_batches=2, limit_val_batches=1, max_epochs=1).fit(BoringModel())
+    waits = {name: len(times) for name, times in profiler.recorded_durations.items() if name.endswith("_next")}
+    assert waits["[_TrainingEpochLoop].train_dataloader_next"] == 2
+    assert "[_EvaluationLoop].val_next" in waits
 
 
 def test_small_functions() -> None:

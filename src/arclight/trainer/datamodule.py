@@ -69,7 +69,7 @@ class DataHooks:
 
 def _missing(owner: object, name: str) -> MisconfigurationError:
     return MisconfigurationError(
-        f"`{name}` must be implemented to be used with the Lightning Trainer: {type(owner).__name__} has none"
+        f"`{name}` must be implemented to be used with the Trainer: {type(owner).__name__} has none"
     )
 
 

@@ -11,7 +11,7 @@ import json
 import pickle
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
@@ -235,24 +235,13 @@ def _is_visible(cls: type, owner: type) -> bool:
     return False
 
 
-_TRUSTED_INSTANTIATORS = {
-    f"{package}.cli.instantiate_module"
-    for package in (
-        "lightning.pytorch",
-        "pytorch_lightning",
-        "arclight.compat.lightning.pytorch",
-        "arclight.compat.lightning",
-    )
-}
-"""The builders that a checkpoint may name: the command line's, whose arguments describe objects."""
-
-_instantiate: Callable[[type, dict[str, Any]], Any] | None = None
+_instantiators: dict[str, Callable[[type, dict[str, Any]], Any]] = {}
+"""The builders that a checkpoint may name: those of command lines, whose arguments describe objects."""
 
 
-def register_instantiator(function: Callable[[type, dict[str, Any]], Any]) -> None:
-    """Build what a command line has saved with ``function(cls, arguments)``: the room of that command line calls this."""
-    global _instantiate
-    _instantiate = function
+def register_instantiator(function: Callable[[type, dict[str, Any]], Any], names: Iterable[str]) -> None:
+    """Build objects whose checkpoint names one of ``names`` with ``function(cls, arguments)``; the room of a command line calls this."""
+    _instantiators.update(dict.fromkeys(names, function))
 
 
 _TOLD = WarningCache()
@@ -583,18 +572,15 @@ def rebuild(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) ->
     path = kept.get("_instantiator")
     if path is None:
         return cls(**arguments_for(cls, checkpoint, overrides))
-    if path not in _TRUSTED_INSTANTIATORS:  # a file must not choose what is imported and called
+    if path not in _instantiators:  # a file must not choose what is imported and called
         raise ValueError(
             f"The instantiator {path!r} from the checkpoint is not in the allowlist of trusted instantiators and was "
-            "blocked to prevent arbitrary code execution"
+            f"blocked to prevent arbitrary code execution; if a LightningCLI made this {cls.__name__}, import "
+            "arclight.compat.lightning.cli before loading it"
         )
     given = _decoded(cls, {name: value for name, value in kept.items() if name != "_instantiator"}, overrides)
     arguments = given if "_class_path" in given else arguments_for(cls, checkpoint, overrides)
-    if _instantiate is None:
-        raise CheckpointError(
-            f"the checkpoint's {cls.__name__} was made by a LightningCLI; import arclight.compat.lightning.cli before loading it"
-        )
-    return _instantiate(cls, arguments)
+    return _instantiators[path](cls, arguments)
 
 
 def find_attribute_owners(module: nn.Module, name: str) -> list[Any]:

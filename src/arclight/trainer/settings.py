@@ -138,6 +138,16 @@ class TrainerBehavior:
     """A run takes what cannot be pickled out of its module's ``hparams``; else a checkpoint alone leaves out what is no plain data."""
     zero_based_rows: bool = False
     """A logger's row of step values is numbered by the step that made it, counted from 0, not by steps completed."""
+    fetch_labels: tuple[str, str, str, str] = (
+        "train_dataloader_next", "val_dataloader_next", "test_dataloader_next", "predict_dataloader_next"
+    )  # fmt: skip
+    """Names of the wait for a batch in profilers' reports: in training, validation, test and prediction."""
+    removed_hooks: tuple[tuple[str, str, str], ...] = ()
+    """Stage, name and replacement of hooks that earlier versions called: a module that has one is refused."""
+
+    def fetch_label(self, stage: str) -> str:
+        """Return the name of the wait for a batch of ``stage`` in profilers' reports."""
+        return self.fetch_labels[("train", "validate", "test", "predict").index(stage)]
 
 
 _FIELDS = {f.name: f.default for f in dataclasses.fields(TrainerSettings)}

@@ -521,4 +521,7 @@ def instantiate_module(class_type: type[Owner], config: dict[str, Any]) -> Owner
     return made
 
 
-register_instantiator(instantiate_module)  # for checkpoints of modules that a command line has built
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning", "arclight.compat.lightning.pytorch", "arclight.compat.lightning")
+"""Packages by which checkpoints of modules that a command line has built name `instantiate_module`."""
+
+register_instantiator(instantiate_module, [f"{package}.cli.instantiate_module" for package in _PACKAGES])

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 HOOKS = {"train": "train_dataloader", "validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}  # fmt: skip
 """The hook that gives a stage's data."""
 
-_FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
-"""The name of the wait for a batch in profilers' reports."""
-
 STEPS = {"train": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -354,7 +351,7 @@ class DataConnector:
         Then it is a collective of each epoch. Raises MisconfigurationError on all of them where only some have.
         """
         trainer = self._trainer
-        batches = profile_items(trainer.profiler, _FETCHING, loader.batches(epoch, start))
+        batches = profile_items(trainer.profiler, trainer.behavior.fetch_label("train"), loader.batches(epoch, start))
         if trainer.run_state.num_training_batches != math.inf or trainer.world_size == 1:
             return batches
         first = list(islice(batches, 1))

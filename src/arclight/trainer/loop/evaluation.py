@@ -38,11 +38,6 @@ if TYPE_CHECKING:
 PROGRESS_INTERVAL = 0.1
 """Seconds between two ``on_progress`` calls."""
 
-_FETCHING = {
-    "validate": "[_EvaluationLoop].val_next", "test": "[_EvaluationLoop].test_next", "predict": "[_PredictionLoop].predict_next",
-}  # fmt: skip
-"""The name of the wait for a batch in profilers' reports."""
-
 _HOOK = {"validate": "validation", "sanity_check": "validation", "test": "test", "predict": "predict"}
 
 
@@ -250,7 +245,8 @@ class EvaluationLoop:
     def _batches(self, data: StageData, counts: list[Count], number: int) -> Iterator[Any]:
         """Yield the batches of one loader. Samplers and data sets are told the epoch; randomness is the same in every evaluation."""
         batches: Iterator[Any] = data.loaders[number].batches(self.trainer.current_epoch, seed_epoch=0)
-        limit, batches = counts[number], profile_items(self.trainer.profiler, _FETCHING[data.stage], batches)
+        limit, label = counts[number], self.trainer.behavior.fetch_label(data.stage)
+        batches = profile_items(self.trainer.profiler, label, batches)
         return islice(batches, None if limit == float("inf") else int(limit))
 
 

@@ -25,7 +25,13 @@ from arclight.trainer.loop.hooks import attach_log, check_state_keys, checkpoint
 from arclight.trainer.loop.optimizers import configured
 from arclight.trainer.loop.progress import StopRun, TrainerFn, TrainerStatus
 from arclight.trainer.loop.signals import SignalConnector
-from arclight.trainer.loop.verification import as_module, check_module, check_validation, require_model
+from arclight.trainer.loop.verification import (
+    as_module,
+    check_module,
+    check_validation,
+    refuse_removed_hooks,
+    require_model,
+)
 from arclight.trainer.module import Module
 from arclight.trainer.profilers import profiling
 
@@ -147,6 +153,7 @@ class Session:
         profiling.reset_profiler(trainer.profiler)
         attach_log(trainer.callbacks, module)
         check_module(module, stage, trainer.gradient_clip_val, trainer.accumulate_grad_batches)
+        refuse_removed_hooks(module, stage, trainer.behavior.removed_hooks)
         self._set_up_data(module, name)
         trainer.call_all("setup", stage=name)
         module.setup(stage=name)

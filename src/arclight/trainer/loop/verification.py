@@ -6,7 +6,7 @@ tests match.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,8 +15,6 @@ from torch import nn
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.loop.hooks import overridden
 from arclight.trainer.module import Module
-
-_REMOVED = {"train": ("training_epoch_end", "validation_epoch_end"), "validate": ("validation_epoch_end",)}
 
 
 def as_module(model: Any, entry_point: str) -> Module:
@@ -40,7 +38,7 @@ def require_model(model: Any, entry_point: str, known: Any) -> None:
 
 
 def check_module(module: Module, stage: str, clip_value: float | None, accumulate: int) -> None:
-    """Raise MisconfigurationError if ``module`` lacks a method that ``stage`` needs, NotImplementedError for hooks of Lightning 1.x."""
+    """Raise MisconfigurationError if ``module`` lacks a method that ``stage`` needs."""
     if stage == "train":
         for name in ("training_step", "configure_optimizers"):
             if not overridden(module, name, Module):
@@ -53,16 +51,14 @@ def check_module(module: Module, stage: str, clip_value: float | None, accumulat
         _check_predict(module)
     elif not overridden(module, name := {"validate": "validation_step"}.get(stage, "test_step"), Module):
         raise MisconfigurationError(f"No `{name}()` method defined to run `Trainer.{stage}`.")
-    if callable(getattr(module, "configure_sharded_model", None)):
-        raise NotImplementedError(
-            f"`{type(module).__name__}.configure_sharded_model` would not be called: rename it to `configure_model`, and make "
-            "only layers that do not exist yet, since it is called before each run"
-        )
-    for name in _REMOVED.get(stage, (f"{stage}_epoch_end",)):
-        if callable(getattr(module, name, None)):
+
+
+def refuse_removed_hooks(module: Module, stage: str, removed: Iterable[tuple[str, str, str]]) -> None:
+    """Raise NotImplementedError for a hook in ``removed`` (stage, name, replacement) that ``module`` has: it would not be called."""
+    for of, name, replacement in removed:
+        if of == stage and callable(getattr(module, name, None)):
             raise NotImplementedError(
-                f"Support for `{name}` has been removed in v2.0.0 of Lightning. `{type(module).__name__}` implements this method: "
-                f"use `on_{name.replace('training', 'train')}` and keep the outputs that it needs in attributes"
+                f"Support for `{name}` has been removed. `{type(module).__name__}` implements this method: use {replacement}"
             )
 
 
