@@ -115,6 +115,44 @@ def todays_name(cls: type, name: str) -> str:
     return renamed.get(name, name)
 
 
+def former_table(settings: Any) -> dict[str, Any]:
+    """Return a dataclass's fields under their former names, for messages and digests that other releases read."""
+    former = {today: name for name, today in getattr(type(settings), "_former_names", {}).items()}
+    return {former.get(name, name): value for name, value in dataclasses.asdict(settings).items()}
+
+
+def former_values(**renamed: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Let a dataclass take former values of its fields, with a warning: by field, the former value to the one of today."""
+
+    def accept(cls: type[T]) -> type[T]:
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def taking(self: T, *args: Any, **given: Any) -> None:
+            for name in renamed.keys() & given.keys():
+                if (today := todays_value(cls, name, given[name])) != given[name]:
+                    warnings.warn(renamed_value(f"{cls.__name__}.{name}", given[name], today), FutureWarning, 2)
+                    given[name] = today
+            init(self, *args, **given)
+
+        cls.__init__ = taking  # type: ignore[method-assign, assignment]
+        cls._former_values = renamed  # type: ignore[attr-defined]
+        return cls
+
+    return accept
+
+
+def todays_value(cls: type, name: str, value: Any) -> Any:
+    """Return what a value that a field may be given under its former name is called today."""
+    renamed: Mapping[str, Mapping[str, str]] = getattr(cls, "_former_values", {})
+    return renamed.get(name, {}).get(value, value) if isinstance(value, str) else value
+
+
+def renamed_value(place: str, former: str, today: str) -> str:
+    """Return the message for a former value of the field at ``place``."""
+    return f"{place} = {former!r} is called {today!r} now; the former value is read for one more release"
+
+
 def check_fields(settings: Any) -> None:
     """Raise ValueError for the first field of a dataclass's instance that is beyond its interval."""
     for name, hint in _bounded(type(settings)):  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from arclight._installed import pip_install
-from arclight._intervals import describe, kind_of, todays_name
+from arclight._intervals import describe, kind_of, renamed_value, todays_name, todays_value
 from arclight._stored_names import current
 
 T = TypeVar("T")
@@ -207,7 +207,8 @@ def _build(cls: type[Any], source: _Source, base: Any = None) -> Any:
                 field.wrong(f" and {name} are one field; give one of them")
         if name in fields:
             hint, default = fields[name]
-            values[name] = _convert(hint, field, default if base is None else getattr(base, name))
+            today = _todays(cls, name, field)
+            values[name] = _convert(hint, today, default if base is None else getattr(base, name))
         else:
             near = _nearest(str(name), fields, field.place.removesuffix(str(name)))
             field.wrong(f" is not a field of {cls.__name__}; {near}")
@@ -222,6 +223,16 @@ def _build(cls: type[Any], source: _Source, base: Any = None) -> Any:
         return cls(**values) if base is None else dataclasses.replace(base, **values)
     except ValueError as error:
         source.problems.append(f"{source.where or cls.__name__}: {error}")
+
+
+def _todays(cls: type[Any], name: str, field: _Source) -> _Source:
+    """Return ``field`` with its value as it is called today, and warn of a former one."""
+    value = field.value
+    today = todays_value(cls, name, value)
+    if today is value:
+        return field
+    warnings.warn(renamed_value(field.place, value, today), FutureWarning, 3)
+    return field._replace(file=today) if field.flag is MISSING else field._replace(flag=today)
 
 
 def _convert(hint: Any, source: _Source, default: Any = MISSING) -> Any:

@@ -184,13 +184,13 @@ def test_a_pipeline_is_shown_where_the_recipe_asks_for_it(recipe: str) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_of_a_plan_train_apart(typed: Typed, recipe: str) -> None:
+def test_replicas_of_a_plan_train_independently(typed: Typed, recipe: str) -> None:
     """In a process of their own: those of a plan start the command again."""
     words = "--diloco.sync_every 4 --diloco.outer_lr 1 --diloco.outer_momentum 0"
     status, _, err = typed(f"train {recipe} --plan.dp_shard 2 {words}")
     assert status == 2
     assert "set plan.dp_replicate to their number" in err
-    status, _, err = typed(f"train {recipe} --plan.dp_replicate 2 --plan.replicas apart")
+    status, _, err = typed(f"train {recipe} --plan.dp_replicate 2 --plan.replicas independent")
     assert status == 2
     assert "add a table [diloco]" in err
     source = str(Path(arclight.__file__).parents[1])

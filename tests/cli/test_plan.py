@@ -155,23 +155,23 @@ def test_what_cannot_be_planned_is_one_sentence(words: str, message: str, recipe
 
 
 @pytest.mark.slow
-def test_replicas_apart_exchange_nothing_in_a_step(recipe: str, typed: Typed) -> None:
+def test_independent_replicas_exchange_nothing_in_a_step(recipe: str, typed: Typed) -> None:
     words = f"plan {recipe} --gpus 4 --gpu cpu --fix dp_replicate=2 --fix tp=1 --fix cp=1 --top 9 --json plan.json"
     found = {}
-    for name, more in (("alike", ""), ("apart", " --diloco.sync_every 10")):
+    for name, more in (("alike", ""), ("independent", " --diloco.sync_every 10")):
         status, _, err = typed(words + more)
         assert (status, err) == (0, "")
         plans = json.loads(Path("plan.json").read_text())["plans"]
-        assert all((one["plan"]["replicas"] == "apart") == (name == "apart") for one in plans)
+        assert all((one["plan"]["replicas"] == "independent") == (name == "independent") for one in plans)
         (found[name],) = [one for one in plans if one["plan"]["dp_shard"] == 2]
     assert "dp_replicate" in json.dumps(found["alike"]["traffic"])
-    assert "dp_replicate" not in json.dumps(found["apart"]["traffic"])
-    assert found["apart"]["plan"]["pp"] == 1
-    extra = found["apart"]["memory"][0]["optimizer"] / found["alike"]["memory"][0]["optimizer"]
+    assert "dp_replicate" not in json.dumps(found["independent"]["traffic"])
+    assert found["independent"]["plan"]["pp"] == 1
+    extra = found["independent"]["memory"][0]["optimizer"] / found["alike"]["memory"][0]["optimizer"]
     assert extra == 2  # beside two moments: the anchor and its velocity
     status, _, err = typed(f"plan {recipe} --gpus 4 --gpu cpu --diloco.sync_every 10")
     assert status == 2
-    assert "diloco leaves open how many replicas train apart: set plan.dp_replicate" in err
+    assert "diloco leaves open how many independent replicas train: set plan.dp_replicate" in err
 
 
 def test_bytes_as_people_write_them() -> None:

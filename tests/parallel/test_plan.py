@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import arclight as al
+from arclight import recipe
 from arclight.parallel import Plan, PlanError, PlanStrategy, initialize, parallelize
 from arclight.parallel.blocks import embeddings, repeated_blocks
 from arclight.parallel.model.activation_checkpoint import checkpoint_blocks
@@ -254,3 +256,16 @@ def test_what_a_plan_amounts_to() -> None:
     with pytest.raises(PlanError, match="3 layers are too few"):
         Plan(pp=4).check(layers=3)
     Plan(pp=4).check(layers=4)
+
+
+def test_a_former_value_is_read_with_a_warning(tmp_path: Path) -> None:
+    """In Python, in a recipe and as a flag."""
+    message = "replicas = 'apart' is called 'independent' now; the former value is read for one more release"
+    with pytest.warns(FutureWarning, match=f"Plan.{message}"):
+        assert Plan(replicas="apart") == Plan(replicas="independent")  # type: ignore[arg-type]
+    (tmp_path / "old.toml").write_text('replicas = "apart"\n')
+    (tmp_path / "none.toml").write_text("")
+    with pytest.warns(FutureWarning, match=message):
+        assert recipe.read(Plan, tmp_path / "old.toml") == Plan(replicas="independent")
+    with pytest.warns(FutureWarning, match=f"--{message}"):
+        assert recipe.read(Plan, tmp_path / "none.toml", ["--replicas", "apart"]) == Plan(replicas="independent")

@@ -1,4 +1,4 @@
-"""Replicas of a plan that train apart: against the same schedule by hand, resumed between exchanges. Real processes over gloo."""
+"""Replicas of a plan that train independently: against the same schedule by hand, resumed between exchanges. Real processes over gloo."""
 
 from __future__ import annotations
 
@@ -175,7 +175,9 @@ def test_an_exchange_after_every_step_of_sgd_is_ddp(tmp_path: Path) -> None:
     options: dict[str, Any] = {"gradient_clip_val": None, "max_steps": 4}
     wanted = fit(tmp_path / "ddp", Plan(dp_replicate=2), module=Even("sgd"), **options)
     diloco = DiLoCo(1, outer_lr=1.0, outer_momentum=0.0)
-    found = fit(tmp_path / "apart", Plan(dp_replicate=2, replicas="apart"), diloco, module=Even("sgd"), **options)
+    found = fit(
+        tmp_path / "independent", Plan(dp_replicate=2, replicas="independent"), diloco, module=Even("sgd"), **options
+    )
     assert_same(found[0]["weights"], wanted[0]["weights"], 1e-8)  # norms compute in float32
     assert_same(found[0]["weights"], found[1]["weights"])
 
@@ -190,7 +192,7 @@ def test_an_exchange_after_every_step_of_sgd_is_ddp(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_replicas_train_as_models_of_one_process_by_hand(tmp_path: Path, sizes: dict[str, int], window: int) -> None:
     """Batches that count differently and clipped gradients too; resumed between two exchanges with the same bits."""
-    plan, steps = Plan(dp_replicate=2, replicas="apart", **sizes), 3 if window > 1 else 5
+    plan, steps = Plan(dp_replicate=2, replicas="independent", **sizes), 3 if window > 1 else 5
     options = {"max_steps": steps, "accumulate_grad_batches": window}
     family = "qwen3-moe" if plan.ep > 1 else "llama3"
     wanted, loss = by_hand(steps, window, family)
@@ -215,7 +217,7 @@ def test_replicas_train_as_models_of_one_process_by_hand(tmp_path: Path, sizes: 
 @pytest.mark.slow
 def test_a_replica_cut_by_fsdp_over_tensor_parallelism_is_saved(tmp_path: Path) -> None:
     """Two cuts along one dimension, behind that of the replicas; one replica shows it in four processes."""
-    plan, options = Plan(dp_shard=2, tp=2, replicas="apart"), {"max_steps": 2}
+    plan, options = Plan(dp_shard=2, tp=2, replicas="independent"), {"max_steps": 2}
     found = fit(tmp_path / "a", plan, DiLoCo(2), save_at=1, **options)
     resumed = fit(tmp_path / "b", plan, DiLoCo(2), ckpt=tmp_path / "a" / "state", **options)
     assert_same(resumed[0]["weights"], found[0]["weights"])
@@ -226,17 +228,17 @@ def test_a_replica_cut_by_fsdp_over_tensor_parallelism_is_saved(tmp_path: Path) 
 
 @pytest.mark.parametrize("sizes", [{}, pytest.param({"tp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_another_number_of_replicas_begins_at_the_anchor(tmp_path: Path, sizes: dict[str, int]) -> None:
-    fit(tmp_path / "a", Plan(dp_replicate=2, replicas="apart", **sizes), DiLoCo(EVERY), save_at=3, max_steps=3)
+    fit(tmp_path / "a", Plan(dp_replicate=2, replicas="independent", **sizes), DiLoCo(EVERY), save_at=3, max_steps=3)
     anchor = checkpoint.load(tmp_path / "a" / "state")["model"]
-    plan = Plan(dp_shard=2, replicas="apart")
+    plan = Plan(dp_shard=2, replicas="independent")
     found = fit(tmp_path / "b", plan, DiLoCo(EVERY), ckpt=tmp_path / "a" / "state", max_steps=3)
     assert_same({f"model.{name}": value for name, value in found[0]["weights"].items()}, anchor)
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r'replicas = "apart" is not done for pipelines yet.*set pp = 1'):
-        Plan(dp_replicate=2, pp=2, replicas="apart")
-    with pytest.raises(PlanError, match="choose one of synchronous, apart"):
+    with pytest.raises(PlanError, match=r'replicas = "independent" is not done for pipelines yet.*set pp = 1'):
+        Plan(dp_replicate=2, pp=2, replicas="independent")
+    with pytest.raises(PlanError, match="choose one of synchronous, independent"):
         Plan(replicas="alone")  # type: ignore[arg-type]
-    with pytest.raises(Exception, match=r'keeps them alike in every step: .*replicas="apart" in a plan'):
+    with pytest.raises(Exception, match=r'keeps them alike in every step: .*replicas="independent" in a plan'):
         fit(tmp_path, Plan(dp_replicate=2), DiLoCo(3))

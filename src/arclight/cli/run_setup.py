@@ -106,13 +106,13 @@ def check_there_is_a_run(runs: Path, flag: str) -> None:
 
 def with_replicas(plan: Plan, diloco: Diloco | None) -> Plan:
     """Adapt the plan to a recipe's ``diloco``; UsageError if only one of them has replicas."""
-    if plan.apart and diloco is None:
+    if plan.independent_replicas and diloco is None:
         raise UsageError(
-            'plan.replicas = "apart" leaves replicas apart for good: add a table [diloco], which brings them together'
+            'plan.replicas = "independent" never synchronises replicas: add a table [diloco], which averages them'
         )
-    if diloco is not None and plan.dp_replicate == 1 and not plan.apart:
+    if diloco is not None and plan.dp_replicate == 1 and not plan.independent_replicas:
         raise UsageError("diloco needs several replicas, and the plan has one: set plan.dp_replicate to their number")
-    return plan if diloco is None else replace(plan, replicas="apart")
+    return plan if diloco is None else replace(plan, replicas="independent")
 
 
 def strategy_of_plan(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:

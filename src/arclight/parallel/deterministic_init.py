@@ -118,12 +118,12 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, device: torch.device, seed: int | None = None, apart: bool = False) -> None:
+def materialize(model: nn.Module, device: torch.device, seed: int | None = None, local: bool = False) -> None:
     """Allocate and initialise what of ``model`` is on the meta device.
 
     They are a function of ``seed`` (by default torch's, which must be the same on all processes) and of names: as declared,
     without communication, and elsewhere by modules' own ``reset_parameters``. Where ``device`` is meta too, nothing is done.
-    apart: whether processes have different parts of the model, so that nothing can be exchanged.
+    local: whether processes have different parts of the model, so that nothing can be exchanged.
     """
     if device.type == "meta":
         return
@@ -141,7 +141,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int | None = None,
         holder = model.get_submodule(owner)
         entries: dict[str, Any] = holder._parameters if own in holder._parameters else holder._buffers
         entries[own] = made[tensor]
-    sharding.materialize(model, device, lambda name: number_of(f"{seed}\0{name}"), apart)
+    sharding.materialize(model, device, lambda name: number_of(f"{seed}\0{name}"), local)
 
 
 def _tensors(model: nn.Module, tied: bool = False) -> list[tuple[str, torch.Tensor]]:

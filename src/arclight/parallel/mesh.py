@@ -46,9 +46,9 @@ class Mesh:
                 mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep", "tp"),
             )
         self.replica: Any = None
-        """The group of the processes of this one's replica where replicas are apart, else None."""
+        """The group of the processes of this one's replica where replicas are independent, else None."""
         self._loss: Any = None
-        if plan.apart:
+        if plan.independent_replicas:
             shape, names = (plan.dp_replicate, plan.world_size // plan.dp_replicate), ("dp_replicate", "replica")
             self.replica = init_device_mesh(device_type, shape, mesh_dim_names=names).get_group("replica")
         elif 1 < plan.data_parallel * plan.cp < plan.world_size:
@@ -75,7 +75,7 @@ class Mesh:
     @property
     def copies(self) -> bool:
         """Return True for weights with copies that every step keeps alike."""
-        return self.plan.dp_replicate > 1 and not self.plan.apart
+        return self.plan.dp_replicate > 1 and not self.plan.independent_replicas
 
     def replicate_mesh(self, own: DeviceMesh | None) -> DeviceMesh:
         """Return ``own``, over which a tensor of one replica lies (None: it is whole), with all replicas as first dimension."""
@@ -90,10 +90,10 @@ class Mesh:
 
     @property
     def loss_group(self) -> Any:
-        """Processes that see other tokens than this one and the same layers: dp * cp, of one replica where those are apart.
+        """Processes that see other tokens than this one and the same layers: dp * cp, of one replica if replicas are independent.
         None where that is this one alone.
         """
-        if self.plan.apart:
+        if self.plan.independent_replicas:
             return self.dense.get_group("fsdp") if self.plan.dp_shard * self.plan.cp > 1 else None
         if self._loss is None and self.plan.world_size == self.plan.data_parallel * self.plan.cp > 1:
             return dist.group.WORLD

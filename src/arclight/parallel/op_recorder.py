@@ -94,7 +94,7 @@ class _LiveStorage(NamedTuple):
     bytes: int
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """Records operations and the bytes of tensors made while it is on.
 
     seconds: time of an operation. fused: operations that are no matrix products are compiled into their neighbours, so that only
@@ -234,7 +234,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 class FusedAttentionMode(TorchFunctionMode):
     """Scaled dot-product attention as a fused kernel: no matrix of scores in memory, on whatever device."""
 
-    def __init__(self, recorder: Recorder, cpu: bool) -> None:
+    def __init__(self, recorder: OpRecorder, cpu: bool) -> None:
         super().__init__()
         self.recorder, self.cpu = recorder, cpu
 

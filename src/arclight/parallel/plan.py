@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Literal
 
-from arclight._intervals import Fraction, NonNegativeInt, PositiveInt, check_fields
+from arclight._intervals import Fraction, NonNegativeInt, PositiveInt, check_fields, former_values
 
 
 class PlanError(ValueError):
@@ -26,6 +26,7 @@ def bytes_of(text: str) -> float:
     return float(found[1]) * unit
 
 
+@former_values(replicas={"apart": "independent"})
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Degrees of parallelism of one model, over ``pp * dp_replicate * dp_shard * cp * tp`` ranks.
@@ -47,8 +48,8 @@ class Plan:
     ep: PositiveInt = 1
     """Ranks over which the experts of a mixture are sharded; divides dp_shard * cp."""
 
-    replicas: Literal["synchronous", "apart"] = "synchronous"
-    """Synchronise replicas in every step, or let them train apart (for DiLoCo)."""
+    replicas: Literal["synchronous", "independent"] = "synchronous"
+    """Synchronise replicas in every step, or let them train independently (for DiLoCo)."""
     expert_capacity: NonNegativeInt = 0
     """Most rows (a token and one of its experts) that each rank of ``ep`` sends to each other, in all-to-alls of that fixed size without host
     synchronisation; further rows skip their experts. 0: no limit, nothing is dropped."""
@@ -102,9 +103,9 @@ class Plan:
         keep = self.activation_checkpointing
         if not isinstance(keep, str) and self.compile != "inductor":
             raise PlanError('a part of activations to keep is chosen by the compiler: set compile = "inductor"')
-        if self.apart and self.pp > 1:
+        if self.independent_replicas and self.pp > 1:
             raise PlanError(
-                f'replicas = "apart" is not done for pipelines yet, and pp = {self.pp}: set pp = 1 and use dp_shard or tp'
+                f'replicas = "independent" is not done for pipelines yet, and pp = {self.pp}: set pp = 1 and use dp_shard or tp'
             )
         if 0 < self.micro_batches < self.pp:
             raise PlanError(
@@ -136,9 +137,9 @@ class Plan:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def apart(self) -> bool:
+    def independent_replicas(self) -> bool:
         """Return True for plans whose steps exchange nothing between the dp_replicate groups."""
-        return self.replicas == "apart"
+        return self.replicas == "independent"
 
     @property
     def only_replicates(self) -> bool:
@@ -190,7 +191,7 @@ class Plan:
 
 
 _CHOICES = {
-    "replicas": ("synchronous", "apart"),
+    "replicas": ("synchronous", "independent"),
     "context": ("gather", "ulysses"),
     "reshard_after_forward": ("default", "always", "never"),
     "float8": ("none", "tensorwise", "rowwise", "mxfp8"),

@@ -49,7 +49,7 @@ class PlanStrategy(ShardedStrategy):
     Whatever in a module declares ``sharding`` is cut by it; repeated blocks are found, and each step of the module is called as
     the outermost unit. A module made on the meta device (in ``configure_model``) gets memory for its shares only. Checkpoints
     hold original names and whole tensors, each process writes its shares, and they open on any plan. On processors as many
-    processes start as the plan needs. Where its replicas are apart, what a step agrees on (weights of batches, norms of gradients,
+    processes start as the plan needs. Where its replicas are independent, what a step agrees on (weights of batches, norms of gradients,
     gradients) is agreed on within each. ``sequence_length`` is checked against the plan before anything starts.
     """
 
@@ -106,8 +106,8 @@ class PlanStrategy(ShardedStrategy):
 
     @property
     def replica_mesh(self) -> Any:
-        """The dp_replicate groups, where the plan has them apart."""
-        return self.mesh.dense["dp_replicate"] if self.plan.apart else None
+        """The dp_replicate groups, where the plan lets them train independently."""
+        return self.mesh.dense["dp_replicate"] if self.plan.independent_replicas else None
 
     def replicate_mesh(self, mesh: Any) -> Any:
         return self.mesh.replicate_mesh(mesh)
@@ -244,7 +244,7 @@ class PlanStrategy(ShardedStrategy):
 
     def sync_module_attributes(self, module: nn.Module) -> None:
         if module in self._steps:
-            self._steps[module].settle()
+            self._steps[module].sync_attributes()
 
     def root_of(self, module: nn.Module) -> nn.Module:
         return self._roots.get(module, module)
@@ -318,7 +318,7 @@ class PlanStrategy(ShardedStrategy):
     ) -> torch.Tensor:
         """Clip by the norm over all parameters of all processes, each parameter once; one exchange of one number."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        copies = {p for steps in self._steps.values() for p in steps.elsewhere}
+        copies = {p for steps in self._steps.values() for p in steps.counted_by_others}
         counted = [p.grad for p in parameters if p.grad is not None and p not in copies]
         total = self.total_norm(counted, norm_type)
         sharding.scale_to_norm(gradients, total, max_norm, error_if_nonfinite)
@@ -326,10 +326,12 @@ class PlanStrategy(ShardedStrategy):
 
     @torch.no_grad()
     def total_norm(self, gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-        """Return the norm over the gradients of all processes (of a replica where those are apart), whichever meshes they are sharded over.
+        """Return the norm over the gradients of all processes (of a replica if replicas are independent), whichever meshes they are sharded over.
         Every process calls this.
         """
-        holders = self.plan.world_size // self.plan.pp // (self.plan.dp_replicate if self.plan.apart else 1)
+        holders = (
+            self.plan.world_size // self.plan.pp // (self.plan.dp_replicate if self.plan.independent_replicas else 1)
+        )
         copies: dict[int, list[torch.Tensor]] = {}
         for gradient in gradients:
             parts = 1

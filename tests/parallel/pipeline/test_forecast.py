@@ -62,7 +62,7 @@ def stages_cost_what_their_units_do(unit: UnitCost) -> None:
         assert cost.backward >= 0.98 * units * unit.weights
         assert cost.parameters == 4 * units
         assert cost.output == (3 * 16 * 4 if number < 3 else 0)
-        assert cost.held >= 3 * 16 * 4 * (number > 0)
+        assert cost.saved_activation_bytes >= 3 * 16 * 4 * (number > 0)
 
 
 def test_a_split_model_is_simulated_as_it_is_cut() -> None:
@@ -111,7 +111,7 @@ def test_the_backward_of_the_inputs_frees_nothing_and_keeps_gradients() -> None:
 
     model.zero_grad()
     pipe = pipeline.split(model, (x,), at=["1"])
-    held = measure_stages(pipe.stages, [0, 1], (x,), repetitions=1)[1].held
+    held = measure_stages(pipe.stages, [0, 1], (x,), repetitions=1)[1].saved_activation_bytes
     step = pipeline.simulate(pipe, (x,), "ZB-H1", micro_batches=4)
     last = {span.action: span.live for span in step.of(1)}
     assert last[Action(1, "F", 0)] == held

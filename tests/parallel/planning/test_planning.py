@@ -21,7 +21,7 @@ from torch import nn
 
 from arclight.parallel import Plan, PlanError
 from arclight.parallel.hardware import HardwareError, hardware
-from arclight.parallel.op_recorder import Recorder
+from arclight.parallel.op_recorder import OpRecorder
 from arclight.parallel.pipeline.schedule.orders import held_at_most
 from arclight.parallel.pipeline.schedule.table import SCHEDULES, order_of, schedule_kind
 from arclight.parallel.pipeline.splitting.layer_pruning import assign_layers
@@ -66,7 +66,7 @@ def test_all_other_plans_do_what_is_predicted(processes: int) -> None:
 
 def test_the_recorder_counts_by_hand() -> None:
     x, w = torch.ones(4, 8), torch.ones(8, 16, requires_grad=True)
-    with Recorder() as recorder:
+    with OpRecorder() as recorder:
         y = x @ w
         z = y * 2
         del y

@@ -175,7 +175,7 @@ def _limits(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpus:
     if recipe.diloco is not None:
         if "dp_replicate" not in fixed:
             raise UsageError(
-                "diloco leaves open how many replicas train apart: set plan.dp_replicate, or add --fix dp_replicate=2"
+                "diloco leaves open how many independent replicas train: set plan.dp_replicate, or add --fix dp_replicate=2"
             )
         fixed["replicas"] = "apart"
     if not options.eager and device.kind != "cpu":

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from arclight.cli.style import console_of
 from arclight.parallel.planning.explain import describe, duration, memory_name
-from arclight.parallel.planning.memory import Memory
+from arclight.parallel.planning.memory import MemoryEstimate
 
 if TYPE_CHECKING:
     from arclight.parallel.hardware import Hardware
@@ -87,7 +87,7 @@ def _memory(best: Estimate, limits: Limits) -> Table:
     heads = [f"stage {stage + 1} of {len(best.memory)}" for stage in stages] if len(stages) > 1 else ["GiB"]
     table = table_of("\nMemory of a process, GiB", "", *heads, f"of {limits.memory / GIB:.1f}")
     table.columns[-1].justify = "left"
-    for field in dataclasses.fields(Memory):
+    for field in dataclasses.fields(MemoryEstimate):
         sizes = [getattr(best.memory[stage], field.name) for stage in stages]
         if max(sizes) < min(0.005 * GIB, LEAST * best.memory[fullest].total):  # 0.00, and not for want of digits
             continue

@@ -218,11 +218,11 @@ def copy_from_rank_zero(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def materialize(
-    module: nn.Module, device: torch.device, seed: Callable[[str], int] | None = None, apart: bool = False
+    module: nn.Module, device: torch.device, seed: Callable[[str], int] | None = None, local: bool = False
 ) -> None:
     """Give memory and first values to what is on the meta device, by the modules' own ``reset_parameters``.
 
-    With ``seed`` each module draws from generators seeded by its name, and the global ones stay as they are. ``apart`` says that
+    With ``seed`` each module draws from generators seeded by its name, and the global ones stay as they are. ``local`` says that
     processes have different modules: each keeps what it drew, which the seed makes the same wherever it is drawn.
 
     The values do not depend on how tensors are sharded: each module's are drawn whole, as one process would, and its shard
@@ -242,7 +242,7 @@ def materialize(
                 _draw(part, own, reset if callable(reset) else None, device)
         for name, tensor in own.items():
             if name in new:
-                made[tensor] = _kept(_tensor(part, name), tensor, device, apart)
+                made[tensor] = _kept(_tensor(part, name), tensor, device, local)
             _put(part, name, made[tensor])
     if without:
         warnings.warn(
@@ -284,10 +284,10 @@ def _draw(module: nn.Module, own: dict[str, torch.Tensor], reset: Any, device: t
         tensor.copy_(value)
 
 
-def _kept(value: torch.Tensor, place: torch.Tensor, device: torch.device, apart: bool) -> torch.Tensor:
+def _kept(value: torch.Tensor, place: torch.Tensor, device: torch.device, local: bool) -> torch.Tensor:
     """Return the shard of the full ``value`` (rank 0's) that this rank keeps in ``place``."""
     whole = value.detach()
-    if not apart and dist.is_available() and dist.is_initialized():
+    if not local and dist.is_available() and dist.is_initialized():
         dist.broadcast(whole, 0)
     kept = shard_like(whole, place, device)
     return nn.Parameter(kept, place.requires_grad) if isinstance(value, nn.Parameter) else kept

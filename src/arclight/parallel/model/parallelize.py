@@ -24,9 +24,10 @@ def parallelize(
     """Shard ``model`` over the processes of ``plan``, all of which call this, and give back what is to be called.
 
     The model is changed in place and comes back itself (or ``root``); where the plan only replicates, it comes back in a
-    DistributedDataParallel (not where replicas are apart). On the meta device it takes memory only once it is sharded, and its first values are a function of
-    ``seed`` (by default torch's) and names; otherwise its values must be equal on all processes. Losses are means over what a
-    process sees: gradients are averaged over ``dp_replicate * dp_shard * cp`` processes, over ``dp_shard * cp`` where replicas are apart.
+    DistributedDataParallel (not where replicas are independent). On the meta device it takes memory only once it is sharded, and
+    its first values are a function of ``seed`` (by default torch's) and names; otherwise its values must be equal on all processes.
+    Losses are means over what a process sees: gradients are averaged over ``dp_replicate * dp_shard * cp`` processes, over
+    ``dp_shard * cp`` where replicas are independent.
 
     device: this process's. types: see `FsdpTypes`. root: a module around the model that is called in its place and may use its parts.
     sequence_length: that of its input, to be checked. Raises PlanError, before anything is changed, where the plan does not fit.
@@ -57,7 +58,7 @@ def parallelize(
 def replicate(root: nn.Module, plan: Plan) -> nn.Module:
     """Wrap ``root`` in a DistributedDataParallel that averages what trains now, if that is all the plan does; else return it."""
     trains = any(parameter.requires_grad for parameter in root.parameters())
-    if plan.only_replicates and plan.world_size > 1 and not plan.apart and trains:
+    if plan.only_replicates and plan.world_size > 1 and not plan.independent_replicas and trains:
         return nn.parallel.DistributedDataParallel(root)
     return root
 

@@ -52,7 +52,7 @@ do not depend on how many stages there are; and all of them save one folder, whi
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     pipe = pipeline.split(model, {"input_ids": tokens}, stages=4)
-    pipe.load("folder/of/safetensors", pipe.own("1F1B"))   # or pipe.initialize(pipe.own("1F1B"), seed=1)
+    pipe.load("folder/of/safetensors", pipe.local_stage_indices("1F1B"))   # or pipe.initialize(pipe.local_stage_indices("1F1B"), seed=1)
     runner = pipe.on(schedule="1F1B", loss=summed_loss)
     pipe.save("another/folder")                          # as transformers writes one
 

@@ -103,7 +103,7 @@ def _timed_stages(pipe: Pipe, example: Any, repetitions: int) -> tuple[list[Unit
 
     received = [len(stage_info_of(stage).receives) for stage in pipe.stages]
     costs = measure_stages(pipe.stages, received, example, repetitions=repetitions, seen=seen)
-    return costs, [-size / max(1, cost.held) for size, cost in zip(kept, costs, strict=True)]
+    return costs, [-size / max(1, cost.saved_activation_bytes) for size, cost in zip(kept, costs, strict=True)]
 
 
 def _kept(outputs: list[Tensor], inputs: list[Tensor], weights: list[nn.Parameter]) -> int:

@@ -144,7 +144,7 @@ class Pipe:
         """Set all stages to evaluation."""
         return self.train(False)
 
-    def own(self, schedule: str = "1F1B", group: Any = None) -> list[int]:
+    def local_stage_indices(self, schedule: str = "1F1B", group: Any = None) -> list[int]:
         """List the stages that :meth:`on` gives this process, to :meth:`load` or :meth:`initialize` them before."""
         return topology_of(self, schedule, group).own
 

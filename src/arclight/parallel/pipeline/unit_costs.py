@@ -22,7 +22,7 @@ class UnitCost:
     """Seconds of the backward of its parameters (W)."""
     parameters: int = 0
     """Bytes of its parameters."""
-    held: int = 0
+    saved_activation_bytes: int = 0
     """Bytes that it keeps from its forward until its backward is over."""
     output: int = 0
     """Bytes that it gives to what comes after it."""
@@ -46,7 +46,7 @@ class UnitCost:
             sum(part.inputs for part in known),
             sum(part.weights for part in known),
             sum(part.parameters for part in known),
-            sum(part.held for part in known),
+            sum(part.saved_activation_bytes for part in known),
             known[-1].output if known else 0,
         )
 
@@ -55,7 +55,9 @@ class UnitCost:
         ends = ((name, value, getattr(other, name)) for name, value in asdict(self).items())
         found = {name: max(0.0, a + at * (b - a)) for name, a, b in ends}
         seconds = {name: found[name] for name in ("forward", "inputs", "weights")}
-        return UnitCost(**seconds, **{name: round(found[name]) for name in ("parameters", "held", "output")})
+        return UnitCost(
+            **seconds, **{name: round(found[name]) for name in ("parameters", "saved_activation_bytes", "output")}
+        )
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,10 @@ class ModelCosts:
             again = sum(
                 tie.parameters * max(0, sum(begin <= unit < end for unit in tie.units) - 1) for tie in self.ties
             )
-            sizes = {"held": whole.held + self.before(begin), "output": self.before(end)}
+            sizes = {
+                "saved_activation_bytes": whole.saved_activation_bytes + self.before(begin),
+                "output": self.before(end),
+            }
             found.append(replace(whole, parameters=whole.parameters - again, **sizes))
         return found
 
@@ -133,14 +138,19 @@ class ModelCosts:
         What one unit holds for the moment is not in them: see :meth:`moment`.
         """
         units = tuple(
-            replace(unit, inputs=unit.inputs + unit.forward, held=min(unit.held, unit.output)) for unit in self.units
+            replace(
+                unit,
+                inputs=unit.inputs + unit.forward,
+                saved_activation_bytes=min(unit.saved_activation_bytes, unit.output),
+            )
+            for unit in self.units
         )
         return replace(self, units=units)
 
     @property
     def moment(self) -> int:
         """The most bytes that one unit holds: what a stage needs besides where its units are computed again."""
-        return max(unit.held for unit in self.units)
+        return max(unit.saved_activation_bytes for unit in self.units)
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it, for a file."""

@@ -25,7 +25,7 @@ from arclight.parallel.layers.tensor_parallel import declared_styles
 from arclight.parallel.op_recorder import (
     FusedAttentionMode,
     Message,
-    Recorder,
+    OpRecorder,
     Work,
     exchange,
     mark_passes,
@@ -66,7 +66,7 @@ class Workload:
 class Cost:
     """One link for one micro-batch on one process. Bytes."""
 
-    held: int
+    saved_activation_bytes: int
     """What forward leaves for backward, its output included."""
     forward_peak: int
     """Most bytes in forward, above what was there before."""
@@ -79,7 +79,7 @@ class Cost:
 
     def line_to(self, other: Cost, at: float) -> Cost:
         """Interpolate between this (0) and ``other`` (1) at ``at``."""
-        names = ("held", "forward_peak", "backward_peak", "output")
+        names = ("saved_activation_bytes", "forward_peak", "backward_peak", "output")
         sizes = {name: round(getattr(self, name) + at * (getattr(other, name) - getattr(self, name))) for name in names}
         forward, backward = self.forward.line_to(other.forward, at), self.backward.line_to(other.backward, at)
         return Cost(forward=forward, backward=backward, **sizes)
@@ -198,7 +198,7 @@ class Chain:
         return self._traced[key]
 
     def _parameters(self, cut: LayerSharding) -> dict[str | int, Parameters]:
-        model, container = self.reduced(cut, Recorder())
+        model, container = self.reduced(cut, OpRecorder())
         links: dict[str | int, list[nn.Parameter]] = {"first": [], "last": []}
         members = container.children() if container is not None else ()
         for kind, block in zip(dict.fromkeys(self.kinds), members, strict=True):
@@ -209,16 +209,18 @@ class Chain:
             if parameter not in taken:
                 links["first" if name in early else "last"].append(parameter)
         whole = set(replicated(model, cut))
-        apart = {p for _, _, experts in expert_layers(model) for p in experts.parameters()} if cut.ep > 1 else set()
+        of_experts = (
+            {p for _, _, experts in expert_layers(model) for p in experts.parameters()} if cut.ep > 1 else set()
+        )
 
         def shapes(parameters: Iterable[nn.Parameter]) -> tuple[tuple[int, ...], ...]:
             return tuple(tuple(parameter.shape) for parameter in parameters)
 
         return {
             kind: Parameters(
-                shapes(p for p in parameters if p not in apart),
+                shapes(p for p in parameters if p not in of_experts),
                 shapes(p for p in parameters if p in whole),
-                shapes(p for p in parameters if p in apart),
+                shapes(p for p in parameters if p in of_experts),
             )
             for kind, parameters in links.items()
         }
@@ -236,7 +238,7 @@ class Chain:
                 found.add(name)
         return set()
 
-    def reduced(self, cut: LayerSharding, recorder: Recorder) -> tuple[nn.Module, nn.Module | None]:
+    def reduced(self, cut: LayerSharding, recorder: OpRecorder) -> tuple[nn.Module, nn.Module | None]:
         """Return a copy of the model with one block of each kind, as one process of ``cut`` has it; and its container of blocks."""
         memo: dict[int, Any] = {}
         if self.container:
@@ -310,7 +312,7 @@ class _Tracing:
 
     def __init__(self, chain: Chain, cut: LayerSharding, fused: bool) -> None:
         self.workload = chain.workload
-        self.recorder = Recorder(self.workload.device.seconds, fused)
+        self.recorder = OpRecorder(self.workload.device.seconds, fused)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.model, container = chain.reduced(cut, self.recorder)
         with self.fake:

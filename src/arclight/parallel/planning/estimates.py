@@ -13,7 +13,7 @@ from arclight.parallel.pipeline.unit_costs import Link, UnitCost
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.planning.chain import Chain, Recompute
 from arclight.parallel.planning.fsdp_shards import fsdp_shards_of
-from arclight.parallel.planning.memory import ChainLink, Memory, memory
+from arclight.parallel.planning.memory import ChainLink, MemoryEstimate, memory
 from arclight.parallel.planning.pp_layout import (
     links_of_ranks,
     max_in_flight,
@@ -39,7 +39,7 @@ class Estimate:
     """Micro-batches that follow one another in a step."""
     layers: tuple[int, ...]
     """Blocks of each process of the pipeline."""
-    memory: tuple[Memory, ...]
+    memory: tuple[MemoryEstimate, ...]
     """Of each stage."""
     links: tuple[tuple[ChainLink, ...], ...]
     """Of each stage."""
@@ -72,7 +72,7 @@ class Estimate:
         return self.model_flops / self.step_seconds / self.nominal
 
     @cached_property
-    def worst(self) -> Memory:
+    def worst(self) -> MemoryEstimate:
         """Memory of the stage that needs most."""
         return max(self.memory, key=lambda one: one.total)
 
@@ -110,7 +110,7 @@ def estimate(chain: Chain, plan: Plan, samples: int = 1) -> Estimate:
     memories = {s: memory(links[s], plan, workload, s, passes, boundary) for s in set(leaders)}
     times = {s: stage_time(links[s], plan, workload.device) for s in set(leaders)}
     per_stage = tuple(times[leader] for leader in leaders)
-    elements = max(sum(share.own for _, share, _ in stage) for stage in links)
+    elements = max(sum(share.shard_numel for _, share, _ in stage) for stage in links)
     seconds, idle, update = step_seconds(per_stage, plan, workload.device, passes, boundary, elements, workload.moments)
     rate = workload.device.bf16 if workload.compute.itemsize == 2 else workload.device.fp32
     return Estimate(
@@ -190,13 +190,13 @@ def simulated(estimate: Estimate, device: Hardware) -> Prediction:
     for process, time in enumerate(estimate.times):
         own = stages(plan, process)
         held = (
-            sum(cost.held for cost, _, _ in estimate.links[process])
+            sum(cost.saved_activation_bytes for cost, _, _ in estimate.links[process])
             + stages_with_input(plan, process) * estimate.boundary
         )
         half = time.backward / 2 / len(own)
         for stage in own:
             costs[stage] = UnitCost(
-                time.forward / len(own), half, half, held=held // len(own), output=estimate.boundary
+                time.forward / len(own), half, half, saved_activation_bytes=held // len(own), output=estimate.boundary
             )
     end = max(time.once for time in estimate.times) + estimate.optimizer_seconds
     return simulate(plan.schedule, costs, plan.pp, estimate.passes, link=Link(latency=hop), optimizer=end)

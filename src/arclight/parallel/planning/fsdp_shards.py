@@ -17,33 +17,33 @@ MASTER = 4
 class FsdpShard:
     """Hold one link's parameters on one rank, counted in elements unless named otherwise."""
 
-    whole: int
+    full_numel: int
     """Elements of the gathered parameters."""
-    own: int
+    shard_numel: int
     """Elements of this rank's shard: parameters are cut into equal numbers of rows, the last shard padded."""
     parts: int
     """Ranks that they are sharded over."""
     size: int
     """Bytes of a gathered element."""
-    apart: bool = True
+    has_compute_copy: bool = True
     """Whether compute uses a copy beside the shard: FSDP's gathered weights, even on one rank, or another dtype."""
     summed: tuple[int, ...] = ()
     """Elements of each parameter whose gradient is summed over ``tp``."""
-    expert_own: int = 0
-    """Elements in ``own`` of experts, which ``ep`` divides."""
+    expert_shard_numel: int = 0
+    """Elements in ``shard_numel`` of experts, which ``ep`` divides."""
     expert_parts: int = 1
     """Ranks that those are sharded over."""
 
     @property
     def gathered(self) -> int:
         """Bytes of the weights that forward and backward use beside the share; 0 where the share is what they use."""
-        return self.whole * self.size if self.apart else 0
+        return self.full_numel * self.size if self.has_compute_copy else 0
 
     @property
     def exchanged(self) -> int:
         """Elements that a gathering or scattering moves, padding included."""
-        dense = (self.own - self.expert_own) * self.parts if self.parts > 1 else 0
-        return dense + (self.expert_own * self.expert_parts if self.expert_parts > 1 else 0)
+        dense = (self.shard_numel - self.expert_shard_numel) * self.parts if self.parts > 1 else 0
+        return dense + (self.expert_shard_numel * self.expert_parts if self.expert_parts > 1 else 0)
 
 
 def fsdp_shards_of(chain: Chain, plan: Plan) -> dict[str | int, FsdpShard]:
@@ -61,5 +61,5 @@ def _share(parameters: Parameters, plan: Plan, size: int) -> FsdpShard:
             raise PlanError(f"experts of {shape[1:]} do not divide by dp_shard * cp / ep = {left}: use a larger ep")
     experts = sum(prod(shape) // left for shape in parameters.experts)
     summed = tuple(map(prod, parameters.replicated)) if plan.tp > 1 else ()
-    apart = not plan.only_replicates or size != MASTER
-    return FsdpShard(parameters.elements, own + experts, parts, size, apart, summed, experts, left)
+    has_copy = not plan.only_replicates or size != MASTER
+    return FsdpShard(parameters.elements, own + experts, parts, size, has_copy, summed, experts, left)

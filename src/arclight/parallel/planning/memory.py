@@ -17,7 +17,7 @@ from arclight.parallel.planning.pp_layout import max_in_flight, stages_per_rank,
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes at the moment when a process holds most."""
 
     parameters: int = 0
@@ -25,7 +25,7 @@ class Memory:
     gradients: int = 0
     """The share of their gradients, float32."""
     optimizer: int = 0
-    """The optimizer's moments of that share; where replicas are apart, also the weights they agreed on and the outer velocity."""
+    """The optimizer's moments of that share; where replicas are independent, also the weights they agreed on and the outer velocity."""
     activations: int = 0
     """What one micro-batch leaves for backward, and what the link at hand needs for the moment."""
     in_flight: int = 0
@@ -66,17 +66,17 @@ def adds_up_whole(plan: Plan) -> bool:
 
 def memory(
     links: Sequence[ChainLink], plan: Plan, workload: Workload, stage: int, passes: int, boundary: int
-) -> Memory:  # fmt: skip
+) -> MemoryEstimate:  # fmt: skip
     """Predict the memory of a process that has ``links``, through ``passes`` micro-batches; ``boundary`` bytes cross each cut."""
-    own = sum(share.own for _, share, _ in links) * MASTER
+    own = sum(share.shard_numel for _, share, _ in links) * MASTER
     arrived = stages_with_input(plan, stage) * boundary
-    before = list(accumulate((cost.held for cost, _, _ in links), initial=arrived))
+    before = list(accumulate((cost.saved_activation_bytes for cost, _, _ in links), initial=arrived))
     others = round(max(0.0, max_in_flight(plan, stage, passes) / stages_per_rank(plan) - 1) * before[-1])
-    whole = sum(share.whole for _, share, _ in links) * MASTER if passes > 1 and adds_up_whole(plan) else 0
-    done = [0, *accumulate(share.own * MASTER for _, share, _ in reversed(links))][::-1]
+    whole = sum(share.full_numel for _, share, _ in links) * MASTER if passes > 1 and adds_up_whole(plan) else 0
+    done = [0, *accumulate(share.shard_numel * MASTER for _, share, _ in reversed(links))][::-1]
     stays = 0 if reshards(plan) and not plan.only_replicates else sum(share.gathered for _, share, _ in links)
-    fixed = {"parameters": own, "optimizer": own * (workload.moments + 2 * plan.apart)}
-    moments = [Memory(**fixed, gradients=own, gathered=whole)]
+    fixed = {"parameters": own, "optimizer": own * (workload.moments + 2 * plan.independent_replicas)}
+    moments = [MemoryEstimate(**fixed, gradients=own, gathered=whole)]
     fixed["in_flight"] = others
     for i in _turns(links):
         cost, share, last = links[i]
@@ -86,7 +86,7 @@ def memory(
         ready = several if passes > 1 else done[i + 1]
         reducing = links[i + 1][1].exchanged * MASTER if i + 1 < len(links) and not whole else 0
         now = {**fixed, "gathered": whole + (stays or _gathered(links, i, -1)) + reducing, "gradients": ready}
-        gradients = share.whole * share.size
+        gradients = share.full_numel * share.size
         moments.append(_moment(now, before[i], cost.backward_peak, last, gradients))
         if share.exchanged and not whole:
             now = {
@@ -107,11 +107,11 @@ def _turns(links: Sequence[ChainLink]) -> list[int]:
     ]  # fmt: skip
 
 
-def _moment(now: dict[str, int], before: int, peak: int, last: bool, gradients: int = 0) -> Memory:
+def _moment(now: dict[str, int], before: int, peak: int, last: bool, gradients: int = 0) -> MemoryEstimate:
     """Return ``peak`` bytes of one link, ``gradients`` of them gradients that are whole, on top of what earlier links hold."""
     now = {**now, "gathered": now["gathered"] + gradients}
     peak -= gradients
-    return Memory(**now, activations=before + (0 if last else peak), logits=peak if last else 0)
+    return MemoryEstimate(**now, activations=before + (0 if last else peak), logits=peak if last else 0)
 
 
 def _gathered(links: Sequence[ChainLink], i: int, ahead: int) -> int:

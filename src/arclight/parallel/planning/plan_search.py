@@ -89,7 +89,7 @@ def meshes(chain: Chain, limits: Limits, refused: list[tuple[Plan, str]]) -> Ite
     node = min(workload.device.node, gpus)
     tps = _choices(fixed, "tp", divisors(gpus, node))  # across nodes its exchanges would take most of the time
     cps = _choices(fixed, "cp", divisors(gpus, max(1, workload.sequence // TOKENS)))
-    stages = 1 if fixed.get("replicas") == "apart" else max(1, len(chain.kinds))
+    stages = 1 if fixed.get("replicas") == "independent" else max(1, len(chain.kinds))
     pps = _choices(fixed, "pp", divisors(gpus, stages))
     eps = _choices(fixed, "ep", divisors(chain.experts, gpus) if chain.experts else [1])
     for tp, cp in product(tps, cps):

@@ -19,7 +19,7 @@ from arclight.parallel.layers.context_parallel import kv_repeats
 from arclight.parallel.layers.expert_parallel import expert_layers
 from arclight.parallel.layers.tensor_parallel import declared_styles
 from arclight.parallel.model.parallelize import check
-from arclight.parallel.op_recorder import Collective, Dimension, Recorder, exchange, fused_attention
+from arclight.parallel.op_recorder import Collective, Dimension, OpRecorder, exchange, fused_attention
 from arclight.parallel.plan import Plan, PlanError
 
 
@@ -95,7 +95,7 @@ def swap(x: Tensor, dimension: Dimension) -> Tensor:
     return out
 
 
-def shard_shapes(model: nn.Module, cut: LayerSharding, recorder: Recorder, cpu: bool) -> None:
+def shard_shapes(model: nn.Module, cut: LayerSharding, recorder: OpRecorder, cpu: bool) -> None:
     """Make ``model`` (on the meta device) the share of one process of ``cut``, in place.
 
     ``recorder`` is told which part of all pairs of queries and keys attention's masks leave. Raises PlanError, as
@@ -199,7 +199,7 @@ def _dispatch(ep: int, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, 
 
 
 def _attend(
-    recorder: Recorder, cut: LayerSharding, cpu: bool, query: Tensor, key: Tensor, value: Tensor, mask: Any, attend: Any
+    recorder: OpRecorder, cut: LayerSharding, cpu: bool, query: Tensor, key: Tensor, value: Tensor, mask: Any, attend: Any
 ) -> Tensor:  # fmt: skip
     """Attention of the own queries to all keys, as `arclight.parallel.layers.context_parallel.ContextParallel` brings them together."""
     attending = partial(_masked, recorder, mask, cpu)
@@ -225,7 +225,9 @@ def _ulysses(query: Tensor, key: Tensor, value: Tensor, cp: int, attending: Call
     return swap(out.contiguous(), "cp").movedim(0, 1).flatten(1, 2)
 
 
-def _masked(recorder: Recorder, mask: Any, cpu: bool, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+def _masked(
+    recorder: OpRecorder, mask: Any, cpu: bool, query: Tensor, key: Tensor, value: Tensor, first: int
+) -> Tensor:
     """Attention of queries at ``first`` and after; keys that a window or chunk hides are taken to cost nothing."""
     queries, keys = query.shape[2], key.shape[2]
     window, chunk, causal = (getattr(mask, name, None) for name in ("window", "chunk", "causal"))

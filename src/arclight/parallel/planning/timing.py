@@ -126,11 +126,11 @@ class _LinkTime:
     def of(cls, link: ChainLink, plan: Plan, device: Hardware) -> _LinkTime:
         cost, share, _ = link
         size, stride = group(plan, "dp_shard")
-        copies, apart = group(plan, "dp_replicate")
+        copies, stride_between = group(plan, "dp_replicate")
         gather = exchange_seconds(device, size, stride, "all_gather", share.exchanged * share.size)
         scatter = exchange_seconds(device, size, stride, "reduce_scatter", share.exchanged * MASTER)
-        if not plan.apart:
-            scatter += exchange_seconds(device, copies, apart, "all_reduce", share.own * MASTER)
+        if not plan.independent_replicas:
+            scatter += exchange_seconds(device, copies, stride_between, "all_reduce", share.shard_numel * MASTER)
         scatter += messages_seconds(device, plan, (Message("all_reduce", "tp", n * share.size) for n in share.summed))
         forward = cost.forward.seconds + messages_seconds(device, plan, cost.forward.messages)
         backward = cost.backward.seconds + messages_seconds(device, plan, cost.backward.messages)
@@ -203,8 +203,10 @@ def _messages(links: Sequence[ChainLink], plan: Plan, passes: int, stage: int, b
             gathers = 1 if once and not reshards(plan) else 2 * passes if reshards(plan) and not last else passes
             yield Message("all_gather", "dp_shard", gathers * share.exchanged * share.size, gathers)
             yield Message("reduce_scatter", "dp_shard", reductions * share.exchanged * MASTER, reductions)
-        if plan.dp_replicate > 1 and not plan.apart:  # those exchange once in many steps, which is left out
-            yield Message("all_reduce", "dp_replicate", reductions * share.own * MASTER, reductions)
+        if (
+            plan.dp_replicate > 1 and not plan.independent_replicas
+        ):  # those exchange once in many steps, which is left out
+            yield Message("all_reduce", "dp_replicate", reductions * share.shard_numel * MASTER, reductions)
         for elements in share.summed:
             yield Message("all_reduce", "tp", reductions * elements * share.size, reductions)
     if plan.pp > 1:

@@ -15,8 +15,12 @@ from arclight.parallel.pipeline.schedule.step_trace import peak_bytes
 from arclight.parallel.pipeline.unit_costs import Link, ModelCosts, Tie, UnitCost
 
 
-def blocks(*seconds: float, held: int = 100, output: int = 10, parameters: int = 50, samples: int = 1) -> ModelCosts:
-    return ModelCosts(tuple(UnitCost(s, s, s, parameters, held, output) for s in seconds), samples=samples)
+def blocks(
+    *seconds: float, saved_activation_bytes: int = 100, output: int = 10, parameters: int = 50, samples: int = 1
+) -> ModelCosts:
+    return ModelCosts(
+        tuple(UnitCost(s, s, s, parameters, saved_activation_bytes, output) for s in seconds), samples=samples
+    )
 
 
 def reason(choice: Choice, words: str) -> str:
@@ -46,7 +50,7 @@ def test_no_plan_that_can_be_run_is_faster() -> None:
 
 
 def test_zero_bubble_is_chosen_where_memory_allows_and_thrift_where_not() -> None:
-    costs = blocks(*[1.0] * 16, held=1000, parameters=10)
+    costs = blocks(*[1.0] * 16, saved_activation_bytes=1000, parameters=10)
     free = choose(costs, 16, 4, stages=4)
     assert "ZB" in free.best[0].setting.schedule or free.best[0].setting.schedule == "InterleavedZeroBubble"
     assert free.best[0].bubble < 0.1
@@ -68,7 +72,7 @@ def test_slow_links_leave_one_stage_on_each_process() -> None:
 
 
 def test_recomputing_is_chosen_where_nothing_else_fits() -> None:
-    costs = blocks(*[1.0] * 8, held=1000, output=10, parameters=10)
+    costs = blocks(*[1.0] * 8, saved_activation_bytes=1000, output=10, parameters=10)
     loose = choose(costs, 8, 4, stages=4, schedules="1F1B")
     assert not loose.best[0].setting.recompute
     assert "slower" in reason(loose, "recomputing")
@@ -92,7 +96,7 @@ def test_what_is_predicted_is_what_simulation_says() -> None:
 
 def test_two_sizes_tell_what_a_micro_batch_costs_at_least() -> None:
     """Where half of the time of a sample alone is overhead, the smallest micro-batches are not the fastest."""
-    one, four = blocks(*[1.0] * 8), blocks(*[2.5] * 8, held=400, output=40, samples=4)
+    one, four = blocks(*[1.0] * 8), blocks(*[2.5] * 8, saved_activation_bytes=400, output=40, samples=4)
     proportional = choose(one, 32, 4, stages=4, schedules="1F1B").best[0]
     measured = choose((one, four), 32, 4, stages=4, schedules="1F1B").best[0]
     assert proportional.setting.micro_batches == 32
@@ -116,7 +120,7 @@ def test_what_cannot_be_run_is_left_out_with_its_reason() -> None:
 
 
 def test_a_cap_that_no_plan_meets_says_what_would() -> None:
-    costs = blocks(*[1.0] * 16, held=2**20, output=2**10, parameters=2**20)
+    costs = blocks(*[1.0] * 16, saved_activation_bytes=2**20, output=2**10, parameters=2**20)
     with pytest.raises(
         PlanError,
         match=r"within 4 MiB: the least that any needs is .* over 2 processes.*it would fit over 8 processes",
@@ -152,7 +156,7 @@ def test_numbers_of_micro_batches_are_divisors_and_rounds() -> None:
 
 def test_gpt2_is_planned_with_its_head_apart() -> None:
     """Over four processes the vocabulary of GPT-2 weighs more than five layers: the last stage has no layer but it."""
-    costs = ModelCosts(tuple(replace(unit, held=10, output=1) for unit in GPT2.units()))
+    costs = ModelCosts(tuple(replace(unit, saved_activation_bytes=10, output=1) for unit in GPT2.units()))
     best = choose(costs, 32, 4, stages=4, schedules="1F1B").best[0]
     assert best.cuts == (0, 5, 9, 13)
 
@@ -187,7 +191,7 @@ def test_the_reason_names_what_takes_most_of_the_time_lost() -> None:
 
 
 def test_more_processes_are_proposed_only_where_each_replica_has_the_samples_for_them() -> None:
-    costs = blocks(*[1.0] * 16, held=2**20, output=2**10, parameters=2**20)
+    costs = blocks(*[1.0] * 16, saved_activation_bytes=2**20, output=2**10, parameters=2**20)
     for batch, words in ((8, "take smaller micro-batches"), (64, "it would fit over 8 processes")):
         with pytest.raises(PlanError, match=words):
             choose(costs, batch, 4, stages=2, schedules="1F1B", memory="4MiB", states=1.0)

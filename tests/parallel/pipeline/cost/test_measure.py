@@ -115,11 +115,14 @@ def test_what_is_kept_for_backward_is_counted_by_hand(how: Any) -> None:
     outputs = [n * 16] * 5
     found = how(model, chain(model, outputs), (torch.ones(32, 8),))
     # What a call gives is held once, by it. A dropout keeps a mask besides: of bytes, where it is drawn on a CPU as numbers.
-    assert [unit.held for unit in found.units[:4]] == outputs[:4]
-    assert outputs[4] < found.units[4].held <= 2 * outputs[4]
+    assert [unit.saved_activation_bytes for unit in found.units[:4]] == outputs[:4]
+    assert outputs[4] < found.units[4].saved_activation_bytes <= 2 * outputs[4]
     assert [found.before(at) for at in (0, 1, 3, 5)] == [0, n * 16, n * 16, 0]
     stages = found.stages((0, 2))
-    assert [stage.held for stage in stages] == [2 * n * 16, sum(u.held for u in found.units[2:]) + n * 16]
+    assert [stage.saved_activation_bytes for stage in stages] == [
+        2 * n * 16,
+        sum(u.saved_activation_bytes for u in found.units[2:]) + n * 16,
+    ]
 
 
 class Glued(nn.Module):
@@ -186,9 +189,9 @@ def test_real_models_hold_what_is_predicted(name: str) -> None:
     graph = capture_call_graph(model, None, *example)
     predicted, measured = predict(model, graph, example), measure(model, graph, example, repetitions=1)
     for one, other, call in zip(predicted.units, measured.units, graph.calls, strict=True):
-        assert one.held == pytest.approx(other.held, rel=0.02), call.name
+        assert one.saved_activation_bytes == pytest.approx(other.saved_activation_bytes, rel=0.02), call.name
         assert (one.parameters, one.output) == (other.parameters, other.output)
-        assert (one.forward > 0) == bool(one.held)
+        assert (one.forward > 0) == bool(one.saved_activation_bytes)
         assert one.backward > 0 or not one.parameters
     assert predicted.ties == measured.ties
     assert bool(predicted.ties) == kind.shared

@@ -85,7 +85,7 @@ class Case:
                 inside = [unit for unit in tie.units if i <= unit < j]
                 parameters -= tie.parameters * max(0, len(inside) - 1)
             came = (self.crossing[i] if self.crossing is not None else self.units[i - 1].output) if i else 0
-            held = sum(unit.held for unit in self.units[i:j]) + came
+            held = sum(unit.saved_activation_bytes for unit in self.units[i:j]) + came
             found.append(parameters * memory_limit.states + held * flight)
         return found
 

@@ -37,8 +37,8 @@ BATCH = torch.zeros(4, 2)
 
 
 def share(module: Any) -> float:
-    line = SimpleNamespace(device=torch.device("cpu"))
-    engine: Any = SimpleNamespace(line=line, parts={}, parameters=[])
+    topology = SimpleNamespace(device=torch.device("cpu"))
+    engine: Any = SimpleNamespace(topology=topology, parts={}, parameters=[])
     return float(PipelineRunner(engine, 2)._share(StepWeights.of(module, BATCH)))
 
 

@@ -20,7 +20,7 @@ import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
 from arclight.parallel.pipeline.runtime.install import install
-from arclight.parallel.pipeline.runtime.recording import Recorder, Recording, _clock_offset, record, recorded_step
+from arclight.parallel.pipeline.runtime.recording import ActionRecorder, Recording, _clock_offset, record, recorded_step
 from arclight.parallel.pipeline.schedule.actions import Action
 from arclight.parallel.pipeline.schedule.simulation import simulate
 from arclight.parallel.pipeline.schedule.step_trace import Trace, bubble, busy, idle, peak_bytes
@@ -245,7 +245,7 @@ def test_on_a_gpu_times_are_those_of_its_own_clock_and_memory_is_the_allocators(
         patch.object(torch.cuda, "synchronize", waited.append),
         patch.object(torch.cuda, "memory_allocated", lambda device: allocated[0]),
     ):
-        recorder = Recorder(3, [], device, activations=True)
+        recorder = ActionRecorder(3, [], device, activations=True)
         for action, milliseconds, size in ((Action(1, "F", 0), 20, 700), (Action(1, "B", 0), 40, 0)):
             now[0] += 10
             with recorder.during(action):

@@ -115,14 +115,14 @@ def eight_processes() -> Any:
 
 
 def test_parameters_of_some_stages_need_no_group_of_their_own(eight_processes: None, monkeypatch: Any) -> None:
-    line = PipelineTopology(dist.new_group(list(range(4))), 4, SCHEDULES["1F1B"], torch.device("cpu"))
+    topology = PipelineTopology(dist.new_group(list(range(4))), 4, SCHEDULES["1F1B"], torch.device("cpu"))
 
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("a group is made, which the four other processes would have to enter")
 
     monkeypatch.setattr(dist, "new_group", refused)
     stage = nn.Linear(2, 2, bias=False)
-    shared = TiedParameters(line, {1: stage}, {"weight": (1, 3)})
+    shared = TiedParameters(topology, {1: stage}, {"weight": (1, 3)})
     gradients: dict[nn.Parameter, Any] = {stage.weight: torch.ones(2, 2)}
     shared.sum(gradients)
     assert gradients[stage.weight].shape == (2, 2)
@@ -130,7 +130,7 @@ def test_parameters_of_some_stages_need_no_group_of_their_own(eight_processes: N
 
 def _sums(rank: int) -> None:
     """Stages 0, 1 and 3 have a large parameter, 0 and 2 a small one, of which 2 has no gradient."""
-    line = PipelineTopology(dist.group.WORLD, PROCESSES, SCHEDULES["1F1B"], torch.device("cpu"))
+    topology = PipelineTopology(dist.group.WORLD, PROCESSES, SCHEDULES["1F1B"], torch.device("cpu"))
     users = {"large": (0, 1, 3), "small": (0, 2)}
     stage = nn.Module()
     for name, size in (("large", BUCKET // 8 + 3), ("small", 5)):
@@ -141,13 +141,13 @@ def _sums(rank: int) -> None:
         for name, p in stage.named_parameters()
         if (rank, name) != (2, "small")
     }
-    shared = TiedParameters(line, {rank: stage}, users)
+    shared = TiedParameters(topology, {rank: stage}, users)
     shared.sum(gradients)
     for name, total in (("large", 1 + 2 + 4), ("small", 1)):
         if rank in users[name]:
             gradient = gradients[stage.get_parameter(name)]
             assert torch.equal(gradient, torch.arange(gradient.numel(), dtype=torch.float64) * total), name
-    assert len(shared.elsewhere) == {0: 0, 1: 1, 2: 1, 3: 1}[rank]
+    assert len(shared.counted_by_others) == {0: 0, 1: 1, 2: 1, 3: 1}[rank]
 
 
 def test_gradients_of_parameters_of_some_stages_are_summed_over_these(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def tied(rank: int) -> None:
 def same_everywhere(runner: PipeRunner) -> None:
     """Copies of shared parameters have equal bits."""
     for name, users in runner.pipe.shared.items():
-        if len({runner.line.place(stage) for stage in users}) > 1:
+        if len({runner.topology.place(stage) for stage in users}) > 1:
             own = next(stage.get_parameter(name) for n, stage in runner.stages.items() if n in users)
             copies = [torch.empty_like(own) for _ in range(2)]
             dist.all_gather(copies, own.detach())

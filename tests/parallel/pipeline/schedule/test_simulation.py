@@ -26,7 +26,7 @@ NAMES = [*SCHEDULES, "Interleaved1F1B:3"]
 def drawn(order: Order, seed: int) -> list[UnitCost]:
     generator = random.Random(seed)
     return [
-        UnitCost(*(generator.uniform(0.2, 2) for _ in "FIW"), held=generator.randrange(1, 999), output=generator.randrange(9999))
+        UnitCost(*(generator.uniform(0.2, 2) for _ in "FIW"), saved_activation_bytes=generator.randrange(1, 999), output=generator.randrange(9999))
         for _ in range(shape_of(order)[0])
     ]  # fmt: skip
 
@@ -136,7 +136,7 @@ def test_what_must_hold_of_any_step(name: str) -> None:
 def test_memory_is_what_is_in_flight(name: str) -> None:
     order = order_of(name, 4, 8)
     own = shape_of(order)[0] // 4
-    costs = [UnitCost(1, 1, 1, held=1000)] * (4 * own)
+    costs = [UnitCost(1, 1, 1, saved_activation_bytes=1000)] * (4 * own)
     whole = simulate(order, costs)
     assert peak_bytes(whole) == [1000 * most for most in held_at_most(order)]
     half = simulate(order, costs, freed_by_inputs=0.5)
@@ -160,7 +160,11 @@ def test_the_table_of_idle_shares_and_peaks() -> None:
     for (name, p, m), (share, peak) in table.items():
         own = shape_of(order_of(name, p, m))[0] // p
         trace = simulate(
-            name, [UnitCost(1 / own, 1 / own, 1 / own, held=4000 // own)] * (p * own), p, m, freed_by_inputs=0.5
+            name,
+            [UnitCost(1 / own, 1 / own, 1 / own, saved_activation_bytes=4000 // own)] * (p * own),
+            p,
+            m,
+            freed_by_inputs=0.5,
         )
         assert (100 * bubble(trace), max(peak_bytes(trace)) / 4000) == pytest.approx((share, peak), abs=0.06)
     late = {"GPipe": 18.9, "1F1B": 22.5, "Interleaved1F1B": 12.3, "InterleavedZeroBubble": 6.9, "ZBVZeroBubble": 6.6}
@@ -172,7 +176,7 @@ def test_the_table_of_idle_shares_and_peaks() -> None:
 
 
 def test_micro_batches_of_several_sizes() -> None:
-    costs = [UnitCost(1, 1, 1, held=100, output=10)] * 2
+    costs = [UnitCost(1, 1, 1, saved_activation_bytes=100, output=10)] * 2
     shares = [1.0, 1.0, 0.5]
     trace = simulate("1F1B", costs, 2, 3, shares=shares, link=Link(0, 10))
     assert busy(trace) == pytest.approx([7.5, 7.5])
@@ -198,7 +202,7 @@ def test_after_the_last_action_gradients_are_reduced_and_the_optimizer_steps() -
 
 
 def test_nobody_waits_for_the_gradient_of_the_input() -> None:
-    costs = [UnitCost(1, 1, 1, held=100)] * 4
+    costs = [UnitCost(1, 1, 1, saved_activation_bytes=100)] * 4
     for name in ("1F1B", "GPipe"):
         assert simulate_as_run(name, costs, 4, 8) == simulate(name, costs, 4, 8)
     trace = simulate_as_run("ZB-H1", costs, 4, 8)
@@ -244,8 +248,8 @@ def test_bounded_schedules_hold_less_and_wait_no_more_than_one_forward_one_backw
     for p, m in itertools.product((4, 8), (8, 24)):
         if m < p:
             continue
-        usual = simulate("1F1B", [UnitCost(2, 2, 2, held=2000)] * p, p, m)
+        usual = simulate("1F1B", [UnitCost(2, 2, 2, saved_activation_bytes=2000)] * p, p, m)
         for name, most in (("V-Half", (p + 2) // 2), ("V-Min", (p + 4) // 3)):
-            trace = simulate(name, [UnitCost(1, 1, 1, held=1000)] * (2 * p), p, m)
+            trace = simulate(name, [UnitCost(1, 1, 1, saved_activation_bytes=1000)] * (2 * p), p, m)
             assert max(peak_bytes(trace)) <= 2000 * most < max(peak_bytes(usual))
             assert trace.seconds <= usual.seconds

@@ -28,7 +28,7 @@ class Chosen(al.Callback):
 
     def on_train_batch_end(self, trainer: al.Trainer, pl_module: Any, *_: Any) -> None:
         (steps,) = trainer.strategy._steps.values()
-        kind, options = steps.line.kind, steps.options
+        kind, options = steps.topology.kind, steps.options
         pl_module.log("stages_per_process", float(kind.stages_per_process))
         pl_module.log("micro_batches", float(options.micro_batches))
         pl_module.log("evaluation_micro_batches", float(options.evaluation_micro_batches))

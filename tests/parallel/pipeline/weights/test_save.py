@@ -183,9 +183,11 @@ def summed_loss(output: Any, targets: Tensor) -> tuple[Tensor, int]:
 def train(source: Path, target: Path) -> float:
     """One update of a model that no process has as a whole; two stages in each, of which both ends share a weight."""
     pipe = cut("gpt2", 4)
-    with pytest.raises(PlanError, match=r"is on the meta device: .* first, by pipe\.load\(folder, pipe\.own"):
+    with pytest.raises(
+        PlanError, match=r"is on the meta device: .* first, by pipe\.load\(folder, pipe\.local_stage_indices"
+    ):
         pipe.on(schedule="ZBVZeroBubble")
-    pipe.load(source, pipe.own("ZBVZeroBubble"))
+    pipe.load(source, pipe.local_stage_indices("ZBVZeroBubble"))
     runner = pipe.on(schedule="ZBVZeroBubble", micro_batches=2, loss=summed_loss)
     optimizer = torch.optim.SGD(runner.parameters(), 0.5)
     loss = float(runner.step(**EXAMPLE, targets=TOKENS).loss)

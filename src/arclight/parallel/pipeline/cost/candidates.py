@@ -162,7 +162,11 @@ class StageLayout:
         limit = float("inf") if self.forecast.limit is None else self.forecast.limit - self.moment
         seconds, held, parameters = (
             list(accumulate((of(unit) for unit in self.costs.units), initial=0.0))
-            for of in (lambda unit: unit.seconds, lambda unit: float(unit.held), lambda unit: float(unit.parameters))
+            for of in (
+                lambda unit: unit.seconds,
+                lambda unit: float(unit.saved_activation_bytes),
+                lambda unit: float(unit.parameters),
+            )
         )
         before = [self.costs.before(unit) for unit in range(count)]
         shares = [flight / len(own) for own, flight in zip(self.own, self.flights, strict=True)]

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from arclight.parallel.hardware import Hardware, hardware
-from arclight.parallel.op_recorder import FusedAttentionMode, Recorder, size_of
+from arclight.parallel.op_recorder import FusedAttentionMode, OpRecorder, size_of
 from arclight.parallel.pipeline.call_graph import (
     Call,
     CallGraph,
@@ -94,7 +94,7 @@ def _done(
     model: nn.Module, function: Callable[[nn.Module], Callable[..., Any]], graph: CallGraph, example: Any, figures: Hardware
 ) -> PassResult:  # fmt: skip
     """Return a pass over a copy of the model that has shapes alone."""
-    recorder, fake = Recorder(figures.seconds), FakeTensorMode(allow_non_fake_inputs=True)
+    recorder, fake = OpRecorder(figures.seconds), FakeTensorMode(allow_non_fake_inputs=True)
 
     def stand_in(tensor: Tensor) -> Tensor:
         with fake:

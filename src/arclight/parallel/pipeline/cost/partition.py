@@ -134,7 +134,7 @@ class _Table:
     extra: Array
     """e: seconds."""
     parameters: Array
-    held: Array
+    saved_activation_bytes: Array
     """Bytes for a micro-batch, its input included."""
 
     @classmethod
@@ -165,11 +165,11 @@ class _Table:
             if together and len(tie.units) == 2 and tie.units[-1] == count - 1:
                 apart &= begin > 0
             extra += np.where(apart, 2 * link.seconds(tie.parameters), 0.0)
-        held = ranges([float(unit.held) for unit in units]) + between[:, None]
+        held = ranges([float(unit.saved_activation_bytes) for unit in units]) + between[:, None]
         return cls(valid, waits, extra, parameters, held)
 
     def memory(self, states: float, flight: float) -> Array:
-        return np.where(self.valid, self.parameters * states + self.held * flight, np.inf)
+        return np.where(self.valid, self.parameters * states + self.saved_activation_bytes * flight, np.inf)
 
 
 class _Search:

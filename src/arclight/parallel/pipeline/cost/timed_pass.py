@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from arclight.parallel.op_recorder import Recorder
+from arclight.parallel.op_recorder import OpRecorder
 from arclight.parallel.pipeline.call_graph import Arguments, CallGraph, Value
 from arclight.parallel.plan import PlanError
 
@@ -54,7 +54,7 @@ class Clock:
 class Roofline:
     """Time that the operations would take which ``recorder`` has seen."""
 
-    recorder: Recorder
+    recorder: OpRecorder
 
     def begin(self) -> None:
         self.recorder.begin()

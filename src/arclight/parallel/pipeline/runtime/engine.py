@@ -77,22 +77,22 @@ class Engine:
     """
 
     def __init__(
-        self, parts: dict[int, StageProgram], line: PipelineTopology, statement: Callable[[], PipelineFingerprint] | None = None,
+        self, parts: dict[int, StageProgram], topology: PipelineTopology, statement: Callable[[], PipelineFingerprint] | None = None,
         shared: dict[str, tuple[int, ...]] | None = None, expected: tuple[str, ...] | None = None,
     ) -> None:  # fmt: skip
         """statement, shared, expected: see `consistency_check.verify_fingerprints`. Raises PlanError for stages that are in a DistributedDataParallel."""
-        self.parts, self.line = parts, line
+        self.parts, self.topology = parts, topology
         self._statement, self._shared, self._expected = statement, shared or {}, expected
         self._boundaries: LruCache[dict[int, Boundary]] = LruCache(SHAPES)
         self._schedules: LruCache[Schedule] = LruCache(SHAPES)
         self.parameters = list(dict.fromkeys(p for part in parts.values() for p in part.parameters()))
         """Parameters of this process's stages, each once."""
-        self._board = FailureStore(line.group, line.rank) if line.group is not None else None
+        self._board = FailureStore(topology.group, topology.rank) if topology.group is not None else None
         self._device: DeviceSteps | None = None
-        if self._board is not None and line.group is not None and line.device.type == "cuda":
-            record = functools.partial(torch.cuda.current_stream(line.device).record_event)
-            self._device = DeviceSteps(self._board, timeout_of(line.group, line.device), record)
-        self._verified = line.group is None
+        if self._board is not None and topology.group is not None and topology.device.type == "cuda":
+            record = functools.partial(torch.cuda.current_stream(topology.device).record_event)
+            self._device = DeviceSteps(self._board, timeout_of(topology.group, topology.device), record)
+        self._verified = topology.group is None
         self._warned = False
         self._failure: str | None = None
         for part in parts.values():
@@ -105,14 +105,14 @@ class Engine:
     @property
     def last(self) -> StageProgram | None:
         """The part of the last stage, where that is here."""
-        return self.parts.get(self.line.stages - 1)
+        return self.parts.get(self.topology.stages - 1)
 
     def run(self, micro_batches: list[Split], key: Hashable, backward: bool) -> None:
         """Run ``micro_batches`` through all stages; losses and outputs are left in :attr:`last`. key: what their shapes follow from."""
         if self._failure is not None:
             raise RuntimeError(f"this pipeline has failed before and cannot continue: {self._failure}")
         self.wait(DeviceSteps.AHEAD - 1)
-        device = self.line.device.type
+        device = self.topology.device.type
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         for part in self.parts.values():
             part.autocast = torch.autocast(device, dtype) if enabled else nullcontext()
@@ -131,11 +131,11 @@ class Engine:
 
     def totals(self) -> tuple[Tensor, Tensor]:
         """Sum losses and counts over the micro-batches of the last run: float64, on every process of the pipeline."""
-        both, last = torch.zeros(2, dtype=torch.float64, device=self.line.device), self.last
+        both, last = torch.zeros(2, dtype=torch.float64, device=self.topology.device), self.last
         if last is not None:
             both[0], both[1] = torch.stack(last.totals).sum(), torch.stack(last.counts).sum()
-        if self.line.group is not None:
-            dist.broadcast(both, self.line.owner(self.line.stages - 1), group=self.line.group)
+        if self.topology.group is not None:
+            dist.broadcast(both, self.topology.owner(self.topology.stages - 1), group=self.topology.group)
         return both[0], both[1]
 
     def wait(self, left: int = 0) -> None:
@@ -145,27 +145,27 @@ class Engine:
         try:
             self._device.wait(left)
         except BaseException as error:
-            raise self._fail(error, f"process {self.line.rank} failed on its device", True) from error.__cause__
+            raise self._fail(error, f"process {self.topology.rank} failed on its device", True) from error.__cause__
 
     def _fail(self, error: BaseException, where: str, waiting: bool) -> BaseException:
         found = failure_to_raise(self._board, error, where, waiting)
         self._failure = where
-        if self.line.group is not None:
-            abort_peers(self.line.group, self.line.device)
+        if self.topology.group is not None:
+            abort_peers(self.topology.group, self.topology.device)
         return found
 
     def _place(self, schedule: Schedule) -> tuple[str, bool]:
         """Describe what this process is at; then True where it waits for another."""
         action, computing = schedule.at()
         if action is None:
-            return f"process {self.line.rank} waited for what it had sent to be received", True
-        who = f"process {self.line.rank} (stage {action.stage})"
+            return f"process {self.topology.rank} waited for what it had sent to be received", True
+        who = f"process {self.topology.rank} (stage {action.stage})"
         if computing:
             return f"{who} failed in {action}", False
         source = action.stage - 1 if action.kind == "F" else action.stage + 1
-        if not 0 <= source < self.line.stages:
+        if not 0 <= source < self.topology.stages:
             return f"{who} waited before {action}", True
-        return f"{who} waited for {action} from stage {source} on process {self.line.place(source)}", True
+        return f"{who} waited for {action} from stage {source} on process {self.topology.place(source)}", True
 
     def _reshard(self) -> None:
         """After forwards that no backward follows: weights that FSDP gathered would stay, and be used after the next update."""
@@ -180,15 +180,15 @@ class Engine:
         return self._schedules.get((backward, key, trains), lambda: self._make(micro_batches, backward, trains))
 
     def _make(self, micro_batches: list[Split], backward: bool, trains: tuple[bool, ...]) -> Schedule:
-        line, count = self.line, len(micro_batches)
+        topology, count = self.topology, len(micro_batches)
         found = self._crossings(micro_batches, backward, trains)
-        kind = that_fits(line.kind, count, line.ranks, backward)
-        if backward and kind.name != line.kind.name and line.group is not None and not self._warned:
+        kind = that_fits(topology.kind, count, topology.ranks, backward)
+        if backward and kind.name != topology.kind.name and topology.group is not None and not self._warned:
             self._warned = True
             rank_zero_warn(f"a batch of {count} micro-batches does not fit the schedule: it runs by a simpler one")
         stages = [
             Stage(
-                part, number, line.stages, line.device, line.group,
+                part, number, topology.stages, topology.device, topology.group,
                 [crossing.get(number - 1, ()) for crossing in found], [crossing.get(number, ()) for crossing in found],
             )
             for number, part in self.parts.items()
@@ -200,7 +200,7 @@ class Engine:
     ) -> list[dict[int, Boundary]]:
         """Find what crosses the cuts, of each micro-batch."""
         stages = " and ".join(map(str, self.parts))
-        where = f"process {self.line.rank} (stage {stages}) failed in the first micro-batch of its shape"
+        where = f"process {self.topology.rank} (stage {stages}) failed in the first micro-batch of its shape"
         shapes = [(backward, trains, signature(*tree_flatten(micro_batch))) for micro_batch in micro_batches]
         try:
             self._agree(shapes)
@@ -215,9 +215,9 @@ class Engine:
 
     def _agree(self, shapes: list[Any]) -> None:
         """Check that all processes of the pipeline were given one batch and plan: they would wait for each other."""
-        if self._board is None or self.line.group is None:
+        if self._board is None or self.topology.group is None:
             return
-        timeout = timeout_of(self.line.group, self.line.device)
+        timeout = timeout_of(self.topology.group, self.topology.device)
         if not self._verified and self._statement is not None:
             own = self._statement()
             fingerprints = self._board.exchange([own.plan, own.parameters], timeout)
@@ -239,10 +239,10 @@ class Engine:
         One micro-batch runs through the real stages but the last, one after another; what they count and draw on the way is put
         back. Replicas beside this pipeline may have no new shape, and hear nothing of it.
         """
-        line, crossing, passed = self.line, dict[int, Boundary](), _Passed()
-        devices = [line.device] if line.device.type == "cuda" else []
+        topology, crossing, passed = self.topology, dict[int, Boundary](), _Passed()
+        devices = [topology.device] if topology.device.type == "cuda" else []
         with (
-            torch.random.fork_rng(devices=devices, device_type=line.device.type if devices else None),
+            torch.random.fork_rng(devices=devices, device_type=topology.device.type if devices else None),
             torch.set_grad_enabled(backward),
             _alone(self.parts.values()),
         ):
@@ -254,7 +254,7 @@ class Engine:
                     arrived = tuple(x.detach() for x in passed[number - 1][1])
                 for tensor, shape in zip(arrived, crossing.get(number - 1, ()), strict=True):
                     tensor.requires_grad_(shape.requires_grad)
-                if number == line.stages - 1:
+                if number == topology.stages - 1:
                     continue
                 before = {name: buffer.clone() for name, buffer in part.named_buffers()}
                 output = part(*arrived, micro_batch=micro_batch)
@@ -274,7 +274,7 @@ class Engine:
         """Mark in ``crossing`` the values for which no gradient comes back: the loss does not depend on them."""
         for number in sorted(passed, reverse=True):
             arrived, given = passed.pop(number)
-            if number < self.line.stages - 2:  # the last stage has not run: all that it is given may come back
+            if number < self.topology.stages - 2:  # the last stage has not run: all that it is given may come back
                 if number + 1 not in self.parts:
                     crossing[number] = _returning(crossing[number], self._receive_plain(number + 1))
                 given = tuple(x for x, shape in zip(given, crossing[number], strict=True) if shape.returns)
@@ -290,25 +290,25 @@ class Engine:
         """Send plain data to the process of a stage: its length, then its JSON."""
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         for tensor in (torch.tensor([len(data)]), data):
-            dist.send(tensor.to(self.line.device), self.line.owner(stage), group=self.line.group)
+            dist.send(tensor.to(self.topology.device), self.topology.owner(stage), group=self.topology.group)
 
     def _receive_plain(self, stage: int) -> Any:
-        length = torch.zeros(1, dtype=torch.int64, device=self.line.device)
-        dist.recv(length, self.line.owner(stage), group=self.line.group)
-        data = torch.zeros(int(length), dtype=torch.uint8, device=self.line.device)
-        dist.recv(data, self.line.owner(stage), group=self.line.group)
+        length = torch.zeros(1, dtype=torch.int64, device=self.topology.device)
+        dist.recv(length, self.topology.owner(stage), group=self.topology.group)
+        data = torch.zeros(int(length), dtype=torch.uint8, device=self.topology.device)
+        dist.recv(data, self.topology.owner(stage), group=self.topology.group)
         return json.loads(bytes(data.tolist()))
 
     def _send(self, stage: int, boundary: Boundary, tensors: tuple[Tensor, ...]) -> None:
         self._send_plain(stage, [shape.plain() for shape in boundary])
         for tensor in tensors:
-            dist.send(tensor.detach(), self.line.owner(stage), group=self.line.group)
+            dist.send(tensor.detach(), self.topology.owner(stage), group=self.topology.group)
 
     def _receive(self, stage: int) -> tuple[Boundary, tuple[Tensor, ...]]:
         boundary = tuple(map(TensorSpec.of_plain, self._receive_plain(stage)))
-        tensors = tuple(shape.empty(self.line.device) for shape in boundary)
+        tensors = tuple(shape.empty(self.topology.device) for shape in boundary)
         for tensor in tensors:
-            dist.recv(tensor, self.line.owner(stage), group=self.line.group)
+            dist.recv(tensor, self.topology.owner(stage), group=self.topology.group)
         return boundary, tensors
 
 

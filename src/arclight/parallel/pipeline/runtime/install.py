@@ -54,30 +54,30 @@ def install(module: Any, mesh: Mesh, shard: ShardStage, device: torch.device) ->
             "as the whole does: give its modules an `initial`, or build it in memory"
         )
     kind, group = schedule_kind(plan.schedule), mesh.group("pp")
-    line = PipelineTopology(group, plan.pp * kind.stages_per_process, kind, device)
-    cuts = assign_layers(module.model, line.stages)
-    own = stages_of(mesh.rank("pp"), plan.pp, line.stages, kind.v_shaped)
+    topology = PipelineTopology(group, plan.pp * kind.stages_per_process, kind, device)
+    cuts = assign_layers(module.model, topology.stages)
+    own = stages_of(mesh.rank("pp"), plan.pp, topology.stages, kind.v_shaped)
     before = set(module.model.state_dict())
     prune(module.model, [cuts[number] for number in own])
     _leave_alone(module.model, before - set(module.model.state_dict()))
     parts: dict[int, StageProgram] = {}
     for number in own:
         model = module.model if len(own) == 1 else pruned_view(module.model, cuts[number])
-        parts[number] = StageProgram(model, module.loss if number == line.stages - 1 else None, first=number == 0)
+        parts[number] = StageProgram(model, module.loss if number == topology.stages - 1 else None, first=number == 0)
         shard(model, parts[number])
     data = mesh.loss_group if plan.data_parallel * plan.cp > 1 else None
     runner = PipelineRunner(
-        Engine(parts, line), plan.pieces, cp=mesh.grid["cp"] if plan.cp > 1 else None, data=data, in_step=exchanges_within_step(plan),
+        Engine(parts, topology), plan.pieces, cp=mesh.grid["cp"] if plan.cp > 1 else None, data=data, in_step=exchanges_within_step(plan),
     )  # fmt: skip
     module.runner = runner
     return runner
 
 
-def _leave_alone(model: nn.Module, elsewhere: set[str]) -> None:
+def _leave_alone(model: nn.Module, of_others: set[str]) -> None:
     """Make loading a state into ``model`` skip what other stages have."""
 
     def drop(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name in elsewhere:
+        for name in of_others:
             state.pop(prefix + name, None)
 
     model.register_load_state_dict_pre_hook(drop)

@@ -84,23 +84,23 @@ class PipeRunner:
         if options.micro_batches < 1:
             raise PlanError(f"micro_batches is {options.micro_batches}: a batch is at least one")
         self.reduction = LossReduction(options.loss, options.reduction, options.weight)
-        self.line = topology_of(pipe, options.schedule, group, device)
-        self.stages: dict[int, nn.Module] = {number: pipe.stages[number] for number in self.line.own}
+        self.topology = topology_of(pipe, options.schedule, group, device)
+        self.stages: dict[int, nn.Module] = {number: pipe.stages[number] for number in self.topology.own}
         _refuse_empty(self.stages)
         last = len(pipe.stages) - 1
         parts = {
             n: StageProgram(stage, self.reduction if n == last else None, sliced=True)
             for n, stage in self.stages.items()
         }
-        self.engine = Engine(parts, self.line, self._statement, pipe.shared, _names(pipe))
-        self.shared = TiedParameters(self.line, self.stages, pipe.shared)
+        self.engine = Engine(parts, self.topology, self._statement, pipe.shared, _names(pipe))
+        self.shared = TiedParameters(self.topology, self.stages, pipe.shared)
         self._chunks, self._warned = BatchSplitter(options.chunks), False
 
     def _statement(self) -> PipelineFingerprint:
         options = self.options
         plan = {
             "the number of stages": len(self.pipe.stages), "the calls at which stages begin": list(self.pipe.cuts),
-            "the model's graph": digest(self.pipe.graph), "the schedule": self.line.kind.name,
+            "the model's graph": digest(self.pipe.graph), "the schedule": self.topology.kind.name,
             "the number of micro-batches": options.micro_batches, "the reduction of losses": options.reduction,
             "chunks": digest(sorted(map(repr, (options.chunks or {}).items()))),
         }  # fmt: skip
@@ -124,17 +124,17 @@ class PipeRunner:
             part.loss_scale = 1.0 / known if known else 1.0
             part.loss = self.reduction if part.loss is not None else None
         self._keep(outputs)
-        held = StepGradients([p for p in self.engine.parameters if p.requires_grad])
+        step_gradients = StepGradients([p for p in self.engine.parameters if p.requires_grad])
         try:
             self.engine.run(micro_batches, key, backward=True)
         finally:
-            held.taken()
+            step_gradients.detach()
         total, count = self.engine.totals()
         divisor = known if known is not None else self._over_data(float(count))
-        self.shared.sum(held.new)
+        self.shared.sum(step_gradients.new)
         if self.data is not None:
-            sum_gradients_over(self.data, held.parameters, held.new)
-        held.put(1.0 if known is not None or divisor == 0 else 1.0 / divisor)
+            sum_gradients_over(self.data, step_gradients.parameters, step_gradients.new)
+        step_gradients.restore(1.0 if known is not None or divisor == 0 else 1.0 / divisor)
         return self._result(total, count, outputs, micro_batches)
 
     @torch.no_grad()
@@ -191,7 +191,7 @@ class PipeRunner:
         if self.data is None or self.reduction.kind == "sum":
             return divisor
         self.engine.wait()
-        number = torch.tensor(divisor, dtype=torch.float64, device=self.line.device)
+        number = torch.tensor(divisor, dtype=torch.float64, device=self.topology.device)
         dist.all_reduce(number, group=self.data)
         return float(number)
 
@@ -207,13 +207,13 @@ class PipeRunner:
                 [detached(output) for output in last.outputs], self.options.outputs, list(map(_samples, micro_batches))
             )
             last.outputs = None
-        if outputs == "everywhere" and self.line.group is not None:
+        if outputs == "everywhere" and self.topology.group is not None:
             found = self._to_all(found)
         return Result(loss, count, found)
 
     def _to_all(self, tree: Any) -> Any:
         """Broadcast a tree from the last stage's process to every process."""
-        source, group, device = self.line.owner(self.line.stages - 1), self.line.group, self.line.device
+        source, group, device = self.topology.owner(self.topology.stages - 1), self.topology.group, self.topology.device
         own = [x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)] if self.engine.last is not None else []
         box = [tree_map_only(Tensor, lambda x: x.detach().to("meta"), tree)]
         dist.broadcast_object_list(box, source, group=group, device=device)
@@ -230,20 +230,24 @@ class PipeRunner:
     @torch.no_grad()
     def total_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm over the gradients of all stages; of a parameter that several have, once. Every process calls this."""
-        own = [local_tensor(p.grad) for p in self.parameters() if p.grad is not None and p not in self.shared.elsewhere]
+        own = [
+            local_tensor(p.grad)
+            for p in self.parameters()
+            if p.grad is not None and p not in self.shared.counted_by_others
+        ]
         norm = (
-            nn.utils.get_total_norm(own, norm_type).to(self.line.device)
+            nn.utils.get_total_norm(own, norm_type).to(self.topology.device)
             if own
-            else torch.zeros((), device=self.line.device)
+            else torch.zeros((), device=self.topology.device)
         )
-        if self.line.group is None:
+        if self.topology.group is None:
             return norm
         if math.isinf(norm_type):
             largest = norm.double()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.line.group)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.topology.group)
             return largest.to(norm.dtype)
         power = norm.double() ** norm_type
-        dist.all_reduce(power, group=self.line.group)
+        dist.all_reduce(power, group=self.topology.group)
         return (power ** (1 / norm_type)).to(norm.dtype)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -260,10 +264,10 @@ class PipeRunner:
         """
         found: dict[str, Tensor] = {}
         for stage in self.stages.values():
-            elsewhere = {
-                name for name, p in stage.named_parameters(remove_duplicate=False) if p in self.shared.elsewhere
+            of_others = {
+                name for name, p in stage.named_parameters(remove_duplicate=False) if p in self.shared.counted_by_others
             }
-            found |= {name: value for name, value in stage.state_dict().items() if name not in elsewhere}
+            found |= {name: value for name, value in stage.state_dict().items() if name not in of_others}
         return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -316,7 +320,7 @@ def _refuse_empty(stages: Mapping[int, nn.Module]) -> None:
         if empty is not None:
             raise PlanError(
                 f"{empty} of stage {number} is on the meta device: give this process's stages their weights first, by "
-                "pipe.load(folder, pipe.own(schedule)) or pipe.initialize(pipe.own(schedule))"
+                "pipe.load(folder, pipe.local_stage_indices(schedule)) or pipe.initialize(pipe.local_stage_indices(schedule))"
             )
 
 

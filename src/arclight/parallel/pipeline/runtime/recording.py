@@ -123,7 +123,7 @@ def record(skip: int = 0, steps: int | None = None, *, activations: bool = False
 
 
 def stage_costs(trace: Trace) -> list[UnitCost]:
-    """Average each stage's times and held bytes; a backward in one counts as that of inputs."""
+    """Average each stage's times and saved activation bytes; a backward in one counts as that of inputs."""
     found: dict[tuple[int, str], list[float]] = {}
     for lane in by_process(trace):
         live = 0
@@ -131,7 +131,7 @@ def stage_costs(trace: Trace) -> list[UnitCost]:
             stage, kind = span.action.stage, span.action.kind
             found.setdefault((stage, kind), []).append(span.end - span.start)
             if kind == "F":
-                found.setdefault((stage, "held"), []).append(span.live - live)
+                found.setdefault((stage, "saved_activation_bytes"), []).append(span.live - live)
             live = span.live
 
     def mean(stage: int, what: str) -> float:
@@ -143,7 +143,7 @@ def stage_costs(trace: Trace) -> list[UnitCost]:
             mean(stage, "F"),
             mean(stage, "I" if stage in split else "B"),
             mean(stage, "W"),
-            held=round(mean(stage, "held")),
+            saved_activation_bytes=round(mean(stage, "saved_activation_bytes")),
         )
         for stage in range(trace.stages)
     ]
@@ -159,7 +159,7 @@ def recorded_step(
         yield
         return
     modules = [stage.submod for stage in stages]
-    recorder = Recorder(stages[0].group_rank, modules, device, run.activations)
+    recorder = ActionRecorder(stages[0].group_rank, modules, device, run.activations)
     for stage in stages:
         stage.recorder = recorder
     try:
@@ -173,7 +173,7 @@ def recorded_step(
     run._group, run._device = group, device
 
 
-class Recorder:
+class ActionRecorder:
     """Record what one process does in one step, by the device's clock where it has one."""
 
     def __init__(self, rank: int, modules: Iterable[nn.Module], device: torch.device, activations: bool) -> None:

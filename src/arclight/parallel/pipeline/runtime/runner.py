@@ -56,7 +56,7 @@ class PipelineRunner:
         """in_step: whether processes of ``data`` exchange something within each micro-batch, so that all need as many."""
         self.in_step = in_step
         self.mismatch = ScaleMismatch()
-        self.engine, self.line, self.parts = engine, engine.line, engine.parts
+        self.engine, self.topology, self.parts = engine, engine.topology, engine.parts
         self.micro_batches, self.cp, self.data, self.shared = micro_batches, cp, data, shared
 
     def __call__(self, module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
@@ -79,20 +79,20 @@ class PipelineRunner:
             part.loss_scale = share
         if weights.scale_losses is not None:
             weights.scale_losses(share)
-        held = StepGradients([p for p in self.engine.parameters if p.requires_grad])
+        step_gradients = StepGradients([p for p in self.engine.parameters if p.requires_grad])
         self.engine.run(micro_batches, key, backward=True)
-        gradients = held.taken()
+        gradients = step_gradients.detach()
         if self.shared is not None:
             self.shared.sum(gradients.new)
         total, count = self._totals()
         factor = (self.cp.size() if self.cp is not None else 1) / share
-        start = torch.zeros((), device=self.line.device, requires_grad=True)
+        start = torch.zeros((), device=self.topology.device, requires_grad=True)
         return _ComputedLoss.apply(start, total, gradients, factor, self.data, self.mismatch), count
 
     def _check_number(self, micro_batches: int) -> None:
         """Raise DisagreementError, on all processes alike, where some of ``data`` have another number of micro-batches."""
         self.engine.wait()  # to read the numbers would do so too, and name nobody
-        both = torch.tensor([micro_batches, -micro_batches], device=self.line.device)
+        both = torch.tensor([micro_batches, -micro_batches], device=self.topology.device)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.data)
         most, least = both.tolist()
         if most != -least:
@@ -105,9 +105,9 @@ class PipelineRunner:
         """1 / the mean over processes of what their batches count, if the module says that: gradients then have their final size from the
         start, which is kind to half types. Alike on all processes that have the same layers.
         """
-        weight = torch.ones((), dtype=torch.float64, device=self.line.device)
+        weight = torch.ones((), dtype=torch.float64, device=self.topology.device)
         if weights.count is not None:
-            weight = torch.as_tensor(weights.count(), device=self.line.device).double()
+            weight = torch.as_tensor(weights.count(), device=self.topology.device).double()
         if self.data is not None:
             dist.all_reduce(weight, group=self.data)
             weight /= dist.get_world_size(self.data)
@@ -122,7 +122,7 @@ class PipelineRunner:
 
 
 class StepGradients:
-    """The gradients of one step, apart from those that parameters have from steps before."""
+    """Separate the gradients of one step from those that parameters have from steps before."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -131,16 +131,16 @@ class StepGradients:
             parameter.grad = None
         self.new: dict[nn.Parameter, Tensor | None] = {}
 
-    def taken(self) -> StepGradients:
-        """Take the step's gradients off the parameters, which have those from before again."""
+    def detach(self) -> StepGradients:
+        """Detach the step's gradients from the parameters, which have those from before again."""
         self.new = {parameter: parameter.grad for parameter in self.parameters}
         for parameter, gradient in zip(self.parameters, self.before, strict=True):
             parameter.grad = gradient
         self.before = []
         return self
 
-    def put(self, scale: Tensor | float) -> None:
-        """Add them to the parameters', multiplied by ``scale``."""
+    def restore(self, scale: Tensor | float) -> None:
+        """Restore them: add them, multiplied by ``scale``, to what the parameters have."""
         pairs = [(parameter, new) for parameter, new in self.new.items() if new is not None]
         self.new = {}
         if not pairs:
@@ -208,5 +208,5 @@ class _ComputedLoss(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[None, ...]:
         if ctx.data is not None:  # FSDP has averaged over processes already: that is right if all of them scale alike
             scale = ctx.mismatch.checked(scale, ctx.data)
-        ctx.gradients.put(scale * ctx.factor)
+        ctx.gradients.restore(scale * ctx.factor)
         return None, None, None, None, None, None

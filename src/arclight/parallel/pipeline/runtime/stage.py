@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from arclight.parallel.pipeline.runtime.boundary import Boundary, check_given, check_returned
-from arclight.parallel.pipeline.runtime.recording import Recorder
+from arclight.parallel.pipeline.runtime.recording import ActionRecorder
 from arclight.parallel.pipeline.runtime.split_backward import backward_of_inputs
 from arclight.parallel.pipeline.runtime.torch_pipelining import Progress, StageBase
 from arclight.parallel.pipeline.schedule.actions import Action, Kind
@@ -65,7 +65,7 @@ class Stage(StageBase):
         self.has_backward = False
         self.before, self.after = before, after
         self.progress = Progress()
-        self.recorder: Recorder | None = None
+        self.recorder: ActionRecorder | None = None
         self.passes_locally = False
         """Whether the next stage is this process's too and is given the output by torch's schedule."""
         self.fwd_cache: dict[int, Any] = {}

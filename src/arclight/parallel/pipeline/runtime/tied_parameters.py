@@ -26,27 +26,27 @@ class TiedParameters:
     """
 
     def __init__(
-        self, line: PipelineTopology, stages: Mapping[int, nn.Module], users: Mapping[str, tuple[int, ...]]
+        self, topology: PipelineTopology, stages: Mapping[int, nn.Module], users: Mapping[str, tuple[int, ...]]
     ) -> None:
         """users: numbers of the stages that have a parameter, by the first of its names. All processes of the pipeline call this."""
-        self.elsewhere: set[nn.Parameter] = set()
-        """Parameters of this process that are counted at an earlier stage."""
-        self._line = line
+        self.counted_by_others: set[nn.Parameter] = set()
+        """Parameters of this process that an earlier stage counts in norms and saves in states."""
+        self._topology = topology
         self._sums: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
         self._copies: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
         groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name in sorted(users):
-            places = tuple(sorted({line.place(stage) for stage in users[name]}))
-            if line.rank not in places:
+            places = tuple(sorted({topology.place(stage) for stage in users[name]}))
+            if topology.rank not in places:
                 continue
             first, *copies = dict.fromkeys(stages[n].get_parameter(name) for n in users[name] if n in stages)
             if copies:  # stages that were loaded one by one
                 self._copies.append((first, copies))
-                self.elsewhere.update(copies)
+                self.counted_by_others.update(copies)
             if len(places) > 1:
                 groups.setdefault(places, []).append(first)
-            if line.place(min(users[name])) != line.rank:
-                self.elsewhere.add(first)
+            if topology.place(min(users[name])) != topology.rank:
+                self.counted_by_others.add(first)
         self._sums = sorted(groups.items(), key=lambda one: one[0])
 
     def sum(self, gradients: GradientMap) -> None:
@@ -55,9 +55,9 @@ class TiedParameters:
             found = [gradient for one in (first, *copies) if (gradient := gradients.get(one)) is not None]
             gradients[first] = torch.stack(found).sum(0) if len(found) > 1 else found[0] if found else None
         for places, members in self._sums:
-            some = places if len(places) < self._line.ranks else None
+            some = places if len(places) < self._topology.ranks else None
             sum_gradients_over(
-                self._line.group, [parameter for parameter in members if parameter.requires_grad], gradients, some
+                self._topology.group, [parameter for parameter in members if parameter.requires_grad], gradients, some
             )
         for first, copies in self._copies:
             total = gradients[first]

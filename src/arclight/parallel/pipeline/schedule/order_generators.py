@@ -217,31 +217,31 @@ def v_min(ranks: int, micro_batches: int, stages_per_process: int = 2) -> Order:
 
 
 @lru_cache(maxsize=64)
-def _block(ranks: int, apart: tuple[int, int, int, int]) -> _Block:
-    """Return the block that is held least: ``apart`` units between neighbours, forth and back in forward, then in backward.
+def _block(ranks: int, distances: tuple[int, int, int, int]) -> _Block:
+    """Return the block that is held least: ``distances`` units between neighbours, forth and back in forward, then in backward.
 
     What is free are the waits at the three turns; nothing may fall on the same unit of the period on a process.
     """
     found: list[_Block] = []
     for turns in itertools.product(range(1, PERIOD + 2), repeat=3):
-        times = [_passes(rank, ranks, apart, turns) for rank in range(ranks)]
+        times = [_passes(rank, ranks, distances, turns) for rank in range(ranks)]
         if all(len({time % PERIOD for time in one.values()}) == len(one) for one in times):
             found.append(_with_weights(times))
     return min(found, key=lambda block: (block.held, block.length))
 
 
 def _passes(
-    rank: int, ranks: int, apart: tuple[int, int, int, int], turns: tuple[int, ...]
+    rank: int, ranks: int, distances: tuple[int, int, int, int], turns: tuple[int, ...]
 ) -> dict[tuple[Kind, int], int]:
     last, rest = ranks - 1, ranks - 1 - rank
-    there = last * apart[0] + turns[0]
-    back = there + last * apart[1] + turns[1]
-    end = back + last * apart[2] + turns[2]
+    there = last * distances[0] + turns[0]
+    back = there + last * distances[1] + turns[1]
+    end = back + last * distances[2] + turns[2]
     return {
-        ("F", 0): rank * apart[0],
-        ("F", 1): there + rest * apart[1],
-        ("I", 1): back + rank * apart[2],
-        ("I", 0): end + rest * apart[3],
+        ("F", 0): rank * distances[0],
+        ("F", 1): there + rest * distances[1],
+        ("I", 1): back + rank * distances[2],
+        ("I", 0): end + rest * distances[3],
     }
 
 

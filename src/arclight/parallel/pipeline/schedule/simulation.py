@@ -227,7 +227,7 @@ def _with_memory(run: _Run, costs: Sequence[UnitCost], freed: Sequence[float]) -
     live = [0] * len(run.order)
     spans = []
     for rank, action, start, end in sorted(run.times, key=lambda one: (one[2], one[3])):
-        held = round(costs[action.stage].held * run.shares[action.micro_batch])
+        held = round(costs[action.stage].saved_activation_bytes * run.shares[action.micro_batch])
         by_inputs = round(held * freed[action.stage])
         live[rank] += {"F": held, "B": -held, "I": -by_inputs, "W": by_inputs - held}[action.kind]
         spans.append(Span(rank, action, start, end, live[rank]))

@@ -19,10 +19,10 @@ from arclight.parallel.pipeline.splitting.output_specs import OutputSpecs, write
 from arclight.parallel.pipeline.splitting.placeholder_tensor import (
     DataDependentError,
     Draw,
-    Memory,
     Origin,
     PlaceholderTensor,
     Source,
+    StorageState,
     dispatch_placeholders,
     draws,
     make_placeholder,
@@ -70,17 +70,17 @@ def capture_call_graph(
     closed, opened = set[str](), set[str]()
     while True:
         units = choose_parts(root, at, closed, opened)
-        seen = _Observer(root, units)
+        recorder = _CallRecorder(root, units)
         try:
-            graph = seen.run(function, args, kwargs)
-            bypassed = seen.bypassed(graph) - opened - closed
+            graph = recorder.run(function, args, kwargs)
+            bypassed = recorder.bypassed(graph) - opened - closed
             if not bypassed:
                 return graph
             opened |= bypassed
         except DataDependentError as error:
-            path = seen.innermost(error)
-            if not path and open_end and seen.all_used():
-                return seen.so_far()
+            path = recorder.innermost(error)
+            if not path and open_end and recorder.all_used():
+                return recorder.so_far()
             if not path or any(name.startswith(path + ".") for name in at):
                 raise
             closed.add(path)
@@ -164,8 +164,8 @@ class _DrawMode(TorchDispatchMode):
         return dispatch_placeholders(func, args, kwargs)
 
 
-class _Observer:
-    """Takes the calls of parts in the run that is observed."""
+class _CallRecorder:
+    """Record the calls of parts while the function runs once."""
 
     def __init__(self, root: nn.Module, units: set[str]) -> None:
         self.root, self.units = root, units
@@ -174,12 +174,12 @@ class _Observer:
         self.loose: list[tuple[str, Tensor]] = []
         self.calls: list[Call] = []
         self.rewritten: set[Value] = set()
-        self.memories: dict[int, tuple[Memory, int]] = {}
+        self.memories: dict[int, tuple[StorageState, int]] = {}
         self.paths: dict[nn.Module, str] = {}
-        self.templates = OutputSpecs(root, units)
+        self.output_specs = OutputSpecs(root, units)
         self.home: torch.device | None = None
-        self.chance = global_rng.global_rng_state()
-        self.watching = _DrawMode()
+        self.rng_state = global_rng.global_rng_state()
+        self.draw_mode = _DrawMode()
         self.first_read: dict[str, int] = {}
         self.counted: dict[str, int] = {}
         self.writes: dict[str, list[int]] = {}
@@ -188,14 +188,14 @@ class _Observer:
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallGraph:
         real = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and not x.is_meta]
         self.home = real[0].device if real else None
-        self.templates.home = self.home
+        self.output_specs.home = self.home
         tree = copy_tree(self.root, self._visit, self._without_data)
         for module in tree.modules():
             if not isinstance(module, ModuleProxy):
                 module.training = True
         args, kwargs = tree_map_only(Tensor, self._example, (args, kwargs))
         given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        with torch.no_grad(), self.watching:
+        with torch.no_grad(), self.draw_mode:
             result = bind_function(function, self.root)(tree)(*args, **kwargs)
         self._note_writes()
         self._warn_of_state()
@@ -281,7 +281,7 @@ class _Observer:
         part = copy_tree(module, lambda *_: None, lambda inner, new: self._without_data(_join(path, inner), new))
         for inner in part.modules():
             inner.training = True
-        self.templates.listen(path, part)
+        self.output_specs.listen(path, part)
         return make_proxy(path, part, self, module)
 
     def real(self, _: ModuleProxy) -> None:
@@ -335,7 +335,7 @@ class _Observer:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def call(self, proxy: ModuleProxy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if global_rng.global_rng_state() != self.chance:
+        if global_rng.global_rng_state() != self.rng_state:
             raise DataDependentError(global_rng.GLOBAL_RNG_ADVICE)
         self._note_writes()
         path, number = proxy.proxy_path, len(self.calls)
@@ -343,44 +343,44 @@ class _Observer:
         given = [leaf for leaf in leaves_in if isinstance(leaf, PlaceholderTensor)]
         reads, parameters, numbers = _sorted_out([*given, *placeholders_in(leaves_in, _DEEP)])
         inside = [self.names[_join(path, n)] for n, _ in proxy.named_parameters(remove_duplicate=False)]
-        template = self.templates.find(path, True, args, kwargs)
-        self.chance = global_rng.global_rng_state()  # a part may draw what it likes
-        if template.writes_data:
+        spec = self.output_specs.find(path, True, args, kwargs)
+        self.rng_state = global_rng.global_rng_state()  # a part may draw what it likes
+        if spec.writes_data:
             raise DataDependentError(
                 f"{path} changes in place a tensor that is computed between the parts of the model (or an argument), and that later stages "
                 "may need unchanged: use the module without inplace"
             )
         modifies: set[Value] = set()
-        for argument in template.changed:
+        for argument in spec.changed:
             changed = given[argument].origin.memory
             if len(changed.values) > 1:
                 raise _shared_memory(path)
             modifies.update(changed.values)
         leaves: list[Any] = []
-        memories: dict[int, Memory] = {}
-        for index, leaf in enumerate(template.leaves):
+        memories: dict[int, StorageState] = {}
+        for index, leaf in enumerate(spec.leaves):
             if isinstance(leaf, PlaceholderTensor):
-                value, place = Value(number, index), template.memories[index]
-                memory = given[place].origin.memory if place >= 0 else memories.setdefault(place, Memory())
+                value, place = Value(number, index), spec.memories[index]
+                memory = given[place].origin.memory if place >= 0 else memories.setdefault(place, StorageState())
                 memory.values.append(value)
                 self.memories.setdefault(id(memory), (memory, memory.writes))
                 leaf = make_placeholder(leaf.payload, leaf.device, path, Origin(frozenset({value}), memory))
             leaves.append(leaf)
         sizes = tuple(x.numel() * x.element_size() if isinstance(x, Tensor) else 0 for x in leaves)
         weights = tuple(dict.fromkeys([*inside, *parameters]))
-        written = tuple(self.buffers[_join(path, name)] for name in template.buffers)
+        written = tuple(self.buffers[_join(path, name)] for name in spec.buffers)
         self.calls.append(Call(path, weights, reads, sizes, numbers, frozenset(modifies), written))
-        return tree_unflatten(leaves, template.structure)
+        return tree_unflatten(leaves, spec.structure)
 
     def _note_writes(self) -> None:
         """Note what code between parts has changed in place since the last call."""
         for name, buffer in self.loose:
-            if id(buffer) in self.watching.read:
+            if id(buffer) in self.draw_mode.read:
                 self.first_read.setdefault(name, len(self.calls))
             if writes_of(buffer) != self.counted.get(name, 0):
                 self.counted[name] = writes_of(buffer)
                 self.writes.setdefault(name, []).append(len(self.calls))
-        self.watching.read.clear()
+        self.draw_mode.read.clear()
         for key, (memory, before) in self.memories.items():
             if memory.writes != before:
                 if len(memory.values) > 1:

@@ -86,7 +86,7 @@ def is_prunable(model: nn.Module) -> bool:
 
 
 def refuse_tied(model: nn.Module) -> None:
-    """Raise PlanError for a parameter that more than one child of the model (or layer) uses: stages would train it apart."""
+    """Raise PlanError for a parameter that more than one child of the model (or layer) uses: stages would train copies of it."""
     users: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         users.setdefault(parameter, []).append(name)
@@ -94,7 +94,7 @@ def refuse_tied(model: nn.Module) -> None:
         units = {tuple(name.split(".")[: 2 if name.startswith(f"{LAYERS}.") else 1]) for name in names}
         if len(units) > 1:
             raise PlanError(
-                f"{names[0]} and {names[1]} are one parameter, which stages of a pipeline would train apart: build the model with "
+                f"{names[0]} and {names[1]} are one parameter, which stages of a pipeline would train independently: build the model with "
                 "tied = false, or use pp = 1"
             )
 

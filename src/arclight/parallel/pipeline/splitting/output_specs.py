@@ -37,7 +37,7 @@ class OutputSpec:
 
 
 class OutputSpecs:
-    """Templates of the parts of a model, whose parameters are not kept."""
+    """Output specifications of the parts of a model, whose parameters are not kept."""
 
     def __init__(self, root: nn.Module, units: Collection[str], home: torch.device | None = None) -> None:
         """home: where parameters on the meta device are thought to be."""
@@ -92,7 +92,7 @@ class OutputSpecs:
                             members[name] = move_placeholder(tensor, device, types)  # type: ignore[assignment]
 
     def find(self, path: str, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputSpec:
-        """Find the specification of what the part at ``path`` returns for such arguments.
+        """Return the specification of what the part at ``path`` returns for such arguments.
 
         Raises PlanError where that depends on their data.
         """
@@ -234,11 +234,15 @@ def _refuse_changed(path: str, before: tuple[list[Any], TreeSpec], after: tuple[
 
 
 def move_placeholder(
-    hole: PlaceholderTensor, device: torch.device | None, types: Mapping[torch.dtype, torch.dtype]
+    placeholder: PlaceholderTensor, device: torch.device | None, types: Mapping[torch.dtype, torch.dtype]
 ) -> PlaceholderTensor:
-    """Return the placeholder ``hole`` on ``device`` (None: where it is), with another dtype."""
-    made = placeholder_like(hole.to(types.get(hole.dtype, hole.dtype)), hole.of, home=device or hole.device)
-    if isinstance(hole, nn.Parameter):
+    """Return the placeholder ``placeholder`` on ``device`` (None: where it is), with another dtype."""
+    made = placeholder_like(
+        placeholder.to(types.get(placeholder.dtype, placeholder.dtype)),
+        placeholder.of,
+        home=device or placeholder.device,
+    )
+    if isinstance(placeholder, nn.Parameter):
         made._is_param = True
     return made
 

@@ -44,7 +44,7 @@ Source = Value | str | Draw
 
 
 @dataclass(eq=False)
-class Memory:
+class StorageState:
     """Count writes to memory that tensors share which are views of each other."""
 
     writes: int = 0
@@ -57,7 +57,7 @@ class Origin:
     """Track what a placeholder, and all views of it, depend on."""
 
     sources: frozenset[Source] = frozenset()
-    memory: Memory = field(default_factory=Memory)
+    memory: StorageState = field(default_factory=StorageState)
 
 
 class PlaceholderTensor(Tensor):
@@ -79,7 +79,7 @@ class PlaceholderTensor(Tensor):
         return dispatch_placeholders(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Hole(of={self.of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"PlaceholderTensor(of={self.of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     __str__ = __repr__
 

@@ -109,13 +109,13 @@ class AbsentError(DataDependentError, AttributeError):
 
 
 class ModuleProxy(nn.Module):
-    """Stands in the place of a module, is of its class, has its attributes - and a call of it is taken by a conductor."""
+    """Stands in the place of a module, is of its class, has its attributes - and a call of it goes to a `CallHandler`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self.__dict__
         if not (state["_forward_hooks"] or state["_forward_pre_hooks"]):
-            return state["_conductor"].call(self, args, kwargs)
-        real = state["_conductor"].real(self)
+            return state["_call_handler"].call(self, args, kwargs)
+        real = state["_call_handler"].real(self)
         if real is None:
             return nn.Module.__call__(self, *args, **kwargs)
         held = {name: real.__dict__[name] for name in _CALLED}
@@ -128,7 +128,7 @@ class ModuleProxy(nn.Module):
             real.__dict__.update(held)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_conductor"].call(self, args, kwargs)
+        return self.__dict__["_call_handler"].call(self, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         state = self.__dict__
@@ -166,8 +166,8 @@ HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_
           "_forward_pre_hooks_with_kwargs")  # fmt: skip
 
 
-def make_proxy(path: str, stands_for: nn.Module, conductor: CallHandler, original: nn.Module) -> ModuleProxy:
-    """Make a proxy at ``path`` that shows ``stands_for`` and gives its calls to ``conductor``.
+def make_proxy(path: str, stands_for: nn.Module, call_handler: CallHandler, original: nn.Module) -> ModuleProxy:
+    """Make a proxy at ``path`` that shows ``stands_for`` and gives its calls to ``call_handler``.
 
     It has the hooks of ``original``, the module that is called there in the model.
     """
@@ -179,7 +179,7 @@ def make_proxy(path: str, stands_for: nn.Module, conductor: CallHandler, origina
     for name in HOOKS:
         hooks = original.__dict__[name]
         made.__dict__[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _gathers_parameters(hook))
-    made.__dict__.update(_path=path, _stands_for=stands_for, _conductor=conductor)
+    made.__dict__.update(_path=path, _stands_for=stands_for, _call_handler=call_handler)
     return made
 
 

@@ -59,13 +59,13 @@ class SlicedModule:
         self.holder, self.in_place = holder, holder is root
         self.units = {call.name for call in cuts.graph.calls}
         self.names, _ = parameter_names(root)
-        self.templates = OutputSpecs(root, self.units, home)
+        self.output_specs = OutputSpecs(root, self.units, home)
         self._function = bind_function(function, root)
         self.borrowed: list[str] = []
         """Buffers that the first stage saves, and this process must load too."""
         view = self._view(root)
         self._trees = {number: self._tree(root, view, number) for number in self.own}
-        self.templates.release()
+        self.output_specs.release()
         floating = ((m._parameters, n, p.device, p.dtype) for m in view.modules() for n, p in m.named_parameters(recurse=False)
                     if p.is_floating_point())  # fmt: skip
         self._sample: Any = next(floating, None)
@@ -127,7 +127,7 @@ class SlicedModule:
                 module._buffers[name] = buffer.clone()
 
     def _tree(self, root: nn.Module, view: nn.Module, number: int) -> StageModuleTree:
-        stage = StageInterpreter(self.cuts, number, self.templates)
+        stage = StageInterpreter(self.cuts, number, self.output_specs)
         tree = StageModuleTree(stage)
         mine, sent = self.cuts.parameters(number), self.cuts.received_parameters(number)
         called = self._called(number)
@@ -153,7 +153,7 @@ class SlicedModule:
                 elif first in mine and own is not None and name in own._parameters:
                     tree.live.append((module, name, own))
                     continue
-                made = placeholder_like(parameter, first, home=self.templates.home)
+                made = placeholder_like(parameter, first, home=self.output_specs.home)
                 made._is_param = True
                 module._parameters[name] = made  # type: ignore[assignment]
                 tree.absent.append((module, name))
@@ -179,9 +179,9 @@ class SlicedModule:
                 shown = module
             elif uses & (mine | set(sent)):
                 shown = copy_tree(module, lambda *_: None, lambda inner, new: link(_join(path, inner), new))
-                self.templates.listen(path, shown)
+                self.output_specs.listen(path, shown)
             else:
-                shown = self.templates.part(path)
+                shown = self.output_specs.part(path)
             return make_proxy(path, shown, stage, module)
 
         tree.root = copy_tree(root, visit, link)
@@ -215,17 +215,17 @@ class SlicedModule:
         if self.cuts.graph.writes_arguments:
             args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
         tree = self._trees[stage]
-        conductor = tree.stage
-        if len(received) != len(conductor.receives):
-            raise PlanError(f"stage {stage} is given {len(received)} tensors, and receives {len(conductor.receives)}")
-        values = dict(zip(conductor.receives, received, strict=True))
-        run = StageRun(conductor.begin, conductor.end, values)
-        conductor.training = self.holder.training
+        interpreter = tree.stage
+        if len(received) != len(interpreter.receives):
+            raise PlanError(f"stage {stage} is given {len(received)} tensors, and receives {len(interpreter.receives)}")
+        values = dict(zip(interpreter.receives, received, strict=True))
+        run = StageRun(interpreter.begin, interpreter.end, values)
+        interpreter.training = self.holder.training
         members = {name: self.holder.__dict__[name] for name in ("_modules", "_parameters")}
         self._follow()
         tree.sync(values)
         with tree.lending(values):
-            conductor.run = run
+            interpreter.run = run
             self._host.__dict__.update(_modules=tree.root._modules, _parameters=tree.root._parameters)
             self._host.__dict__["training"] = self.holder.training
             try:
@@ -234,10 +234,10 @@ class SlicedModule:
             except StageDone:
                 ended = True
             finally:
-                conductor.run = None
+                interpreter.run = None
                 self._host.__dict__.update(members)
             if ended:
-                return tuple(self._sent(tree, value, run) for value in conductor.sends)
+                return tuple(self._sent(tree, value, run) for value in interpreter.sends)
         if run.next < len(self.cuts.graph.calls):
             raise PlanError(
                 f"the model made {run.next} calls of its parts, and {len(self.cuts.graph.calls)} for the example arguments"
@@ -248,7 +248,7 @@ class SlicedModule:
         return result
 
     def _follow(self) -> None:
-        """Holes are where the parameters of this process are now, and of the type that they have."""
+        """Placeholders are where the parameters of this process are now, and of the type that they have."""
         if self._sample is None:
             return
         members, name, device, dtype = self._sample
@@ -257,7 +257,7 @@ class SlicedModule:
             return
         types = {dtype: tensor.dtype}
         self._sample = (members, name, tensor.device, tensor.dtype)
-        self.templates.move(tensor.device, types)
+        self.output_specs.move(tensor.device, types)
         for tree in self._trees.values():
             for module, name in tree.absent:
                 absent = module._parameters[name]

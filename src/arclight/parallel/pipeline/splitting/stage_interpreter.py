@@ -58,8 +58,8 @@ def _by_call(values: Sequence[Value]) -> dict[int, list[Value]]:
 class StageInterpreter:
     """Takes the calls in the tree of one stage."""
 
-    def __init__(self, cuts: StageAssignment, number: int, templates: OutputSpecs) -> None:
-        self.cuts, self.number, self.templates = cuts, number, templates
+    def __init__(self, cuts: StageAssignment, number: int, output_specs: OutputSpecs) -> None:
+        self.cuts, self.number, self.output_specs = cuts, number, output_specs
         self.begin, self.end = cuts.range(number)
         graph = cuts.graph
         self.changed = graph.rewritten.union(*(call.modifies for call in graph.calls))
@@ -112,12 +112,12 @@ class StageInterpreter:
         return parent._modules[name]
 
     def _foreign(self, run: StageRun, number: int, path: str, args: Any, kwargs: Any) -> Any:
-        template = self.templates.find(path, self.training, args, kwargs)
-        leaves = list(template.leaves)
+        spec = self.output_specs.find(path, self.training, args, kwargs)
+        leaves = list(spec.leaves)
         for value in self.received_of.get(number, ()):
             given = run.received[value]
             leaves[value.leaf] = given.clone() if value in self.changed else given
-        return tree_unflatten(leaves, template.structure)
+        return tree_unflatten(leaves, spec.structure)
 
     def _keep(self, run: StageRun, number: int, result: Any) -> Any:
         values = self.sent.get(number)

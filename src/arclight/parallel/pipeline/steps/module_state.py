@@ -86,12 +86,12 @@ class AttributeSync:
         self._before: dict[str, str | None] | None = None
 
     def begin(self) -> None:
-        """Note what there is, before the first step since :meth:`settle`."""
+        """Note what there is, before the first step since :meth:`sync`."""
         if self._before is None:
             self._before = {name: _digest(_packed(self.module, x)) for name, x in _candidates(self.module).items()}
 
-    def settle(self, group: dist.ProcessGroup | None, source: int, device: torch.device) -> None:
-        """On every process of ``group``: what steps have changed since, as the process ``source`` has it."""
+    def sync(self, group: dist.ProcessGroup | None, source: int, device: torch.device) -> None:
+        """Give every process of ``group`` what steps have changed since, as the process ``source`` has it."""
         before, self._before = self._before, None
         if group is None or dist.get_world_size(group) == 1:
             return

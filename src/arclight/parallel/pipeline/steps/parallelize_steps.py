@@ -82,23 +82,23 @@ def parallelize_steps(
     samples = split_samples(module, batch, 1)[0][1]
     chosen = _choose_once(lambda: choose_pipeline(module, step, args, graph, samples, plan, request), device)
     kind = schedule_kind(chosen.schedule)
-    line = PipelineTopology(mesh.group("pp") if plan.pp > 1 else None, len(chosen.cuts), kind, device)
+    topology = PipelineTopology(mesh.group("pp") if plan.pp > 1 else None, len(chosen.cuts), kind, device)
     if request.reduction == "token_mean" and chosen.micro_batches > 1 and hides_targets(module, batch):
         rank_zero_warn(
             "some targets of a batch are -100, and count nothing: the mean of micro-batches' means is not that of the batch. Give "
             f"{type(module).__name__} a batch_weight(batch) that says how many count, as (labels != -100).sum()"
         )
     options = StepOptions(chosen.micro_batches, request.evaluation_micro_batches, request.reduction)
-    steps.cut(step, graph, chosen.cuts, line, options)
+    steps.cut(step, graph, chosen.cuts, topology, options)
     names = steps.names_of()
-    own = {n: frozenset(name for name, stages in names.items() if n in stages) for n in line.own}
-    found = {n: StagePart(steps, n, own[n] if len(line.own) > 1 else None) for n in line.own}
+    own = {n: frozenset(name for name, stages in names.items() if n in stages) for n in topology.own}
+    found = {n: StagePart(steps, n, own[n] if len(topology.own) > 1 else None) for n in topology.own}
     _shard_stages(steps, found, mesh, device, types, seed)
     named: dict[int, nn.Module] = {n: _NamedParameters(part) for n, part in found.items()}
-    engine = Engine(dict(found), line, functools.partial(_statement, steps, named, plan, chosen), steps.shared)
+    engine = Engine(dict(found), topology, functools.partial(_statement, steps, named, plan, chosen), steps.shared)
     steps.runner = PipelineRunner(
         engine, chosen.micro_batches, data=mesh.loss_group if plan.data_parallel > 1 else None,
-        shared=TiedParameters(line, named, steps.shared), in_step=exchanges_within_step(plan),
+        shared=TiedParameters(topology, named, steps.shared), in_step=exchanges_within_step(plan),
     )  # fmt: skip
     return steps
 
@@ -150,7 +150,7 @@ def _shard_stages(
     compile_each(steps.blocks_here(), plan)
     if plan.data_parallel > 1:
         _shard(steps, found, units, mesh, types)
-    materialize(module, device, seed, apart=True)
+    materialize(module, device, seed, local=True)
     steps.send_shared()
 
 

@@ -51,7 +51,7 @@ class StagePart(StageProgram):
 
     def __init__(self, steps: PipelinedSteps, number: int, names: frozenset[str] | None) -> None:
         """names: of the parameters and buffers of the module that are the stage's; None: all that the module has."""
-        last = number == steps.line.stages - 1
+        last = number == steps.topology.stages - 1
         super().__init__(_Stage(steps, number), steps.loss if last else None, sliced=True, first=number == 0)
         self.inner, self.names = steps.module, names
 
@@ -86,13 +86,13 @@ class _Stage(nn.Module):
 
 
 class PipelinedSteps:
-    """The steps of ``module``, whose parts lie on the processes of ``line``.
+    """The steps of ``module``, whose parts lie on the processes of ``topology``.
 
     The first one that is looked at and cut decides which calls are whose; the others follow, so that each parameter stays where
     it is. They may call parts in another order only as far as no stage would come back after a later one.
     """
 
-    line: PipelineTopology
+    topology: PipelineTopology
     options: StepOptions
     broadcaster: OutputBroadcaster
     last: bool
@@ -126,19 +126,19 @@ class PipelinedSteps:
         return graph.keeping(name for name, _ in self.module.named_parameters())
 
     def cut(
-        self, step: Step, graph: CallGraph, begins: Sequence[int], line: PipelineTopology, options: StepOptions
+        self, step: Step, graph: CallGraph, begins: Sequence[int], topology: PipelineTopology, options: StepOptions
     ) -> None:
         """Share out the calls of ``graph``: stage n begins with call ``begins[n]``; the module keeps this process's parts."""
-        self.line, self.options = line, options
-        self.broadcaster = OutputBroadcaster(line.group, line.owner(line.stages - 1), line.device)
-        self.last = line.stages - 1 in line.own
+        self.topology, self.options = topology, options
+        self.broadcaster = OutputBroadcaster(topology.group, topology.owner(topology.stages - 1), topology.device)
+        self.last = topology.stages - 1 in topology.own
         cuts = StageAssignment.of(graph, tuple(begins))
-        if graph.repeated and len(line.own) > 1:
+        if graph.repeated and len(topology.own) > 1:
             raise PlanError(
-                f"{min(graph.repeated)} is changed between parts of the model, by each of the {len(line.own)} stages of a process once: change it "
+                f"{min(graph.repeated)} is changed between parts of the model, by each of the {len(topology.own)} stages of a process once: change it "
                 "after the last part was called, or choose a schedule with one stage for each process (1F1B)"
             )
-        for number in range(self.line.stages):
+        for number in range(self.topology.stages):
             for call in graph.calls[slice(*cuts.range(number))]:
                 self._calls.setdefault(call.name, []).append(number)
         self.stages_of, self.shared = cuts.users, cuts.shared
@@ -159,7 +159,11 @@ class PipelinedSteps:
             )
         with self._undisturbed(), self.recorder.recording():
             graph = capture_call_graph(self.module, step, args, kwargs, open_end=True)
-            logged = [source for hole in placeholders_in(self.recorder.values()) for source in hole.origin.sources]
+            logged = [
+                source
+                for placeholder in placeholders_in(self.recorder.values())
+                for source in placeholder.origin.sources
+            ]
         values = frozenset(source for source in logged if isinstance(source, Value))
         names = tuple(dict.fromkeys(source for source in logged if isinstance(source, str)))
         return replace(graph, result=graph.result | values, result_parameters=(*graph.result_parameters, *names))
@@ -193,7 +197,7 @@ class PipelinedSteps:
                 )
             cuts += [number] * (stage - now)
             now = stage
-        missing = self.line.stages - len(cuts)
+        missing = self.topology.stages - len(cuts)
         if missing or any(a == b for a, b in pairwise(cuts)):
             raise PlanError(
                 f"{step} leaves out all parts of a stage: a batch goes through all stages of a pipeline; use fewer stages"
@@ -209,7 +213,7 @@ class PipelinedSteps:
             self._sliced[name] = self._cut(step, cuts)
 
     def _cut(self, step: Step, cuts: StageAssignment) -> SlicedModule:
-        return SlicedModule(self.module, step, cuts, self.line.own, self.module, self.device)
+        return SlicedModule(self.module, step, cuts, self.topology.own, self.module, self.device)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -237,7 +241,7 @@ class PipelinedSteps:
         Buffers of no part are the last stage's, or everybody's.
         """
         sliced = self._decided
-        own = set(self.line.own)
+        own = set(self.topology.own)
         found = {
             name: tuple(own.intersection(self.stages_of[sliced.names[name]]))
             for name, _ in self.module.named_parameters(remove_duplicate=False)
@@ -258,29 +262,29 @@ class PipelinedSteps:
         return [part for part in self.parts_here() if part in repeated and next(part.parameters(), None) is not None]
 
     @property
-    def elsewhere(self) -> set[nn.Parameter]:
+    def counted_by_others(self) -> set[nn.Parameter]:
         """Parameters that an earlier stage on another process has too: they count there."""
         shared = self.runner.shared if self.runner is not None else None
-        return shared.elsewhere if shared is not None else set()
+        return shared.counted_by_others if shared is not None else set()
 
     @torch.no_grad()
     def send_shared(self) -> None:
         """Send parameters of several stages from the first of these to the others, so that all begin alike."""
-        if self.line.group is None:
+        if self.topology.group is None:
             return
         own = {self._decided.names[name]: p for name, p in self.module.named_parameters()}
         for name, stages in self.shared.items():
             if name not in own:
                 continue
-            part, first = local_tensor(own[name]), self.line.place(stages[0])
-            if self.line.rank != first:
+            part, first = local_tensor(own[name]), self.topology.place(stages[0])
+            if self.topology.rank != first:
                 room = torch.empty_like(part)
-                dist.recv(room, self.line.owner(stages[0]), group=self.line.group)
+                dist.recv(room, self.topology.owner(stages[0]), group=self.topology.group)
                 part.copy_(room)
                 continue
-            users = {self.line.place(stage): self.line.owner(stage) for stage in stages}
+            users = {self.topology.place(stage): self.topology.owner(stage) for stage in stages}
             for place in sorted(users.keys() - {first}):
-                dist.send(part.contiguous(), users[place], group=self.line.group)
+                dist.send(part.contiguous(), users[place], group=self.topology.group)
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -343,9 +347,9 @@ class PipelinedSteps:
         self._outputs = {}
         return StepOutput(names, torch.stack(values) if values else None, output)
 
-    def settle(self) -> None:
-        """After the last step of an epoch or an evaluation: what steps gathered in the module is alike on the whole pipeline."""
-        self.attributes.settle(self.line.group, self.broadcaster.source, self.device)
+    def sync_attributes(self) -> None:
+        """Sync what steps gathered in the module over the pipeline, after the last step of an epoch or an evaluation."""
+        self.attributes.sync(self.topology.group, self.broadcaster.source, self.device)
 
 
 def _besides(output: Any, trains: bool) -> Any:

@@ -29,7 +29,7 @@ class DiLoCo(Callback):
     a part of it (Douillard et al. 2025). Optimizer states stay with their replica.
 
     It needs a strategy whose steps exchange nothing between replicas: ``strategy="replicas"``, where each process is one, a
-    ``Plan(dp_replicate=..., replicas="apart")``, where each group is one, sharded over its processes, or a
+    ``Plan(dp_replicate=..., replicas="independent")``, where each group is one, sharded over its processes, or a
     ``ModelParallelStrategy`` that shares nothing out over ``data_parallel``. A checkpoint has the anchor as the model's weights and
     all that the replicas differ in, so a run goes on with the same bits between exchanges too; with another number of
     replicas all begin at the anchor.
@@ -67,7 +67,7 @@ class DiLoCo(Callback):
         if self._mesh is None:
             raise MisconfigurationError(
                 f"DiLoCo needs replicas that train alone, but strategy={trainer.strategy.name!r} keeps them alike in every step: "
-                'use strategy="replicas", or replicas="apart" in a plan'
+                'use strategy="replicas", or replicas="independent" in a plan'
             )
         weights = _trainable(pl_module)
         for name, weight in weights.items():
