@@ -91,8 +91,8 @@ def work(address: str, keys: Mapping[str, str], config: Mapping[str, Any], folde
     """Run a node for each client over HTTP, all in this process, until the run is over. keys: files of the clients' nodes."""
 
     def node(name: str, key: str) -> None:
-        link = HttpLink(relay or address, folder / name / "blobs", key=NodeKey.read(key), patience=60.0)
-        Node(link, [client(name, config)], folder / name, f"node-{name}", patience=60.0).run()
+        link = HttpLink(relay or address, folder / name / "blobs", key=NodeKey.read(key), retry_timeout_s=60.0)
+        Node(link, [client(name, config)], folder / name, f"node-{name}", retry_timeout_s=60.0).run()
         link.close()
 
     threads = [threading.Thread(target=node, args=pair, daemon=True) for pair in keys.items()]

@@ -68,7 +68,7 @@ class Quadratic:
             self.steps += 1
             progress(step + 1, None)
         if order.fragment is not None:
-            now = {key: now[key] for key in LocalPolicy.of(order).travel.up(now, order.round)}
+            now = {key: now[key] for key in LocalPolicy.of(order).transfer_mask.up(now, order.round)}
         return Outcome(
             tensors=now,
             samples=self.samples * order.steps,
@@ -510,7 +510,7 @@ class RandomUpdates(Quadratic):
             progress(step + 1, None)
         time.sleep(self.pause_s)
         draw = torch.Generator().manual_seed(order.seed)  # equal updates would be sent once
-        sent = LocalPolicy.of(order).travel.up(weights, order.round)
+        sent = LocalPolicy.of(order).transfer_mask.up(weights, order.round)
         now = {key: weights[key] + 0.01 * torch.randn(weights[key].shape, generator=draw) for key in sent}
         return Outcome(tensors=now, samples=order.steps, tokens=0, steps=order.steps, metrics={"train/loss": 1.0})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,10 +48,13 @@ def rounds(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "finished").iterdir())
 
 
-def test_what_is_begun_is_offered_until_it_is_finished(tmp_path: Path) -> None:
+def test_started_rounds_are_offered_until_they_are_finished(tmp_path: Path) -> None:
     folder = ClientStore(tmp_path, "a", "run")
     for round in (1, 2):
         folder.start(round)
+    stored = json.loads((tmp_path / "client.json").read_text())
+    assert stored.pop("about")
+    assert stored == {"client": "a", "run": "run", "begun": [1, 2], "version": 2}  # as other releases read it
     finish(FinishedUpdates(tmp_path), fit_order(1, 4, 0))  # as another process does, which writes nothing else
     again = ClientStore(tmp_path, "a", "run")
     held = [HeldRound(client="a", round=1, finished=True), HeldRound(client="a", round=2, finished=False)]
@@ -140,12 +144,12 @@ def test_an_update_that_does_not_count_leaves_no_trace_in_the_residuals(tmp_path
 
 
 def test_residuals_that_two_threads_settle_are_dropped_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer to a heartbeat and that to an update may settle a slot at the same moment."""
+    """The answer to a heartbeat and that to an update may delete older residuals of a slot at the same moment."""
     slot = Residuals(tmp_path)
     for round in (1, 2, 3):
         (tmp_path / str(round)).mkdir()
     listed = slot._rounds()
-    slot.settle(3)
+    slot.delete_older(3)
     monkeypatch.setattr(slot, "_rounds", lambda: listed)  # what the other thread had listed before
-    slot.settle(3)
+    slot.delete_older(3)
     assert [path.name for path in tmp_path.iterdir()] == ["3"]

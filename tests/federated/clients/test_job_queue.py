@@ -54,7 +54,7 @@ class Site:
         """A process begins, maybe after another was killed."""
         self.jobs, self.ask, self.session = JobQueue(self.slots, threading.Event()), cast("Any", None), ""
         self.training: list[Job] = []
-        self.telling: list[Job] = []
+        self.reporting: list[Job] = []
         self.receipts: dict[Job, Receipt] = {}
         self.lives += 1
         for client, round in [one for one, taken in self.disk.items() if not taken]:
@@ -75,7 +75,7 @@ class Site:
         found += [lambda job=job: self.end(job) for job in self.training]  # type: ignore[misc]
         found += [lambda job=job: self.fail(job) for job in self.training if self.failures]  # type: ignore[misc]
         found.append(self.tell)
-        found += [lambda job=job: self.send(job) for job in self.telling]  # type: ignore[misc]
+        found += [lambda job=job: self.send(job) for job in self.reporting]  # type: ignore[misc]
         found += [lambda job=job: self.hear(job) for job in self.receipts]  # type: ignore[misc]
         return found
 
@@ -177,11 +177,11 @@ class Site:
         failed = Failed(node="", session="", client=job.client, round=job.round, error="no room", retryable=True)
         self.jobs.done(job, failed)
 
-    # -- telling -------------------------------------------------------------------------------------------------------
+    # -- reporting -----------------------------------------------------------------------------------------------------
 
     def tell(self) -> None:
         if (job := self.jobs.next_to_report()) is not None:
-            self.telling.append(job)
+            self.reporting.append(job)
 
     def send(self, job: Job) -> None:
         """Maybe once more, where the receipt has not come yet."""
@@ -202,7 +202,7 @@ class Site:
             self.disk[job.client, job.round] = True
             for one in [one for one, taken in self.disk.items() if taken and one[1] <= receipt.committed]:
                 del self.disk[one]
-        self.telling.remove(job)
+        self.reporting.remove(job)
         self.jobs.finish(job)
 
 

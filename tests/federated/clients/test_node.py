@@ -101,8 +101,8 @@ def test_clients_that_do_not_fit_into_memory_go_on_from_the_disk(tmp_path: Path,
     )
     servers = [AveragingServer(tmp_path / f"server-{i}", beginning(), names, **order) for i in range(2)]
     for number, (server, resident) in enumerate(zip(servers, (None, 1), strict=True)):
-        crew = InProcessExecutor([client_of(name) for name in names], resident=resident)
-        run_node(Node(InProcessLink(server), crew, tmp_path / f"node-{number}", "n"))
+        executor = InProcessExecutor([client_of(name) for name in names], resident=resident)
+        run_node(Node(InProcessLink(server), executor, tmp_path / f"node-{number}", "n"))
     assert_equal(servers[0].weights, servers[1].weights)
 
 
@@ -477,7 +477,7 @@ def test_a_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
     run_node(Node(Away(InProcessLink(server), 1), [client_of("a")], tmp_path / "node", "n"))
     assert server.round == 2
     again = AveragingServer(tmp_path / "again", beginning(), ("a",), rounds=1, steps=4)
-    node = Node(Away(InProcessLink(again), 10**6), [client_of("a")], tmp_path / "other", "n", patience=0.5)
+    node = Node(Away(InProcessLink(again), 10**6), [client_of("a")], tmp_path / "other", "n", retry_timeout_s=0.5)
     with pytest.raises(
         LinkError, match=r"nobody answers at 10\.0\.0\.1:8080; tried for 0\.5 s. What the node has finished is kept"
     ):

@@ -49,11 +49,11 @@ def quick_starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def crews() -> Iterator[list[ProcessExecutor]]:
+def executors() -> Iterator[list[ProcessExecutor]]:
     made: list[ProcessExecutor] = []
     yield made
-    for crew in made:
-        crew.close()
+    for executor in made:
+        executor.close()
 
 
 def reached(file: Path, step: int) -> bool:
@@ -80,19 +80,19 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
         assert torch.equal(value, right[key]), key
 
 
-def test_workers_train_alike_and_a_killed_one_goes_on(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
+def test_workers_train_alike_and_a_killed_one_goes_on(tmp_path: Path, executors: list[ProcessExecutor]) -> None:
     """Three clients on two workers; one worker is killed in the middle of a round."""
     names, order = ("a", "bb", "ccc"), {"rounds": 2, "steps": 12, "form": "delta", "checkpoint_every_steps": 4}
     (tmp_path / "unseen").mkdir()
     wanted = here(tmp_path, names, **order)
     server = AveragingServer(tmp_path / "server", beginning(), names, evaluate=True, **order)
-    crews.append(ProcessExecutor([client_of(name, tmp_path, pause=0.05) for name in names], count=2))
-    running = start_node(Node(InProcessLink(server), crews[0], tmp_path / "node", "n"))
+    executors.append(ProcessExecutor([client_of(name, tmp_path, pause=0.05) for name in names], count=2))
+    running = start_node(Node(InProcessLink(server), executors[0], tmp_path / "node", "n"))
     steps = partial(steps_in, tmp_path / "a.steps")
     wait_until(partial(reached, tmp_path / "a.steps", 18), "client a is in the middle of its second round")
     victim = steps()[-1][0]
     os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: all(victim not in pids for pids in crews[0].pids), "the death is noticed")
+    wait_until(lambda: all(victim not in pids for pids in executors[0].pids), "the death is noticed")
     join_node(*running)
     assert server.round == 3
     assert_equal(server.weights, wanted.weights)
@@ -124,34 +124,34 @@ class Interrupted(ProcessExecutor):
 
 
 def test_an_interrupted_node_leaves_and_breaks_off_what_is_trained(
-    tmp_path: Path, crews: list[ProcessExecutor]
+    tmp_path: Path, executors: list[ProcessExecutor]
 ) -> None:
     server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=200)
-    crew = Interrupted([client_of("a", tmp_path, pause=0.3)])
-    crew.said = server.said
-    crews.append(crew)
+    executor = Interrupted([client_of("a", tmp_path, pause=0.3)])
+    executor.said = server.said
+    executors.append(executor)
     with pytest.raises(KeyboardInterrupt):
-        Node(InProcessLink(server), crew, tmp_path / "node", "n").run()
+        Node(InProcessLink(server), executor, tmp_path / "node", "n").run()
     assert len(steps_in(tmp_path / "a.steps")) <= 6
 
 
-def test_a_failing_client_is_told_of_in_its_own_words(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
+def test_a_failing_client_is_told_of_in_its_own_words(tmp_path: Path, executors: list[ProcessExecutor]) -> None:
     server = AveragingServer(tmp_path / "server", beginning(), ("a", "bb"), rounds=1, steps=4)
-    crews.append(ProcessExecutor([client_of("a", tmp_path / "missing"), client_of("bb", tmp_path)]))
-    join_node(*start_node(Node(InProcessLink(server), crews[0], tmp_path / "node", "n")))
+    executors.append(ProcessExecutor([client_of("a", tmp_path / "missing"), client_of("bb", tmp_path)]))
+    join_node(*start_node(Node(InProcessLink(server), executors[0], tmp_path / "node", "n")))
     (failed,) = server.of(Failed)
     assert "FileNotFoundError: [Errno 2] No such file or directory" in failed.error
     assert not failed.retryable
     assert [update.client for update in server.of(Update)] == ["bb"]
 
 
-def test_what_is_no_longer_wanted_ends_in_the_worker_too(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
+def test_what_is_no_longer_wanted_ends_in_the_worker_too(tmp_path: Path, executors: list[ProcessExecutor]) -> None:
     server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=10_000)
-    crews.append(ProcessExecutor([client_of("a", tmp_path, pause=0.02)]))
-    node = Node(InProcessLink(server), crews[0], tmp_path / "node", "n")
+    executors.append(ProcessExecutor([client_of("a", tmp_path, pause=0.02)]))
+    node = Node(InProcessLink(server), executors[0], tmp_path / "node", "n")
     running = start_node(node)
     wait_until(lambda: len(steps_in(tmp_path / "a.steps")) > 3, "the client trains")
-    (pid,) = crews[0].pids[0]
+    (pid,) = executors[0].pids[0]
     node.stop()
     join_node(*running)
     assert not server.of(Failed)
@@ -169,7 +169,7 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.spawned
-def test_a_site_may_train_with_several_processes(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
+def test_a_site_may_train_with_several_processes(tmp_path: Path, executors: list[ProcessExecutor]) -> None:
     """Two ranks share a client's model (FSDP), and its moments travel; one of them is killed in the second round."""
     keep = TransferMask(moments=("exp_avg", "exp_avg_sq")).to_table()
     order: dict[str, Any] = {
@@ -184,11 +184,11 @@ def test_a_site_may_train_with_several_processes(tmp_path: Path, crews: list[Pro
         folder = tmp_path / str(disturbed)
         folder.mkdir()
         server = AveragingServer(folder / "server", beginning(), ("a",), evaluate=True, **order)
-        crews.append(ProcessExecutor([client_of("a", folder, pause=0.1, strategy="fsdp", devices=2)], ranks=2))
-        running = start_node(Node(InProcessLink(server), crews[-1], folder / "node", "n"))
+        executors.append(ProcessExecutor([client_of("a", folder, pause=0.1, strategy="fsdp", devices=2)], ranks=2))
+        running = start_node(Node(InProcessLink(server), executors[-1], folder / "node", "n"))
         if disturbed:
             wait_until(partial(reached, folder / "a.steps", 9), "the client is in its second round")
-            os.kill(crews[-1].pids[0][1], signal.SIGKILL)
+            os.kill(executors[-1].pids[0][1], signal.SIGKILL)
         join_node(*running)
         assert server.round == 3
         assert not server.of(Failed)
@@ -211,13 +211,13 @@ def test_crews_say_what_they_cannot_do() -> None:
 
 
 @pytest.mark.parametrize("start", ["forked", pytest.param("spawned", marks=[pytest.mark.slow, pytest.mark.spawned])])
-def test_workers_make_clients_by_their_names(tmp_path: Path, crews: list[ProcessExecutor], start: str) -> None:
+def test_workers_make_clients_by_their_names(tmp_path: Path, executors: list[ProcessExecutor], start: str) -> None:
     names, order = ("a", "bb"), {"rounds": 1, "steps": 4, "form": "delta"}
     (tmp_path / "unseen").mkdir()
     wanted = here(tmp_path, names, **order)
     server = AveragingServer(tmp_path / "server", beginning(), names, **order)
-    crews.append(ProcessExecutor(partial(client_of, folder=tmp_path), names=names))
+    executors.append(ProcessExecutor(partial(client_of, folder=tmp_path), names=names))
     assert ProcessExecutor(partial(client_of, folder=tmp_path)).clients == ()
-    join_node(*start_node(Node(InProcessLink(server), crews[0], tmp_path / "node", "n")))
+    join_node(*start_node(Node(InProcessLink(server), executors[0], tmp_path / "node", "n")))
     assert_equal(server.weights, wanted.weights)
     assert {pid for name in names for pid, _ in steps_in(tmp_path / f"{name}.steps")} - {os.getpid()}

@@ -55,7 +55,7 @@ def test_a_plan_says_what_to_fit() -> None:
     plan = node.take()
     assert isinstance(plan, FitPlan)
     assert (plan.round, plan.base, plan.clock, plan.steps, plan.fragment) == (1, "weights 0", 0, 5, None)
-    assert plan.deadline == pytest.approx(59.0)
+    assert plan.deadline_s == pytest.approx(59.0)
     assert plan.seed == run.coordinator.sampler.seed_of(1, plan.client)
 
 
@@ -538,7 +538,7 @@ def test_over_provisioned_rounds_take_the_first_that_answer() -> None:
 
 
 def test_buffered_rounds_step_when_the_buffer_is_full_and_take_stale_updates() -> None:
-    run = world(clients=4, rounds=3, buffered=Buffered(size=2, most_stale=2))
+    run = world(clients=4, rounds=3, buffered=Buffered(size=2, max_staleness=2))
     nodes = [run.node(str(n), [str(n)]) for n in range(4)]
     for node in nodes:
         node.take()
@@ -556,7 +556,7 @@ def test_buffered_rounds_step_when_the_buffer_is_full_and_take_stale_updates() -
 
 
 def test_updates_that_are_too_stale_are_refused() -> None:
-    run = world(clients=3, rounds=6, buffered=Buffered(size=1, most_stale=1))
+    run = world(clients=3, rounds=6, buffered=Buffered(size=1, max_staleness=1))
     slow, quick = run.node("slow", ["0"]), run.node("quick", ["1"])
     slow.take()
     for _ in range(3):

@@ -51,7 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "clients": 7, "secure": SecureSum(), "sampling": Sampling(per_round=4),
         "waiting": Waiting(quorum=1.0, lease_s=3.0, join_timeout_s=30.0, retries=3),
     },
-    "buffered": {"clients": 6, "buffered": Buffered(size=2, most_stale=2), "waiting": Waiting(quorum=0.5, lease_s=3.0, join_timeout_s=30.0)},
+    "buffered": {"clients": 6, "buffered": Buffered(size=2, max_staleness=2), "waiting": Waiting(quorum=0.5, lease_s=3.0, join_timeout_s=30.0)},
     "streaming": {"clients": 3, "local_steps": 9, "streaming": Streaming(fragments=3, overlap=2),
         "waiting": Waiting(quorum=1.0, lease_s=2.0, join_timeout_s=30.0)},
 }  # fmt: skip

@@ -24,7 +24,7 @@ def test_a_buffered_run_weighs_stale_updates_less(tmp_path: Path) -> None:
     The sum is divided by the buffer's size, not by what is left of the weights: an all stale buffer steps less far.
     """
     federation = Federation(
-        clients=3, rounds=2, local_steps=1, evaluate_every=0, buffered=Buffered(size=2, most_stale=3), weigh_by="equal", waiting=CALM
+        clients=3, rounds=2, local_steps=1, evaluate_every=0, buffered=Buffered(size=2, max_staleness=3), weigh_by="equal", waiting=CALM
     )  # fmt: skip
     start = torch.tensor([2.0, -4.0], dtype=torch.float64)
     targets = {"0": 1.0, "1": 3.0, "2": 10.0}

@@ -1,13 +1,20 @@
-"""Settings of waiting under their former names."""
+"""Settings under their former names."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from arclight import recipe
-from arclight.federated.coordination.settings import Waiting
+from arclight.federated.coordination.coordinator import settings_digest
+from arclight.federated.coordination.sampling import Roster
+from arclight.federated.coordination.settings import Buffered, Waiting
+from arclight.federated.privacy.settings import SecureSum
+from arclight.federated.server.secure_sums import secure_sum_for_clients
+from arclight.federated.settings import Federation
+from arclight.federated.simulation.fleet import Costs, Links, Speeds
 from arclight.recipe import RecipeError
 
 
@@ -31,3 +38,49 @@ def test_a_recipe_may_say_the_former_name(tmp_path: Path) -> None:
     (tmp_path / "both.toml").write_text("stall = 7.0\nno_progress_timeout_s = 8.0\n")
     with pytest.warns(FutureWarning), pytest.raises(RecipeError, match="are one field"):
         recipe.read(Waiting, tmp_path / "both.toml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "digest"),
+    [
+        (
+            {"buffered": Buffered(size=3, max_staleness=4), "weigh_by": "equal"},
+            "2db272163cfc417fc6fabf71a625e858c48246e2dbba79bb0f63184b7fc8905f",
+        ),
+        (
+            {"secure": SecureSum(threshold=0.6, step_timeout_s=5.0, max_weight=100)},
+            "acd4193720a6d63239475de3661952303c3f2bd66708b21619950420f5ce4bcc",
+        ),
+    ],
+    ids=["buffered", "secure"],
+)
+def test_digests_are_those_of_runs_begun_under_the_former_names(settings: dict[str, Any], digest: str) -> None:
+    """As computed by the release that called the fields ``most_stale``, ``patience`` and ``most_weight``."""
+    asked = Federation(clients=4, rounds=2, local_steps=3, **settings)
+    assert settings_digest(asked, Roster(4), 1) == digest
+
+
+def test_secure_sums_have_their_former_names_on_the_wire() -> None:
+    asked = Federation(clients=4, rounds=2, local_steps=3, secure=SecureSum(step_timeout_s=5.0, max_weight=100))
+    table = secure_sum_for_clients(asked, 2)["secure"]
+    assert (table["patience"], table["most_weight"]) == (5.0, 100)
+    assert "step_timeout_s" not in table
+
+
+@pytest.mark.parametrize(
+    ("kind", "former", "today"),
+    [
+        (Buffered, "most_stale", "max_staleness"),
+        (SecureSum, "patience", "step_timeout_s"),
+        (SecureSum, "most_weight", "max_weight"),
+        (Links, "latency", "latency_s"),
+        (Speeds, "step", "step_s"),
+        (Speeds, "start", "overhead_s"),
+        (Speeds, "evaluate", "evaluation_s"),
+        (Costs, "round", "round_s"),
+    ],
+    ids=str,
+)
+def test_renamed_fields_are_read_under_their_former_names(kind: type[Any], former: str, today: str) -> None:
+    with pytest.warns(FutureWarning, match=f"{kind.__name__}.{former} is called {today} now"):
+        assert kind(**{former: 7}) == kind(**{today: 7})

@@ -104,12 +104,12 @@ def test_too_many_experts_are_refused() -> None:
 
 def test_each_experts_mean_is_over_the_samples_of_those_that_have_it() -> None:
     """Two clients share expert 1: by hand, (10 * 2 + 30 * 6) / 40 = 5; nobody has expert 3, which stays."""
-    travel = TransferMask(masks=Masks(experts=Experts(tensors=("e.w",), per_client=2)), names=("e.w", "router"))
+    transfer_mask = TransferMask(masks=Masks(experts=Experts(tensors=("e.w",), per_client=2)), names=("e.w", "router"))
     keys = ["model/e.w", "model/router"]
     contributions = []
     for client, numbers, value, samples in (("a", (0, 1), 2.0, 10), ("b", (1, 2), 6.0, 30)):
         model = {"model/e.w": torch.full((4, 2), value), "model/router": torch.full((4,), value)}
-        sent = TransferMask(masks=travel.masks, names=travel.names, experts=numbers).up(keys, 1)
+        sent = TransferMask(masks=transfer_mask.masks, names=transfer_mask.names, experts=numbers).up(keys, 1)
         assert sent == [*(f"model/e.w[{n}]" for n in numbers), "model/router"]
         parts = ExpertParts(model)
         contributions.append(Contribution(client=client, weight=samples, tensors={key: parts[key] for key in sent}))
@@ -172,8 +172,10 @@ def test_experts_of_deptoe_are_split_and_merged_bit_for_bit() -> None:
     parts, sizes = ExpertParts(tensors), []
     sent: dict[str, torch.Tensor] = {}
     for client in ("a", "b"):
-        travel = server.of(client, 1, manifest)
-        own = {key: parts[key] for key in travel.up([f"{s}/{n}" for s in ("model", "exp_avg") for n in names], 1)}
+        transfer_mask = server.of(client, 1, manifest)
+        own = {
+            key: parts[key] for key in transfer_mask.up([f"{s}/{n}" for s in ("model", "exp_avg") for n in names], 1)
+        }
         assert not {key for key in own if expert_of(key)} & sent.keys()
         sizes.append(sum(value.nbytes for value in own.values()))
         sent |= own

@@ -40,11 +40,11 @@ class Masked(ScriptedNode):
         before = self.weights(order.weights)
         names = [key.removeprefix("model/") for key in before if key.startswith("model/")]
         table = {key: value for key, value in order.local_policy.items() if key != "reset_optimizer"}
-        travel = TransferMask.from_table(table, names)
+        transfer_mask = TransferMask.from_table(table, names)
         outcome = self.learners[order.client].fit(order, before, lambda steps, loss: None)
         state = {f"{kind}/{name}": torch.full_like(START[name], 2.0) for kind in self.moments for name in names}
         after, known = ExpertParts({**outcome.tensors, **state}), ExpertParts(before)
-        keys = travel.up([f"{kind}/{name}" for kind in ("model", *self.moments) for name in names], order.round)
+        keys = transfer_mask.up([f"{kind}/{name}" for kind in ("model", *self.moments) for name in names], order.round)
         change = {
             key: known[key] - after[key] if key in known and order.form == "delta" else after[key] for key in keys
         }

@@ -29,18 +29,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 ALL = [*MODEL, *(f"{state}/{name}" for state in MOMENTS for name in NAMES)]
 
 
-def travel(moments: tuple[str, ...] = (), streaming: Streaming | None = None, **masks) -> TransferMask:
+def transfer_mask(moments: tuple[str, ...] = (), streaming: Streaming | None = None, **masks) -> TransferMask:
     return TransferMask(masks=Masks(**masks), moments=moments, streaming=streaming, names=NAMES)
 
 
 def test_without_masks_all_weights_go_both_ways_and_no_moment_does() -> None:
-    plain = travel()
+    plain = transfer_mask()
     assert plain.up(ALL, 1) == MODEL
     assert plain.down(MODEL, 2, 1) == MODEL
 
 
 def test_left_out_frozen_and_own_weights() -> None:
-    some = travel(
+    some = transfer_mask(
         send=("blocks.", "embed.*", "head.weight"),
         leave_out=("*.norm.weight",),
         frozen=("embed.",),
@@ -53,11 +53,11 @@ def test_left_out_frozen_and_own_weights() -> None:
 
 
 def test_what_begins_at_the_client_never_comes_from_the_server() -> None:
-    own = travel(MOMENTS, personal=("embed.", "head."), personal_from="client")
+    own = transfer_mask(MOMENTS, personal=("embed.", "head."), personal_from="client")
     begins = [key for key in ALL if not key.endswith(("embed.weight", "head.weight"))]
     assert own.down(ALL, 1, None) == begins
     assert own.up(ALL, 1) == begins
-    assert travel(personal=("embed.",)).down(MODEL, 1, None) == MODEL
+    assert transfer_mask(personal=("embed.",)).down(MODEL, 1, None) == MODEL
     with pytest.raises(ValueError, match="name them in personal"):
         Masks(personal_from="client")
     with pytest.raises(ValueError, match="no whole model to evaluate"):
@@ -65,7 +65,7 @@ def test_what_begins_at_the_client_never_comes_from_the_server() -> None:
 
 
 def test_periods_of_states_and_layers() -> None:
-    des_loc = travel(MOMENTS, periods={"exp_avg/embed.*": 1, "exp_avg": 3, "exp_avg_sq": 6, "head.": 2})
+    des_loc = transfer_mask(MOMENTS, periods={"exp_avg/embed.*": 1, "exp_avg": 3, "exp_avg_sq": 6, "head.": 2})
     for number in range(1, 13):
         sent = set(des_loc.up(ALL, number))
         assert "model/embed.weight" in sent
@@ -81,7 +81,7 @@ def test_the_order_of_periods_does_not_count() -> None:
     """Messages sort their keys."""
     said = {"head.": 2, "exp_avg/embed.*": 1, "exp_avg": 3, "*": 5, "head.weight": 4}
     for periods in (said, dict(sorted(said.items())), dict(reversed(said.items()))):
-        some = travel(MOMENTS, periods=periods)
+        some = transfer_mask(MOMENTS, periods=periods)
         keys = (
             "model/head.weight",
             "exp_avg/embed.weight",
@@ -104,7 +104,7 @@ periods = st.dictionaries(
 def test_all_travels_within_a_cycle_and_the_next_is_the_same(
     given: dict[str, int], streaming: Streaming | None
 ) -> None:
-    some = travel(MOMENTS, streaming, periods=given)
+    some = transfer_mask(MOMENTS, streaming, periods=given)
     shared = max((math.gcd(every, streaming.fragments) for every in given.values()), default=1) if streaming else 1
     if shared > 1:  # the rounds of a fragment may never be those of a period
         with contextlib.suppress(FederatedError):
@@ -129,7 +129,7 @@ def test_a_client_takes_up_just_what_has_changed_since_it_last_began(
     given: dict[str, int], streaming: Streaming | None, trains: set[int]
 ) -> None:
     """Played through: what the server folds in each round, and which version of each tensor a client must hold."""
-    some, lag = travel(MOMENTS, streaming, periods=given), streaming.overlap if streaming else 0
+    some, lag = transfer_mask(MOMENTS, streaming, periods=given), streaming.overlap if streaming else 0
     version = {0: dict.fromkeys(ALL, 0)}
     for number in range(1, 21):
         version[number] = {**version[number - 1], **dict.fromkeys(some.up(ALL, number), number)}
@@ -145,7 +145,7 @@ def test_a_client_takes_up_just_what_has_changed_since_it_last_began(
 
 
 def test_fragments_are_dealt_by_block_whatever_the_order_of_names() -> None:
-    here = travel(streaming=Streaming(fragments=2))
+    here = transfer_mask(streaming=Streaming(fragments=2))
     there = TransferMask(streaming=Streaming(fragments=2), names=tuple(reversed(NAMES)))
     for number in range(1, 5):
         sent = here.up(MODEL, number)
@@ -169,17 +169,17 @@ def test_fragments_are_dealt_by_block_whatever_the_order_of_names() -> None:
 )
 def test_patterns_that_match_nothing_name_the_nearest(masks, says: str) -> None:
     with pytest.raises(FederatedError, match=says):
-        travel(MOMENTS, **masks).check()
+        transfer_mask(MOMENTS, **masks).check()
 
 
 def test_a_period_that_never_meets_its_fragments_turn_is_refused() -> None:
     with pytest.raises(FederatedError, match="would never travel"):
-        travel(streaming=Streaming(fragments=2), periods={"blocks.": 2}).check()
+        transfer_mask(streaming=Streaming(fragments=2), periods={"blocks.": 2}).check()
 
 
 def test_more_fragments_than_blocks_are_refused() -> None:
     with pytest.raises(FederatedError, match=r"streaming\.fragments"):
-        travel(streaming=Streaming(fragments=30, overlap=0)).check()
+        transfer_mask(streaming=Streaming(fragments=30, overlap=0)).check()
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,8 @@ def test_the_guides_settings_are_settings() -> None:
 
 
 def test_stacks_are_the_tensors_named_by_the_settings() -> None:
-    assert not travel().is_stack("model/embed.weight")
-    some = travel(experts=Experts(tensors=("blocks.*.attn.weight",)))
+    assert not transfer_mask().is_stack("model/embed.weight")
+    some = transfer_mask(experts=Experts(tensors=("blocks.*.attn.weight",)))
     assert some.is_stack("model/blocks.0.attn.weight")
     assert not some.is_stack("model/embed.weight")
 
@@ -331,5 +331,5 @@ def test_a_client_sends_what_is_expected_of_it_alone(key: str, shape: tuple[int,
 
 
 def test_an_expert_of_a_stack_without_dimensions_is_not_expected() -> None:
-    travel = TransferMask(masks=Masks(experts=Experts(tensors=("scale",))), names=("scale",), experts=(0,))
-    assert expected_entry("model/scale[0]", travel, 1, weights(scale=())) is None
+    transfer_mask = TransferMask(masks=Masks(experts=Experts(tensors=("scale",))), names=("scale",), experts=(0,))
+    assert expected_entry("model/scale[0]", transfer_mask, 1, weights(scale=())) is None

@@ -15,7 +15,11 @@ from arclight.federated.transports.http_client import HttpLink
 def main(address: str, folder: Path, name: str, goal: float) -> None:
     client = Client(name, learner=lambda _: Quadratic(goal, samples=int(name) + 3))
     Node(
-        HttpLink(address, folder / "blobs", patience=30), [client], folder / "node", f"node of {name}", hold_s=2.0
+        HttpLink(address, folder / "blobs", retry_timeout_s=30),
+        [client],
+        folder / "node",
+        f"node of {name}",
+        hold_s=2.0,
     ).run()
 
 

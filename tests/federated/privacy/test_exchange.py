@@ -32,7 +32,7 @@ class Sum:
 
     path: Path
     names: list[str]
-    settings: SecureSum = field(default_factory=lambda: SecureSum(threshold=0.6, patience=30.0))
+    settings: SecureSum = field(default_factory=lambda: SecureSum(threshold=0.6, step_timeout_s=30.0))
     changed: Callable[[str, Said], Said] = lambda client, said: said
     expected: set[str] = field(default_factory=set)
     seconds: float = 0.0
@@ -324,7 +324,7 @@ def test_an_answer_is_held_until_there_is_one(tmp_path: Path) -> None:
 
 @dataclass
 class Site:
-    """A client as a node's crew takes it."""
+    """A client as a node's executor takes it."""
 
     name: str
 
@@ -366,7 +366,7 @@ def test_many_clients_sum_in_secret(tmp_path: Path, count: int) -> None:
 
     plain = trained(tmp_path / "plain", None)
     assert cost["messages"] == 0
-    secure = trained(tmp_path / "secure", SecureSum(patience=100.0, partners=min(16, count // 2)))
+    secure = trained(tmp_path / "secure", SecureSum(step_timeout_s=100.0, partners=min(16, count // 2)))
     torch.testing.assert_close(secure.weights()["w"], plain.weights()["w"], rtol=1e-6, atol=1e-7)
     assert len(secure.history[1].contributors) == count
     assert cost["messages"] < 12 * count, "five messages each, and those of whoever waits for long"

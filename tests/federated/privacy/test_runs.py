@@ -29,7 +29,7 @@ REST = [Trimmed(share=0.2), Krum(byzantine=1, keep=2), NormBound(largest=10.0)]
 
 @dataclass
 class Site:
-    """A client as a node's crew takes it, whose learner is known in closed form."""
+    """A client as a node's executor takes it, whose learner is known in closed form."""
 
     name: str
     goal: float

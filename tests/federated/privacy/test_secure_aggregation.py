@@ -241,10 +241,10 @@ def test_terms_are_cut_off_and_counted_and_never_overflow() -> None:
     clients = 1000
     shift = fixed_point_shift(SETTINGS, clients)
     tensor = torch.tensor([0.5, -8.0, 9.0, -1e30, 3e-9])
-    made, cut = fixed_point_terms(tensor, SETTINGS.most_weight, shift, SETTINGS)
+    made, cut = fixed_point_terms(tensor, SETTINGS.max_weight, shift, SETTINGS)
     assert cut == 2
     kept = [Fraction(x) for x in (0.5, -8.0, 8.0, -8.0, torch.tensor(3e-9).item())]
-    assert made.tolist() == [round(x * SETTINGS.most_weight * Fraction(2) ** shift) for x in kept]
+    assert made.tolist() == [round(x * SETTINGS.max_weight * Fraction(2) ** shift) for x in kept]
     assert clients * max(abs(x) for x in made.tolist()) < 2**63
     with pytest.raises(FederatedError, match="not finite"):
         fixed_point_terms(torch.tensor([torch.nan]), 1, shift, SETTINGS)

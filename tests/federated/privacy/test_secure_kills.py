@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).parent / "secure_site.py"
 GOALS = {"0": 1.0, "1": -3.0, "2": 0.5}
 SOME: dict[str, Any] = {
     "waiting": Waiting(quorum=0.6, grace_s=60.0, lease_s=5.0, nodes=3),
-    "secure": SecureSum(threshold=0.6, patience=20.0),
+    "secure": SecureSum(threshold=0.6, step_timeout_s=20.0),
 }
 
 

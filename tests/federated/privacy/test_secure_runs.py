@@ -68,7 +68,7 @@ class Fails(Quadratic):
 
 @dataclass
 class Site:
-    """A client as a node's crew takes it, whose learner is known in closed form."""
+    """A client as a node's executor takes it, whose learner is known in closed form."""
 
     name: str
     goal: float
@@ -113,8 +113,8 @@ def trained(
         threads = []
         for number, sites in enumerate(nodes):
             link = Tapped(run.service, said, lost, silent)
-            crew: list[Any] = list(sites)
-            node = Node(link, crew, Path(server.folder) / f"node{number}", f"n{number}", hold_s=1.0)
+            executor: list[Any] = list(sites)
+            node = Node(link, executor, Path(server.folder) / f"node{number}", f"n{number}", hold_s=1.0)
             threads.append(threading.Thread(target=node.run, daemon=True))
             threads[-1].start()
         run.runtime.wait(60)
@@ -125,7 +125,7 @@ def trained(
 
 
 def settings(**given: Any) -> Federation:
-    return Federation(**{"clients": 3, "rounds": 3, "local_steps": 4, "secure": SecureSum(patience=5.0), **given})
+    return Federation(**{"clients": 3, "rounds": 3, "local_steps": 4, "secure": SecureSum(step_timeout_s=5.0), **given})
 
 
 def test_a_secure_run_is_the_plain_one_and_shows_no_single_change(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_node_cannot_speak_for_another_ones_client(tmp_path: Path) -> None:
 @pytest.mark.parametrize("early", [True, False])
 def test_a_client_that_drops_out_is_left_out_of_the_sum(tmp_path: Path, early: bool) -> None:
     """In round 2 the third client breaks down, before it has given keys, or once the others have masked for it."""
-    some = {"waiting": Waiting(quorum=0.6, grace_s=20.0), "secure": SecureSum(threshold=0.6, patience=5.0)}
+    some = {"waiting": Waiting(quorum=0.6, grace_s=20.0), "secure": SecureSum(threshold=0.6, step_timeout_s=5.0)}
     sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5, Fails if early else Quadratic)]
     plain = Server(settings(**{**some, "secure": None}), START, folder=tmp_path / "plain")
     trained(plain, [[*sites[:2], Site("2", 0.5, Fails)]])
@@ -189,7 +189,7 @@ class Counted(Quadratic):
 
 
 def test_a_sum_that_cannot_be_opened_is_asked_for_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    secure = SecureSum(patience=3.0)
+    secure = SecureSum(step_timeout_s=3.0)
     sites = [Site(name, goal, Counted) for name, goal in (("0", 1.0), ("1", -3.0), ("2", 0.5))]
     undisturbed = Server(settings(secure=secure), START, folder=tmp_path / "undisturbed")
     trained(undisturbed, [sites])
@@ -229,7 +229,7 @@ class Dies(Tapped):
 def test_a_node_that_is_started_again_within_a_round_costs_a_run_that_needs_everybody_one_sum(tmp_path: Path) -> None:
     """The secrets of its sum are gone; its client is asked again with all others, in another sum."""
     sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
-    some = settings(secure=SecureSum(patience=3.0), waiting=Waiting(quorum=1.0))
+    some = settings(secure=SecureSum(step_timeout_s=3.0), waiting=Waiting(quorum=1.0))
     undisturbed = Server(some, START, folder=tmp_path / "undisturbed")
     trained(undisturbed, [[site] for site in sites])
     server = Server(some, START, folder=tmp_path / "run")
@@ -261,7 +261,7 @@ def test_a_node_that_is_started_again_within_a_round_costs_a_run_that_needs_ever
 @pytest.mark.slow
 def test_a_sum_that_can_never_be_opened_ends_the_run_which_can_be_taken_up(tmp_path: Path) -> None:
     sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
-    some = settings(secure=SecureSum(patience=3.0), rounds=2)
+    some = settings(secure=SecureSum(step_timeout_s=3.0), rounds=2)
     server = Server(some, START, folder=tmp_path / "run")
     trained(server, [sites], silent=lambda told: told.round == 2)
     *_, last = read_journal(tmp_path / "run")
@@ -276,7 +276,7 @@ def test_a_sum_that_can_never_be_opened_ends_the_run_which_can_be_taken_up(tmp_p
 
 
 def test_another_client_is_asked_in_the_place_of_one_that_was_lost_after_it_had_masked(tmp_path: Path) -> None:
-    some = {"sampling": Sampling(per_round=3), "waiting": Waiting(quorum=1.0), "secure": SecureSum(patience=5.0)}
+    some = {"sampling": Sampling(per_round=3), "waiting": Waiting(quorum=1.0), "secure": SecureSum(step_timeout_s=5.0)}
     server = Server(settings(clients=6, rounds=2, **some), START, folder=tmp_path / "run")
     gone, *others = Coordinator(server.federation, 6, server.seed, "run").sampler.draw(2)
     sites = [Site(str(number), float(number) - 2, Counted) for number in range(6)]
@@ -292,7 +292,7 @@ def test_another_client_is_asked_in_the_place_of_one_that_was_lost_after_it_had_
 
 def test_what_was_masked_for_a_discarded_sum_does_not_go_into_another(tmp_path: Path) -> None:
     sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
-    server = Server(settings(secure=SecureSum(patience=3.0), rounds=1), START, folder=tmp_path / "run")
+    server = Server(settings(secure=SecureSum(step_timeout_s=3.0), rounds=1), START, folder=tmp_path / "run")
     refused: list[Message] = []
 
     def late(told: SecureSumRequest) -> bool:
@@ -335,7 +335,7 @@ def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path, earl
 
     Before the sum is opened the server is updated, or its file has the field names of the version before.
     """
-    names, asked = ["a", "b", "c"], SecureSum(threshold=0.6, patience=0.5)
+    names, asked = ["a", "b", "c"], SecureSum(threshold=0.6, step_timeout_s=0.5)
     path = tmp_path / "secure.json"
     people = {name: Participant(name) for name in names}
 
@@ -410,10 +410,10 @@ def test_masked_values_that_are_gone_from_the_servers_disk_discard_their_sum(tmp
     server = Server(settings(rounds=2), START, folder=tmp_path / "run")
     with server.opened() as run:
         links = [Cut(run.service) for _ in range(2)]
-        crews: list[list[Any]] = [list(sites[:2]), list(sites[2:])]
+        executors: list[list[Any]] = [list(sites[:2]), list(sites[2:])]
         nodes = [
-            Node(link, crew, tmp_path / "run" / f"node{number}", f"n{number}", hold_s=1.0)
-            for number, (link, crew) in enumerate(zip(links, crews, strict=True))
+            Node(link, executor, tmp_path / "run" / f"node{number}", f"n{number}", hold_s=1.0)
+            for number, (link, executor) in enumerate(zip(links, executors, strict=True))
         ]
         threads = [threading.Thread(target=node.run, daemon=True) for node in nodes]
         for thread in threads:
@@ -439,9 +439,9 @@ def test_what_only_clients_can_hide_is_refused_where_they_speak_flower_alone() -
 
 
 def test_a_weight_beyond_what_a_sum_takes_is_told(tmp_path: Path) -> None:
-    """Counts above ``most_weight`` were once cut off in silence: then all clients weighed the same."""
+    """Counts above ``max_weight`` were once cut off in silence: then all clients weighed the same."""
     sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
-    few = SecureSum(patience=5.0, most_weight=10)
+    few = SecureSum(step_timeout_s=5.0, max_weight=10)
     with pytest.raises(
         FederatedError, match=r"has \d+ samples in round 1, and a secure sum weighs up to 10: raise sec"
     ):
@@ -449,11 +449,11 @@ def test_a_weight_beyond_what_a_sum_takes_is_told(tmp_path: Path) -> None:
 
 
 def test_a_server_takes_no_weight_beyond_what_was_masked(tmp_path: Path) -> None:
-    with Server(settings(secure=SecureSum(most_weight=10)), START, folder=tmp_path / "run").opened() as run:
+    with Server(settings(secure=SecureSum(max_weight=10)), START, folder=tmp_path / "run").opened() as run:
         base = run.weights.all()[-1].manifest
         asked = ExpectedUpdate(
-            base=base, weights={}, travel=TransferMask(masks=Masks()), round=1, steps=4, weigh_by="samples", masked=True,
-            most_weight=10,
+            base=base, weights={}, transfer_mask=TransferMask(masks=Masks()), round=1, steps=4, weigh_by="samples", masked=True,
+            max_weight=10,
         )  # fmt: skip
         sent = Manifest(kind="update", tensors={}, blobs={}, base=base.digest)
         update = Update(
@@ -562,10 +562,10 @@ def test_nodes_that_know_each_other_sum_over_http(tmp_path: Path) -> None:
     listening = Listening(nodes=nodes, limits=Limits(held=1))
     with server.opened() as run, HttpServer(run.service, listening, run.blobs) as http:
         threads = []
-        for name, crew, vouches in (("a", sites[:2], None), ("b", sites[2:], Registry(nodes).vouches)):
-            link = HttpLink(http.address, tmp_path / name / "blobs", key=keys[name], patience=10)
+        for name, executor, vouches in (("a", sites[:2], None), ("b", sites[2:], Registry(nodes).vouches)):
+            link = HttpLink(http.address, tmp_path / name / "blobs", key=keys[name], retry_timeout_s=10)
             identity = Identity(sign=keys[name].sign, vouches=vouches)
-            node = Node(link, list[Any](crew), tmp_path / name, name, hold_s=1.0, identity=identity)
+            node = Node(link, list[Any](executor), tmp_path / name, name, hold_s=1.0, identity=identity)
             threads.append(threading.Thread(target=node.run, daemon=True))
             threads[-1].start()
         assert run.runtime.wait(60), run.coordinator.status(run.runtime.now())

@@ -142,7 +142,9 @@ def test_noise_of_real_runs_is_what_was_promised_and_what_is_counted(tmp_path: P
 
 
 def test_noise_of_secure_sums_is_what_was_promised(tmp_path: Path) -> None:
-    asked = federation("clients", clients=5, rounds=2, sampling=Sampling(dropout=0.3), secure=SecureSum(patience=20.0))
+    asked = federation(
+        "clients", clients=5, rounds=2, sampling=Sampling(dropout=0.3), secure=SecureSum(step_timeout_s=20.0)
+    )
     server = run(Server(asked, START, folder=tmp_path / "run"), 5)
     assert min(len(here.contributors) for here in server.history[1:]) < 5
     for number in (1, 2):

@@ -107,9 +107,9 @@ class Nodes:
     def __enter__(self) -> Nodes:
         self._threads = []
         for name, clients in self.learners.items():
-            link = HttpLink(f"http://127.0.0.1:{self.port}", self.folder / name / "cache", patience=LIMIT)
+            link = HttpLink(f"http://127.0.0.1:{self.port}", self.folder / name / "cache", retry_timeout_s=LIMIT)
             made = [Client(client, learner=lambda _, learner=learner: learner) for client, learner in clients.items()]
-            node = Node(link, made, self.folder / name, name, patience=LIMIT, hold_s=5.0)
+            node = Node(link, made, self.folder / name, name, retry_timeout_s=LIMIT, hold_s=5.0)
             self.nodes.append(node)
             self._threads.append(threading.Thread(target=self._run, args=(node,), daemon=True))
         for thread in self._threads:

@@ -94,14 +94,14 @@ def test_a_round_whose_weights_cannot_be_served_at_first_counts_once(
     """Its checkpoint is written by then; the disk is broken for a moment, or full."""
     left, real = [1], PublishedWeights.publish
 
-    def put(shelf: PublishedWeights, number: int, *rest: Any, **more: Any) -> Weights:
+    def publish(weights: PublishedWeights, number: int, *rest: Any, **more: Any) -> Weights:
         if number == 1 and left:
             raise OSError(why, f"no place {left.pop()}")
-        return real(shelf, number, *rest, **more)
+        return real(weights, number, *rest, **more)
 
     asked = {"send": "delta", "weigh_by": "equal", "noise": Noise(multiplier=1.0, clip=1.0)}
     expected = trained(Server(settings(**asked), START, folder=tmp_path / "undisturbed"))
-    monkeypatch.setattr(PublishedWeights, "publish", put)
+    monkeypatch.setattr(PublishedWeights, "publish", publish)
     server = trained(Server(settings(**asked), START, folder=tmp_path / "run"))
     assert not left
     assert len(server.history[1].discarded) == (why == errno.EIO)
@@ -225,7 +225,7 @@ def partly(count: int, *left_out: str) -> list[Client]:
 
 
 def secure(**given: Any) -> Federation:
-    return settings(clients=4, secure=SecureSum(patience=5.0), **given)
+    return settings(clients=4, secure=SecureSum(step_timeout_s=5.0), **given)
 
 
 MODEL = {"a": torch.ones(4, 4), "b": torch.ones(4)}

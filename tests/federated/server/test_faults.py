@@ -333,7 +333,7 @@ def test_a_server_that_was_started_again_ends_when_the_nodes_of_all_clients_have
         assert run.runtime.wait(60)
         script.send(Leave(node=script.name, session=script.session))
         began = time.monotonic()
-        run.tell_nodes(LIMIT)
+        run.notify_nodes(LIMIT)
         assert time.monotonic() - began < LIMIT / 2, "it waits for nodes that have heard"
 
 
@@ -345,5 +345,5 @@ def test_a_server_whose_run_was_over_at_its_start_ends_when_nodes_were_refused(t
     with Server(settings(), folder=tmp_path / "run").opened() as run:
         assert isinstance(ScriptedNode(InProcessLink(run.service), both()).join(), Close)
         began = time.monotonic()
-        run.tell_nodes(LIMIT)
+        run.notify_nodes(LIMIT)
         assert time.monotonic() - began < LIMIT / 2, "it waits for nodes that have heard"

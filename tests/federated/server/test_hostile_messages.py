@@ -157,7 +157,7 @@ def changed(message: Message, at: tuple[Any, ...], value: Any) -> dict[str, Any]
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_field_of_each_message_takes_any_value(tmp_path: Path, kind: type[Message], every: int) -> None:
     """Of the values that nobody means, each field takes all, or every so many, and the next field others."""
-    secure = {"secure": SecureSum(threshold=0.51, patience=0.5)} if kind is SecureSumRequest else {}
+    secure = {"secure": SecureSum(threshold=0.51, step_timeout_s=0.5)} if kind is SecureSumRequest else {}
     waiting = (
         {"waiting": Waiting(heartbeat_interval_s=0.2, quorum=0.6, join_timeout_s=1e6, on_failed_round="skip")}
         if secure

@@ -41,7 +41,7 @@ class Served:
         self.run, self.http, self.folder, self._links = run, http, folder, list[HttpLink]()
 
     def link(self, name: str) -> HttpLink:
-        self._links.append(HttpLink(self.http.address, self.folder / name, patience=2))
+        self._links.append(HttpLink(self.http.address, self.folder / name, retry_timeout_s=2))
         return self._links[-1]
 
     def node(self, name: str = "n", clients: tuple[str, ...] = ("0",)) -> ScriptedNode:
@@ -103,7 +103,7 @@ def test_a_node_whose_update_is_too_large_says_so_and_goes_on(tmp_path: Path) ->
     )
     server = Server(settings, {"w": torch.zeros(2_000_000)}, folder=tmp_path / "run")
     with server.opened() as run, HttpServer(run.service) as http:
-        link = HttpLink(http.address, tmp_path / "cache", patience=5)
+        link = HttpLink(http.address, tmp_path / "cache", retry_timeout_s=5)
         clients = [Client(name, learner=lambda _: Quadratic(1.0)) for name in ("0", "1")]
         node = Node(link, clients, tmp_path / "node", "n", hold_s=1.0)
         node.run()

@@ -124,8 +124,8 @@ def test_a_simulated_run_lasts_as_long_as_a_real_one_of_four_processes(
         trained = median(seconds for r in real.rounds[begun:] for seconds in r.seconds_by_client.values())
         steps = STEPS // (federation.streaming.fragments if federation.streaming is not None else 1)
         fleet = Fleet(
-            links=Links(up=8 * real.rate, down=8 * real.rate, latency=0.004), speeds=Speeds(step=trained / steps),
-            costs=Costs(round=folded, fold=0.0, step=0.0),
+            links=Links(up=8 * real.rate, down=8 * real.rate, latency_s=0.004), speeds=Speeds(step_s=trained / steps),
+            costs=Costs(round_s=folded, fold=0.0, step=0.0),
         )  # fmt: skip
         simulated = simulate(federation, shapes, fleet)
         assert simulated.bytes_up + simulated.bytes_down == pytest.approx(real.moved, rel=0.05)

@@ -24,11 +24,11 @@ def federation(**options: Any) -> Federation:
 
 
 def test_a_round_is_the_sum_of_its_parts() -> None:
-    fleet = Fleet(links=Links(up=20e6, down=80e6, latency=0.05), speeds=Speeds(step=0.1, start=0.3))
+    fleet = Fleet(links=Links(up=20e6, down=80e6, latency_s=0.05), speeds=Speeds(step_s=0.1, overhead_s=0.3))
     result = simulate(federation(), MODEL, fleet)
     size, costs = Sizes(federation(), MODEL), fleet.costs
     answer, down, up = 0.05, 8 * size.whole / 80e6 + 0.05, 8 * size.up(None) / 20e6 + 0.05
-    fold = costs.round + costs.step * size.model + 4 * costs.fold * size.model
+    fold = costs.round_s + costs.step * size.model + 4 * costs.fold * size.model
     expected = answer + down + 0.3 + 50 * 0.1 + up + costs.check * size.up(None) + fold
     assert [r.seconds for r in result.rounds[1:]] == pytest.approx([expected] * 2, rel=1e-3)
     assert result.round_seconds == pytest.approx(expected, rel=1e-3)
@@ -42,9 +42,9 @@ def test_a_round_is_the_sum_of_its_parts() -> None:
 def test_the_servers_line_is_shared() -> None:
     """Eight clients with quick lines of their own: the server's line carries one after another."""
     fleet = Fleet(
-        links=Links(up=1e12, down=1e12, latency=0.0),
-        speeds=Speeds(step=0.001),
-        costs=Costs(rate=100e6, check=0.0, fold=0.0, step=0.0, round=0.0),
+        links=Links(up=1e12, down=1e12, latency_s=0.0),
+        speeds=Speeds(step_s=0.001),
+        costs=Costs(rate=100e6, check=0.0, fold=0.0, step=0.0, round_s=0.0),
     )
     result = simulate(federation(clients=8), MODEL, fleet)
     size = Sizes(federation(), MODEL)
@@ -57,8 +57,8 @@ def test_the_servers_line_is_shared() -> None:
 def test_measured_speeds_decide_who_is_waited_for() -> None:
     """A calendar by hand: steps of 0.1, 0.2 or 0.4 s; rounds last as long as the slowest client of each."""
     fleet = Fleet(
-        links=Links(up=1e15, down=1e15, latency=0.0), speeds=Speeds(measured=(0.1, 0.2, 0.4)),
-        costs=Costs(check=0.0, fold=0.0, step=0.0, round=1.0),
+        links=Links(up=1e15, down=1e15, latency_s=0.0), speeds=Speeds(measured_s=(0.1, 0.2, 0.4)),
+        costs=Costs(check=0.0, fold=0.0, step=0.0, round_s=1.0),
     )  # fmt: skip
     result = simulate(federation(clients=30, rounds=2), 1000, fleet)
     assert [r.seconds for r in result.rounds] == pytest.approx([50 * 0.4 + 1.0] * 2, rel=1e-3)
@@ -75,7 +75,7 @@ def test_measured_speeds_decide_who_is_waited_for() -> None:
 
 def test_a_grace_and_a_deadline_bound_a_round() -> None:
     fleet = Fleet(
-        links=Links(up=1e15, down=1e15, latency=0.0), speeds=Speeds(measured=(0.1, 10.0)), costs=Costs(round=0.0, check=0.0)
+        links=Links(up=1e15, down=1e15, latency_s=0.0), speeds=Speeds(measured_s=(0.1, 10.0)), costs=Costs(round_s=0.0, check=0.0)
     )  # fmt: skip
     waiting = Waiting(quorum=0.3, grace_s=7.0, heartbeat_interval_s=10.0)
     result = simulate(federation(clients=20, rounds=1, waiting=waiting), 1000, fleet)
@@ -94,7 +94,7 @@ def test_a_grace_and_a_deadline_bound_a_round() -> None:
 
 def test_nodes_that_fall_silent_are_missed() -> None:
     waiting = Waiting(quorum=0.5, grace_s=1000.0, heartbeat_interval_s=0.5, lease_s=10.0)
-    fleet = Fleet(links=Links(latency=0.01), vanish=0.2)
+    fleet = Fleet(links=Links(latency_s=0.01), vanish=0.2)
     result = simulate(federation(clients=20, rounds=1, waiting=waiting), 1000, fleet)
     only = result.rounds[0]
     assert result.lost == only.failed == 20 - only.accepted
@@ -107,7 +107,7 @@ def test_nodes_that_fall_silent_are_missed() -> None:
 
 def test_fragments_that_overlap_hide_the_exchange() -> None:
     """100 MB in four fragments over 100 Mb/s, a fragment each 8 s of training: 2 s up and 2 s down are not seen."""
-    fleet = Fleet(links=Links(up=100e6, down=100e6), speeds=Speeds(step=0.4))
+    fleet = Fleet(links=Links(up=100e6, down=100e6), speeds=Speeds(step_s=0.4))
     took = {}
     for overlap in (0, 1):
         streaming = Streaming(fragments=4, overlap=overlap)
@@ -120,10 +120,10 @@ def test_fragments_that_overlap_hide_the_exchange() -> None:
 
 def test_buffered_rounds_do_not_wait_for_the_slow() -> None:
     fleet = Fleet(
-        links=Links(up=1e15, down=1e15, latency=0.0), speeds=Speeds(measured=(0.1, 1.0)), costs=Costs(round=0.0, check=0.0)
+        links=Links(up=1e15, down=1e15, latency_s=0.0), speeds=Speeds(measured_s=(0.1, 1.0)), costs=Costs(round_s=0.0, check=0.0)
     )  # fmt: skip
     slow = simulate(federation(clients=10, rounds=12), 1000, fleet)
-    quick = simulate(federation(clients=10, rounds=12, buffered=Buffered(size=3, most_stale=20)), 1000, fleet)
+    quick = simulate(federation(clients=10, rounds=12, buffered=Buffered(size=3, max_staleness=20)), 1000, fleet)
     assert slow.round_seconds == pytest.approx(50.0, rel=1e-3)
     assert quick.round_seconds < 10.0
     assert all(r.accepted == 3 for r in quick.rounds)
@@ -154,7 +154,7 @@ result = simulate(
         clients=1_000_000, rounds=2, local_steps=100, up=Int8(), down=Int8(), evaluate_every=0,
         sampling=Sampling(per_round=per_round, over_provision=0.3), waiting=Waiting(heartbeat_interval_s=30.0, quorum=0.8, grace_s=30.0, lease_s=60.0),
     ),
-    100_000_000, Fleet(links=Links(spread=0.5), speeds=Speeds(step=0.5, spread=0.4, stragglers=0.05), vanish=0.05),
+    100_000_000, Fleet(links=Links(spread=0.5), speeds=Speeds(step_s=0.5, spread=0.4, stragglers=0.05), vanish=0.05),
 )
 assert [r.accepted for r in result.rounds] == [per_round] * 2, result
 assert all(r.asked == 1.3 * per_round and r.late > per_round / 10 for r in result.rounds), result
@@ -180,7 +180,7 @@ def test_bytes_go_by_codec() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Links(up=0.0), "up: need number > 0"), (lambda: Speeds(measured=(0.1, 0.0)), "measured: need"),
+        (lambda: Links(up=0.0), "up: need number > 0"), (lambda: Speeds(measured_s=(0.1, 0.0)), "measured_s: need"),
         (lambda: Speeds(stragglers=2.0), "stragglers: need number in"), (lambda: Costs(threads=0), "threads"),
         (lambda: Fleet(vanish=1.5), "vanish: need number in"),
         (lambda: Speeds(slowdown=0.5), "slowdown"),

@@ -58,7 +58,7 @@ def line(store: FolderStore, stack: ExitStack) -> Line:
 
 @pytest.fixture
 def link(line: Line, tmp_path: Path, stack: ExitStack) -> HttpLink:
-    link = HttpLink(line.address, tmp_path / "cache", patience=20)
+    link = HttpLink(line.address, tmp_path / "cache", retry_timeout_s=20)
     stack.callback(link.close)
     link.send(Join(node="a", clients=()))
     line.up = line.down = 0
@@ -205,7 +205,7 @@ def test_a_server_that_is_not_there_is_named_with_how_long_it_was_tried(tmp_path
     drawn = random.getstate()
 
     def check(seconds: float) -> None:
-        link, before = HttpLink(line.address, tmp_path / f"{seconds}", patience=seconds), line.connections
+        link, before = HttpLink(line.address, tmp_path / f"{seconds}", retry_timeout_s=seconds), line.connections
         with pytest.raises(
             LinkError, match=rf"{line.address} did not answer 'join' within \d+\.\d s .*see that the server runs"
         ):
@@ -220,7 +220,7 @@ def test_a_server_that_is_not_there_is_named_with_how_long_it_was_tried(tmp_path
 def test_a_node_that_is_told_to_stop_does_not_wait_for_a_server_that_is_away(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    link = HttpLink(f"http://127.0.0.1:{port}", tmp_path / "cache", patience=300.0)
+    link = HttpLink(f"http://127.0.0.1:{port}", tmp_path / "cache", retry_timeout_s=300.0)
     node = Node(link, [Client("a", learner=lambda _: Quadratic(1.0))], tmp_path / "node", "n")
     thread = threading.Thread(target=node.run, daemon=True)
     thread.start()
@@ -235,7 +235,7 @@ def test_a_node_that_is_told_to_stop_does_not_wait_for_a_server_that_is_away(tmp
 def test_a_server_that_comes_late_is_waited_for(tmp_path: Path, stack: ExitStack) -> None:
     line = Line(1)  # nobody listens there
     stack.callback(line.close)
-    link = HttpLink(line.address, tmp_path / "cache", patience=60)
+    link = HttpLink(line.address, tmp_path / "cache", retry_timeout_s=60)
     with ThreadPoolExecutor(1) as pool:
         welcome = pool.submit(link.send, Join(node="a", clients=()))
         wait_until(lambda: line.connections >= 2, "attempts")
@@ -250,7 +250,7 @@ def test_a_server_killed_while_it_receives_goes_on_from_there(tmp_path: Path, st
     first = Serving(folder.folder)
     line = Line(first.port)
     stack.callback(line.close)
-    link = HttpLink(line.address, tmp_path / "cache", patience=60)
+    link = HttpLink(line.address, tmp_path / "cache", retry_timeout_s=60)
     _session(link)
     line.rate = 8e6
     outcome: list[BaseException | None] = []
@@ -316,7 +316,7 @@ def test_a_full_disk_is_told_to_the_node_and_passes(tmp_path: Path, stack: ExitS
     stack.callback(subprocess.run, ["umount", folder], check=True)
     store = FolderStore(folder / "blobs")
     served = stack.enter_context(HttpServer(EchoServer(store)))
-    link = HttpLink(served.address, tmp_path / "cache", patience=5)
+    link = HttpLink(served.address, tmp_path / "cache", retry_timeout_s=5)
     session = _session(link)
     with pytest.raises(OSError, match="no room for blob") as told:
         link.blobs.put(DIGEST, BYTES)
@@ -342,7 +342,7 @@ def test_a_full_disk_at_the_node_is_told_and_passes(
     ).returncode:
         pytest.skip("a small file system cannot be mounted here")
     stack.callback(subprocess.run, ["umount", folder], check=True)
-    node = HttpLink(line.address, folder / "cache", patience=5)
+    node = HttpLink(line.address, folder / "cache", retry_timeout_s=5)
     _session(node)
     store.put(DIGEST, BYTES)
     with pytest.raises(OSError, match="no room for blob") as told:
@@ -381,7 +381,7 @@ def test_a_network_that_goes_dark_and_comes_back(tmp_path: Path, stack: ExitStac
     keys = (made.certificate, made.private_key, tmp_path / "nodes")
     server = Serving(store.folder, "10.213.7.2", 0, keys, before=["ip", "netns", "exec", name])
     stack.callback(server.close)
-    link = HttpLink(server.address, tmp_path / "cache", key=key, cafile=made.certificate, patience=120)
+    link = HttpLink(server.address, tmp_path / "cache", key=key, cafile=made.certificate, retry_timeout_s=120)
     stack.callback(link.close)
     _session(link)
     content = os.urandom(40_000_000)

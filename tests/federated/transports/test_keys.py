@@ -135,7 +135,7 @@ def test_a_certificate_is_believed_by_name_or_by_fingerprint(made: Certificate, 
             )
         ):
             for host in ("127.0.0.1", "localhost"):
-                link = HttpLink(f"https://{host}:{served.port}", tmp_path / str(number), patience=5, **trust)  # type: ignore[arg-type]
+                link = HttpLink(f"https://{host}:{served.port}", tmp_path / str(number), retry_timeout_s=5, **trust)  # type: ignore[arg-type]
                 assert isinstance(link.send(Join(node="a", clients=())), Welcome)
                 link.close()
 
@@ -155,7 +155,7 @@ def test_a_wrong_certificate_is_refused_at_once(made: Certificate, tmp_path: Pat
             ({"cafile": elsewhere.certificate}, "did not prove to be the server"),  # the right one, for another host
             ({"fingerprint": other.fingerprint}, elsewhere.fingerprint),
         ):
-            link = HttpLink(served.address, tmp_path / "cache", patience=600, **trust)  # type: ignore[arg-type]
+            link = HttpLink(served.address, tmp_path / "cache", retry_timeout_s=600, **trust)  # type: ignore[arg-type]
             with pytest.raises(LinkError, match=words):
                 link.send(Join(node="a", clients=()))
             link.close()
@@ -178,7 +178,9 @@ def test_why_a_certificate_is_not_believed_is_explained(
     with HttpServer(
         EchoServer(TemporaryStore()), Listening(certificate=shown.certificate, private_key=shown.private_key)
     ) as served:
-        link = HttpLink(served.address, tmp_path, patience=600, cafile=None if kind == "unknown" else shown.certificate)
+        link = HttpLink(
+            served.address, tmp_path, retry_timeout_s=600, cafile=None if kind == "unknown" else shown.certificate
+        )
         with pytest.raises(UntrustedError) as raised:
             link.send(Join(node="a", clients=()))
         link.close()
@@ -192,7 +194,7 @@ def test_tls_where_there_is_none_and_none_where_there_is_are_told(tls: bool, mad
     listening = Listening(certificate=made.certificate, private_key=made.private_key) if tls else Listening()
     with HttpServer(EchoServer(TemporaryStore()), listening) as served:
         wrong = served.address.replace("https:", "http:") if tls else served.address.replace("http:", "https:")
-        link = HttpLink(wrong, tmp_path, patience=0.1)
+        link = HttpLink(wrong, tmp_path, retry_timeout_s=0.1)
         with pytest.raises(LinkError) as raised:
             link.send(Join(node="a", clients=()))
         link.close()
@@ -207,7 +209,7 @@ def test_tls_where_there_is_none_and_none_where_there_is_are_told(tls: bool, mad
 def test_a_program_that_is_no_server_of_ours_is_told(tmp_path: Path) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
-        link = HttpLink(f"http://127.0.0.1:{other.server_port}", tmp_path, patience=5)
+        link = HttpLink(f"http://127.0.0.1:{other.server_port}", tmp_path, retry_timeout_s=5)
         with pytest.raises(ProtocolError, match=r"nothing that an arclight server has \(501 .*see that the address"):
             link.send(Join(node="a", clients=()))
         link.close()
@@ -251,7 +253,7 @@ def test_a_registered_node_joins_and_others_do_not(
     stranger = NodeKey.make(tmp_path / "b.key")
 
     def join(node: str, key: NodeKey | None, clients: tuple[str, ...]) -> Message:
-        link = HttpLink(served.address, tmp_path / "cache", key=key, patience=5)
+        link = HttpLink(served.address, tmp_path / "cache", key=key, retry_timeout_s=5)
         try:
             return link.send(Join(node=node, clients=clients))
         finally:
@@ -336,7 +338,7 @@ def test_a_node_signs_for_the_certificate_that_it_sees(
     listening = Listening(nodes=nodes, certificate=made.certificate, private_key=made.private_key)
     with HttpServer(server, listening) as served:
         for trust in ({"cafile": made.certificate}, {"fingerprint": made.fingerprint}):
-            link = HttpLink(served.address, tmp_path / "cache", key=key, patience=5, **trust)  # type: ignore[arg-type]
+            link = HttpLink(served.address, tmp_path / "cache", key=key, retry_timeout_s=5, **trust)  # type: ignore[arg-type]
             assert isinstance(link.send(Join(node="a", clients=("left",))), Welcome)
             link.close()
     joins = [one for one in server.said if isinstance(one, Join)]
@@ -374,7 +376,7 @@ def test_older_versions_say_which_they_are(key: NodeKey, nodes: Path, tmp_path: 
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Old) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
-        link = HttpLink(f"http://127.0.0.1:{other.server_port}", tmp_path, key=key, patience=5)
+        link = HttpLink(f"http://127.0.0.1:{other.server_port}", tmp_path, key=key, retry_timeout_s=5)
         with pytest.raises(ProtocolError, match="the server speaks version 1, this node 3: install the same arclight"):
             link.send(Join(node="a", clients=("left",)))
         link.close()
@@ -400,7 +402,7 @@ def test_nothing_older_than_tls_1_3_is_spoken(made: Certificate, tmp_path: Path)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
         other.socket = older.wrap_socket(other.socket, server_side=True)
         threading.Thread(target=other.serve_forever, daemon=True).start()
-        link = HttpLink(f"https://127.0.0.1:{other.server_port}", tmp_path, cafile=made.certificate, patience=5)
+        link = HttpLink(f"https://127.0.0.1:{other.server_port}", tmp_path, cafile=made.certificate, retry_timeout_s=5)
         with pytest.raises(UntrustedError, match=r"does not speak TLS 1\.3"):
             link.send(Join(node="a", clients=()))
         link.close()
@@ -477,7 +479,7 @@ def test_a_node_keeps_tensors_where_somebody_at_the_site_has_said(
             return replace(answer, blob_address=address) if isinstance(answer, Welcome) else answer
 
     with HttpServer(Elsewhere(TemporaryStore())) as served:
-        link = HttpLink(served.address, tmp_path, patience=5, stores=stores)
+        link = HttpLink(served.address, tmp_path, retry_timeout_s=5, stores=stores)
         if fine:
             assert isinstance(link.send(Join(node="a", clients=())), Welcome)
             assert isinstance(link.blobs, ObjectStore)

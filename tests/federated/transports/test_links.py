@@ -58,7 +58,7 @@ def in_process(folder: Path) -> Iterator[Pair]:
 def http(folder: Path) -> Iterator[Pair]:
     server = EchoServer(FolderStore(folder / "server"))
     with HttpServer(server) as served:
-        link = HttpLink(served.address, folder / "cache", patience=5)
+        link = HttpLink(served.address, folder / "cache", retry_timeout_s=5)
         yield Pair(link, server)
         link.close()
 
@@ -68,7 +68,7 @@ def http_into_memory(folder: Path) -> Iterator[Pair]:
     """The server's store is no folder: blobs come in elsewhere first."""
     server = EchoServer(TemporaryStore())
     with HttpServer(server) as served:
-        link = HttpLink(served.address, folder / "cache", patience=5)
+        link = HttpLink(served.address, folder / "cache", retry_timeout_s=5)
         yield Pair(link, server)
         link.close()
 
@@ -82,7 +82,7 @@ def https(folder: Path) -> Iterator[Pair]:
     (folder / "nodes").write_text(key.line("a", ["left", "right"]) + "  # the first node\n")
     listening = Listening(certificate=made.certificate, private_key=made.private_key, nodes=folder / "nodes")
     with HttpServer(server, listening) as served:
-        link = HttpLink(served.address, folder / "cache", key=key, fingerprint=made.fingerprint, patience=5)
+        link = HttpLink(served.address, folder / "cache", key=key, fingerprint=made.fingerprint, retry_timeout_s=5)
         yield Pair(link, server)
         link.close()
 
@@ -93,7 +93,9 @@ def http_and_object_store(folder: Path) -> Iterator[Pair]:
     address = f"memory://{uuid.uuid4().hex}/blobs"
     server = EchoServer(ObjectStore(address, folder / "server"))
     with HttpServer(server) as served:
-        link = HttpLink(served.address, folder / "other", blobs=ObjectStore(address, folder / "cache"), patience=5)
+        link = HttpLink(
+            served.address, folder / "other", blobs=ObjectStore(address, folder / "cache"), retry_timeout_s=5
+        )
         yield Pair(link, server)
         link.close()
 

@@ -35,7 +35,7 @@ def in_process(service: ServerApi, folder: Path, stack: ExitStack) -> Links:
 
 def http(service: ServerApi, folder: Path, stack: ExitStack) -> Links:
     served = stack.enter_context(HttpServer(service))
-    return lambda node: HttpLink(served.address, folder / node / "fetched", patience=30)
+    return lambda node: HttpLink(served.address, folder / node / "fetched", retry_timeout_s=30)
 
 
 def https(service: ServerApi, folder: Path, stack: ExitStack) -> Links:
@@ -46,7 +46,7 @@ def https(service: ServerApi, folder: Path, stack: ExitStack) -> Links:
     listening = Listening(certificate=made.certificate, private_key=made.private_key, nodes=nodes)
     served = stack.enter_context(HttpServer(service, listening))
     return lambda node: HttpLink(
-        served.address, folder / node / "fetched", key=keys[node], fingerprint=made.fingerprint, patience=30
+        served.address, folder / node / "fetched", key=keys[node], fingerprint=made.fingerprint, retry_timeout_s=30
     )
 
 
@@ -58,7 +58,7 @@ def http_that_breaks(service: ServerApi, folder: Path, stack: ExitStack) -> Link
     rng = random.Random(3)
     line.change = lambda up, before, piece: None if rng.random() < 0.04 else piece
     stack.callback(lambda: _check_broken(line))
-    return lambda node: HttpLink(line.address, folder / node / "fetched", patience=30)
+    return lambda node: HttpLink(line.address, folder / node / "fetched", retry_timeout_s=30)
 
 
 def _check_broken(line: Line) -> None:
@@ -71,7 +71,9 @@ def http_and_object_store(service: ServerApi, folder: Path, stack: ExitStack) ->
     line = Line(served.port)
     stack.callback(line.close)
     stack.callback(lambda: _check_small(line))
-    return lambda node: HttpLink(line.address, folder / node / "fetched", patience=30, stores=["memory://whole-run"])
+    return lambda node: HttpLink(
+        line.address, folder / node / "fetched", retry_timeout_s=30, stores=["memory://whole-run"]
+    )
 
 
 def _check_small(line: Line) -> None:
@@ -154,7 +156,7 @@ def test_a_server_that_is_killed_again_and_again_ends_with_the_same_weights(
         line = Line(1)
         stack.callback(line.close)
         nodes, threads = started(
-            lambda node: HttpLink(line.address, tmp_path / node / "fetched", patience=60), tmp_path, stack
+            lambda node: HttpLink(line.address, tmp_path / node / "fetched", retry_timeout_s=60), tmp_path, stack
         )
         rounds = Rounds(tmp_path / "run")
         for number in range(1, 5):

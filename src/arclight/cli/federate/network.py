@@ -106,7 +106,7 @@ def join(arguments: list[str]) -> None:
     link = LoggingLink(
         HttpLink(
             options.address, folder / "blobs", key=key, cafile=options.ca, fingerprint=options.fingerprint,
-            patience=min(REPORT_AFTER_S, options.patience), stores=options.blobs,
+            retry_timeout_s=min(REPORT_AFTER_S, options.patience), stores=options.blobs,
         ),
         site,
         options.address,
@@ -114,8 +114,8 @@ def join(arguments: list[str]) -> None:
 
     def work() -> Node:
         """Train in separate processes, so that this one can send heartbeats."""
-        crew = ProcessExecutor(site.client, ranks=ranks, names=options.client)
-        node = Node(link, crew, folder, options.name, patience=options.patience, identity=identity)
+        executor = ProcessExecutor(site.client, ranks=ranks, names=options.client)
+        node = Node(link, executor, folder, options.name, retry_timeout_s=options.patience, identity=identity)
         node.run()
         return node
 

@@ -1,6 +1,6 @@
 """Keep a client's state on its site's disk: record, training checkpoints, finished updates, residuals.
 
-    client.json             whose folder it is, and the rounds that it has begun: written by the node alone
+    client.json             whose folder it is, and the rounds that it has started: written by the node alone
     states/                 its training: see `TrainingCheckpoints`
     finished/<round>/       update.json and its blobs, the residuals that encoding left, and `taken` once the server has it
     residuals/<slot>/       those that the next encoding of the slot goes on from: see `Residuals`
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 VERSION = 2
 _FILE, _UPDATE, _TAKEN = "client.json", "update.json", "taken"
+_STARTED = "begun"
+"""The key of `ClientRecord.started_rounds` in the file."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class ClientRecord:
 
     client: str
     run: str
-    begun: tuple[int, ...] = ()
+    started_rounds: tuple[int, ...] = ()
     """Rounds that the client was asked for and that are not finished."""
     version: int = VERSION
     about: str = field(
@@ -157,7 +159,7 @@ class FinishedUpdates:
         for one in over:
             if one not in in_doubt:
                 for slot in self._slots():
-                    slot.settle(one)
+                    slot.delete_older(one)
                 self._remove(one)
         return in_doubt
 
@@ -213,8 +215,8 @@ class ClientStore:
     def start(self, round: int) -> None:
         """Note that the client was asked for a round: after a restart its node offers to resume it."""
         with self._lock:
-            if round not in self._account.begun:
-                self._account = replace(self._account, begun=(*self._account.begun, round))
+            if round not in self._account.started_rounds:
+                self._account = replace(self._account, started_rounds=(*self._account.started_rounds, round))
                 self._write()
 
     def end(self, round: int) -> None:
@@ -223,23 +225,27 @@ class ClientStore:
         Written with the next one: until then a restart offers one too many.
         """
         with self._lock:
-            self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one != round))
+            self._account = replace(
+                self._account, started_rounds=tuple(one for one in self._account.started_rounds if one != round)
+            )
 
     def commit(self, round: int, session: str) -> list[int]:
         """Commit as `FinishedUpdates.commit`."""
         in_doubt = self.finished.commit(round, session)
         with self._lock:
-            self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one > round))
+            self._account = replace(
+                self._account, started_rounds=tuple(one for one in self._account.started_rounds if one > round)
+            )
         return in_doubt
 
     def held(self) -> list[HeldRound]:
         """List what a node reports of this client when it joins."""
         with self._lock:
-            client, begun = self._account.client, self._account.begun
+            client, started = self._account.client, self._account.started_rounds
         done = self.finished.rounds()
         held = [HeldRound(client=client, round=round, finished=True) for round in done]
         return held + [
-            HeldRound(client=client, round=round, finished=False) for round in sorted(set(begun) - set(done))
+            HeldRound(client=client, round=round, finished=False) for round in sorted(set(started) - set(done))
         ]
 
     # -- client.json ---------------------------------------------------------------------------------------------------
@@ -253,11 +259,11 @@ class ClientStore:
                 raise FederatedError(
                     f"{path} is of version {version}, this arclight writes {VERSION}: use that which wrote it"
                 )
-            account = ClientRecord(**{**table, "begun": tuple(map(int, table["begun"]))})
+            account = ClientRecord(started_rounds=tuple(map(int, table.pop(_STARTED))), **table)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            log.warning("%s is damaged (%r): what this client had begun may go to others", path, error)
+            log.warning("%s is damaged (%r): what this client had started may go to others", path, error)
             return None
         if (account.client, account.run) != (client, run):
             raise FederatedError(
@@ -266,7 +272,9 @@ class ClientStore:
         return account
 
     def _write(self) -> None:
-        replace_text(self.folder / _FILE, json.dumps(asdict(self._account), indent=1), durable=False)
+        table = asdict(self._account)
+        table[_STARTED] = table.pop("started_rounds")
+        replace_text(self.folder / _FILE, json.dumps(table, indent=1), durable=False)
 
 
 def folder_name(name: str) -> str:
@@ -355,11 +363,11 @@ class Residuals:
         with suppress(FileNotFoundError):
             atomic_replace.retire(self._of(round))
 
-    def settle(self, round: int) -> None:
+    def delete_older(self, round: int) -> None:
         """Drop older ones once the round's update counts."""
         for former in self._rounds():
             if former < round and self.has(round):
-                with suppress(FileNotFoundError):  # a heartbeat's answer and an update's settle side by side
+                with suppress(FileNotFoundError):  # a heartbeat's answer and an update's delete them side by side
                     atomic_replace.retire(self._of(former), durable=False)
 
     def _of(self, round: int) -> Path:

@@ -23,7 +23,7 @@ class Outcome:
 
     tensors: Tensors = field(default_factory=dict)
     """Weights after training, and local moments where they were asked for, by manifest key (``model/...``); empty for measurements.
-    With masks or streaming those that ``LocalPolicy.of(order).travel.up(keys, order.round)`` lets through (`arclight.federated.clients.local_policy`).
+    With masks or streaming those that ``LocalPolicy.of(order).transfer_mask.up(keys, order.round)`` lets through (`arclight.federated.clients.local_policy`).
     They may be read until the learner is asked for something else; where several processes train together, all of them read
     alike."""
     samples: int = 0

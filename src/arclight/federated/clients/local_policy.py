@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class LocalPolicy:
     """Hold the masks and flags of ``Fit.local_policy``."""
 
-    travel: TransferMask = field(default_factory=TransferMask)
+    transfer_mask: TransferMask = field(default_factory=TransferMask)
     """Which tensors come and go; see `arclight.federated.masks`."""
     reset_optimizer: bool = False
     """Forget the optimizers' states before the round."""
@@ -41,11 +41,11 @@ class LocalPolicy:
         if not isinstance(reset, bool):
             raise ProtocolError(f"reset_optimizer is true or false, got {reset!r}")
         names = (key.removeprefix(MODEL) for key in order.weights.tensors if key.startswith(MODEL))
-        return cls(travel=TransferMask.from_table(table, names), reset_optimizer=reset)
+        return cls(transfer_mask=TransferMask.from_table(table, names), reset_optimizer=reset)
 
     @property
     def masks(self) -> Masks:
-        return self.travel.masks
+        return self.transfer_mask.masks
 
 
 def weights_to_measure(
@@ -55,7 +55,8 @@ def weights_to_measure(
     own = (*policy.masks.personal, *policy.masks.randomised)
     keys = [key for key in weights if key.startswith(MODEL) and not matches(key.removeprefix(MODEL), own)]
     return {
-        key.removeprefix(MODEL): value for key, value in select_for_module(module, weights, keys, policy.travel).items()
+        key.removeprefix(MODEL): value
+        for key, value in select_for_module(module, weights, keys, policy.transfer_mask).items()
     }
 
 
@@ -68,17 +69,17 @@ def keys_to_load(weights: Mapping[str, torch.Tensor], policy: LocalPolicy, round
     if last is not None and last >= round:
         own = (*policy.masks.personal, *policy.masks.randomised)
         return [key for key in weights if not matches(key.partition("/")[2], own)]
-    return policy.travel.down(weights, round, last)
+    return policy.transfer_mask.down(weights, round, last)
 
 
 def select_for_module(
-    module: nn.Module, weights: Mapping[str, torch.Tensor], keys: Iterable[str], travel: TransferMask
+    module: nn.Module, weights: Mapping[str, torch.Tensor], keys: Iterable[str], transfer_mask: TransferMask
 ) -> dict[str, torch.Tensor]:
     """Select weights and local moments by key; of stacked experts only those of the module."""
     own, found = named_tensors(module), {}
     for key in keys:
         here, value = own.get(key.partition("/")[2]), weights[key]
-        numbers = travel.numbers(key)
+        numbers = transfer_mask.numbers(key)
         if numbers is not None and here is not None and here.dim():
             fewer = here.shape[0] == len(numbers) < len(value)
             value = select_experts(value, numbers) if fewer else value
@@ -88,14 +89,16 @@ def select_for_module(
 
 @torch.no_grad()
 def load_mixed(
-    module: nn.Module, weights: Mapping[str, torch.Tensor], keys: Sequence[str], travel: TransferMask, mix: float
+    module: nn.Module, weights: Mapping[str, torch.Tensor], keys: Sequence[str], transfer_mask: TransferMask, mix: float
 ) -> None:
     """Copy weights into the module, keeping the share ``mix`` of its own values.
 
     A module that has a client's own experts only gets these out of the stacks of all.
     """
     own = named_tensors(module)
-    given = {key.removeprefix(MODEL): value for key, value in select_for_module(module, weights, keys, travel).items()}
+    given = {
+        key.removeprefix(MODEL): value for key, value in select_for_module(module, weights, keys, transfer_mask).items()
+    }
     mixed = [name for name in given if mix and name in own and own[name].is_floating_point()]
     before = {name: local_tensor(own[name]).detach().clone() for name in mixed}
     load_parameters(module, given)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arclight._intervals import former_names
 from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.blobs.blob_store import BlobStore, check_digest
 from arclight.federated.blobs.folder import FolderStore
@@ -39,11 +40,12 @@ _MAX_WAITING = 8
 """Orders of a node's own clients that may wait for its workers. Of clients that other nodes may take, as many as it has workers."""
 
 
+@former_names(patience="retry_timeout_s")
 class Node:
     """Work for a server until it ends the run.
 
     clients: what is trained here, or a `Executor` that trains it. folder: where clients' states, weights and unsent updates lie; a
-    node that is started again with it goes on where it was. name: the same after a restart. patience: seconds for which a server
+    node that is started again with it goes on where it was. name: the same after a restart. retry_timeout_s: how long a server
     that is away is tried again. hold_s: seconds for which the server may hold a request for work. identity: with which clients of secure sums know each
     other, whatever the server passes on.
     """
@@ -55,7 +57,7 @@ class Node:
         folder: str | Path,
         name: str,
         *,
-        patience: float = 3600.0,
+        retry_timeout_s: float = 3600.0,
         hold_s: float = 20.0,
         identity: Identity | None = None,
     ) -> None:
@@ -63,7 +65,7 @@ class Node:
         self._link, self._folder, self.name, self._hold_s = link, Path(folder), name, hold_s
         self._stopping = threading.Event()
         link.cancel_on(self._stopping)
-        self._session = Session(link, name, self._executor.clients, self._held, patience, self._stopping)
+        self._session = Session(link, name, self._executor.clients, self._held, retry_timeout_s, self._stopping)
         self._jobs = JobQueue(self._executor.slots, self._stopping)
         self._reporter = ResultReporter(name, self._session, link, self._jobs, self._stopping, hold_s, identity)
         self._folders: dict[str, ClientStore] = {}
@@ -200,7 +202,7 @@ class Node:
     def _accept_order(self, order: Fit | Evaluate, request: int) -> None:
         job = Job.of(order, self._folder_of(order))
         if isinstance(order, Fit):
-            self._reporter.ask_before(order, job.folder)
+            self._reporter.query_before_round(order, job.folder)
         if not self._jobs.add(job, request):
             return
         with self._job_errors(job):

@@ -71,11 +71,11 @@ class ResultReporter:
     def _commit_in(self, folder: ClientStore, committed: int) -> None:
         """Drop a client's updates of committed rounds, and query those that the server may have lost."""
         for round in folder.commit(committed, self._session.welcome.session):
-            self.ask_about(folder, round)
+            self.query_update(folder, round)
         if folder.finished.rounds():
             self.keep(folder)
 
-    def ask_about(self, folder: ClientStore, round: int) -> None:
+    def query_update(self, folder: ClientStore, round: int) -> None:
         """Queue a query whether the server, which may have restarted, still has an accepted update."""
         try:
             update = folder.finished.update(round)
@@ -84,13 +84,13 @@ class ResultReporter:
             return
         self._jobs.restore(Job(update.client, round, folder, stage="done", outcome=update, steps=update.steps))
 
-    def ask_before(self, order: Fit, folder: ClientStore) -> None:
+    def query_before_round(self, order: Fit, folder: ClientStore) -> None:
         """Query the updates that an order's round builds on, before it starts."""
         for round in folder.finished.rounds():
             if round < order.round - order.overlap and folder.finished.is_in_doubt(
                 round, self._session.welcome.session
             ):
-                self.ask_about(folder, round)
+                self.query_update(folder, round)
 
     def report(self, job: Job) -> None:
         """Report a job's result. Raises only what ends the node: an unreachable server (LinkError), or a stop (ClosedError)."""

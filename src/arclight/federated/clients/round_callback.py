@@ -144,19 +144,19 @@ class RoundCallback(Pause):
         super().on_train_start(trainer, pl_module)
 
     def _load_round_weights(self, module: Module, optimizers: Sequence[Optimizer], order: Fit) -> None:
-        last, travel = self._last, self._policy.travel
+        last, transfer_mask = self._last, self._policy.transfer_mask
         before = None if last is None else last.round if last.run == order.run else order.round
         check_trained_alike(module, self._weights, MODEL)
         taken = keys_to_load(self._weights, self._policy, order.round, before)
-        mix = travel.streaming.mix if travel.streaming is not None and before is not None else 0.0
-        load_mixed(module, self._weights, [key for key in taken if key.startswith(MODEL)], travel, mix)
-        if travel.masks.randomised and order.round % travel.masks.randomise_every == 0:
+        mix = transfer_mask.streaming.mix if transfer_mask.streaming is not None and before is not None else 0.0
+        load_mixed(module, self._weights, [key for key in taken if key.startswith(MODEL)], transfer_mask, mix)
+        if transfer_mask.masks.randomised and order.round % transfer_mask.masks.randomise_every == 0:
             load_parameters(module, reset_randomised(module, self._policy, order.seed))
         if self._policy.reset_optimizer:
             for optimizer in optimizers:
                 optimizer.state.clear()
         moment_keys = [key for key in taken if not key.startswith(MODEL)]
-        came = moments_by_state(select_for_module(module, self._weights, moment_keys, travel))
+        came = moments_by_state(select_for_module(module, self._weights, moment_keys, transfer_mask))
         for state, moments in came.items():
             load_optimizer_state(module, optimizers, state, moments, order.clock)
         if came:
@@ -209,13 +209,16 @@ class RoundCallback(Pause):
 
     def keys(self, module: Module, optimizers: Sequence[Optimizer], order: Fit) -> list[str]:
         """List the keys to send, in an order that all processes have alike."""
-        travel = self._policy.travel
+        transfer_mask = self._policy.transfer_mask
         absent = {name for name in training_records(module) if MODEL + name not in order.weights.tensors}
         names = [name for name in trained_names(module) if name not in absent]  # begun before there was such a record
         moments = [
-            f"{s}/{n}" for s in travel.moments for n in optimizer_state_names(module, optimizers, s) if n in set(names)
+            f"{s}/{n}"
+            for s in transfer_mask.moments
+            for n in optimizer_state_names(module, optimizers, s)
+            if n in set(names)
         ]
-        return travel.up([*(MODEL + name for name in names), *moments], order.round)
+        return transfer_mask.up([*(MODEL + name for name in names), *moments], order.round)
 
     def counts(self, progress: LoopProgress, strategy: Strategy) -> dict[str, int]:
         """Count samples and tokens of the round, of all processes. A collective."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from arclight._intervals import todays_name
 from arclight.checkpoint.tensorfile import DTYPES
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.manifest_io import open_manifest, write_blobs
@@ -64,7 +65,7 @@ class SecureSumClient:
     ) -> None:
         settings = dict(order.privacy["secure"])
         self._clients, self._attempt = int(settings.pop("clients")), int(settings.pop("attempt"))
-        self._settings = SecureSum(**settings)
+        self._settings = SecureSum(**{todays_name(SecureSum, name): value for name, value in settings.items()})
         self._node, self._order, self._send, self._stopping, self._hold_s = node, order, send, stopping, hold_s
         self._identity = identity or Identity()
         self._me = Participant(order.client)
@@ -138,7 +139,7 @@ class SecureSumClient:
 
     def reveal(self) -> None:
         """Wait until the server names the survivors, and send this client's shares of their secrets."""
-        reply = self._until("survivors", "the round to be closed", patience=None)
+        reply = self._until("survivors", "the round to be closed", timeouts=None)
         if reply.survivors is None or reply.finished:
             return
         parts = self._me.reveal(reply.survivors)
@@ -148,12 +149,12 @@ class SecureSumClient:
         )
 
     def _weight(self, update: Update) -> int:
-        by, most = self._order.weigh_by, self._settings.most_weight
+        by, most = self._order.weigh_by, self._settings.max_weight
         whole = {"samples": update.samples, "tokens": update.tokens, "equal": 1}[by]
         if whole > most:
             raise ClientError(
                 f"{update.client} has {whole:,} {by} in round {update.round}, and a secure sum weighs up to {most:,}: raise "
-                'secure.most_weight, or set weigh_by = "equal"'
+                'secure.max_weight, or set weigh_by = "equal"'
             )
         return whole
 
@@ -161,18 +162,18 @@ class SecureSumClient:
         self,
         settled: Literal["cohort", "encrypted_shares", "maskers", "survivors"],
         what: str,
-        patience: float | None = 3.0,
+        timeouts: float | None = 3.0,
         **fields: Any,
     ) -> SecureSumReply:
         """Send, and poll until the server has settled what is waited for.
 
-        patience: times the settings' that is waited; None waits for ever, and then the round may be over without it.
+        timeouts: how many of the settings' `step_timeout_s` to wait; None waits for ever, and then the round may be over without it.
         """
-        until = None if patience is None else time.monotonic() + patience * self._settings.patience
+        until = None if timeouts is None else time.monotonic() + timeouts * self._settings.step_timeout_s
         while True:
             began = time.monotonic()
             reply = self._exchange(waits_for=settled, hold_s=self._hold_s, **fields)
-            if reply.finished and patience is not None:
+            if reply.finished and timeouts is not None:
                 why = f"the secure sum of round {self._order.round} continues without {self._order.client}"
                 raise ClientError(why, retryable=True)
             if reply.finished or getattr(reply, settled) is not None:

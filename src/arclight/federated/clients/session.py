@@ -41,7 +41,7 @@ class ClosedError(FederatedError):
 class Session:
     """Send messages within the node's session.
 
-    has: what the node has begun and finished, and its steps per second, asked for whenever it joins. patience: seconds for which a server that cannot be
+    has: what the node has begun and finished, and its steps per second, asked for whenever it joins. retry_timeout_s: how long a server that cannot be
     reached, or does not let the node in, is tried again before LinkError is raised.
     """
 
@@ -51,10 +51,16 @@ class Session:
         node: str,
         clients: tuple[str, ...],
         has: Callable[[], tuple[list[HeldRound], float | None]],
-        patience: float,
+        retry_timeout_s: float,
         stopping: threading.Event,
     ) -> None:
-        self._link, self.node, self._clients, self._has, self._patience = link, node, clients, has, patience
+        self._link, self.node, self._clients, self._has, self._retry_timeout_s = (
+            link,
+            node,
+            clients,
+            has,
+            retry_timeout_s,
+        )
         self._process = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._welcome: Welcome | None = None
@@ -78,7 +84,7 @@ class Session:
         with self._lock:
             if self._welcome is not None and self._welcome.session != lost:
                 return self._welcome
-            until = time.monotonic() + self._patience
+            until = time.monotonic() + self._retry_timeout_s
             while True:
                 answer = self._request(self._join, until)
                 match answer:
@@ -113,7 +119,7 @@ class Session:
 
         Join and send again where the session is lost.
         """
-        until = time.monotonic() + self._patience
+        until = time.monotonic() + self._retry_timeout_s
         while True:
             session = self.welcome.session
             try:
@@ -128,7 +134,7 @@ class Session:
 
     def retry(self, action: Callable[[], None]) -> None:
         """Run a transfer, again where the server is away or has lost the session."""
-        until, away = time.monotonic() + self._patience, False
+        until, away = time.monotonic() + self._retry_timeout_s, False
         while True:
             session = self.welcome.session
             try:
@@ -186,13 +192,15 @@ class Session:
 
     def _is_away(self, error: LinkError, *, again: bool) -> None:
         level = logging.INFO if again else logging.WARNING
-        log.log(level, "node %s cannot reach its server, and tries for %g s: %s", self.node, self._patience, error)
+        log.log(
+            level, "node %s cannot reach its server, and tries for %g s: %s", self.node, self._retry_timeout_s, error
+        )
 
     def _pause(self, seconds: float, until: float, about: str) -> None:
         left = until - time.monotonic()
         if left <= 0:
             raise LinkError(
-                f"{about}; tried for {self._patience:g} s. What the node has finished is kept: start it again later"
+                f"{about}; tried for {self._retry_timeout_s:g} s. What the node has finished is kept: start it again later"
             )
         if self._stopping.wait(min(seconds, left)):
             raise ClosedError("the node was told to stop")

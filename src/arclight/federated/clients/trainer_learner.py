@@ -164,9 +164,9 @@ class TrainerLearner:
         parameters = list(self.module.parameters())  # none yet where they are made in `configure_model`
         if parameters and not any(parameter.is_meta for parameter in parameters):
             check_trained_alike(self.module, weights, MODEL)
-            travel = LocalPolicy.of(order).travel
-            first = [key for key in travel.down(weights, order.round, None) if key.startswith(MODEL)]
-            load_mixed(self.module, weights, first, travel, 0.0)
+            transfer_mask = LocalPolicy.of(order).transfer_mask
+            first = [key for key in transfer_mask.down(weights, order.round, None) if key.startswith(MODEL)]
+            load_mixed(self.module, weights, first, transfer_mask, 0.0)
 
     def _outcome(self, order: Fit) -> Outcome:
         trainer, done = self.trainer, self._callback.position().steps
@@ -182,7 +182,7 @@ class TrainerLearner:
             metrics.setdefault("train/loss", float(trainer.last_loss.detach()))
         keys = self._callback.keys(trainer.lightning_module, trainer.optimizers, order)
         try:
-            tensors = ModuleTensors(trainer, keys, LocalPolicy.of(order).travel.numbers)
+            tensors = ModuleTensors(trainer, keys, LocalPolicy.of(order).transfer_mask.numbers)
         except KeyError as error:
             raise FederatedError(str(error.args[0])) from error
         return Outcome(tensors=tensors, steps=order.steps, metrics=_finite(metrics), **counts)

@@ -72,7 +72,7 @@ class ProcessExecutor:
         start_timeout_s: float = 300.0,
     ) -> None:
         if count < 1 or ranks < 1:
-            raise FederatedError(f"a crew needs at least one worker of one process, got {count} of {ranks}")
+            raise FederatedError(f"an executor needs at least one worker of one process, got {count} of {ranks}")
         made = () if callable(clients) else tuple(clients)
         if here := [client.name for client in made if client.is_made_here]:
             raise FederatedError(

@@ -19,12 +19,12 @@ def plan(s: Situation, work: Assignment, now: float) -> FitPlan | EvaluatePlan:
     """Return the plan for an assignment."""
     if work.kind == "evaluate":
         return EvaluatePlan(
-            client=work.client, round=work.round, base=s.state.measuring[work.round].base, deadline=s.settings.waiting.deadline_s
+            client=work.client, round=work.round, base=s.state.measuring[work.round].base, deadline_s=s.settings.waiting.deadline_s
         )  # fmt: skip
     open, until = s.state.started_rounds[work.round], s.cluster.deadlines.get(work.round)
     return FitPlan(
         client=work.client, round=work.round, fragment=open.fragment, base=open.base, clock=open.clock, steps=open.steps,
-        seed=s.sampler.seed_of(work.round, work.client), deadline=None if until is None else max(0.0, until - now),
+        seed=s.sampler.seed_of(work.round, work.client), deadline_s=None if until is None else max(0.0, until - now),
         discarded=open.discarded, least=open.least, redo=work.client in open.redo,
     )  # fmt: skip
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from typing import Any
 
+from arclight._intervals import former_table
 from arclight.federated.coordination import answers, message_rules, round_rules
 from arclight.federated.coordination.cluster import Assignment, ClusterState, Node
 from arclight.federated.coordination.events import (
@@ -57,8 +59,15 @@ def settings_digest(settings: Federation, roster: Roster, seed: int) -> str:
     for item in fields(settings):
         value = getattr(settings, item.name)
         if item.name not in _FREE and item.name != "clients" and value != getattr(usual, item.name):
-            parts.append(f"{item.name}={value!r}")
+            parts.append(f"{item.name}={_text(value)}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _text(value: Any) -> str:
+    """Return ``repr(value)`` with fields under their former names, so that digests of runs begun by former releases are equal."""
+    if not hasattr(type(value), "_former_names"):
+        return repr(value)
+    return f"{type(value).__qualname__}({', '.join(f'{name}={one!r}' for name, one in former_table(value).items())})"
 
 
 class Coordinator:

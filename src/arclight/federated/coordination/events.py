@@ -165,7 +165,7 @@ class FitPlan:
     steps: int
     seed: int
     """The same for this client and round at any node and in any attempt."""
-    deadline: float | None
+    deadline_s: float | None
     """Seconds from now."""
     discarded: int = 0
     """Times that the round was discarded before."""
@@ -182,7 +182,8 @@ class EvaluatePlan:
     client: str
     round: int
     base: str
-    deadline: float | None
+    deadline_s: float | None
+    """Seconds from now."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -296,12 +296,12 @@ class RecordApplier:
         state.bases[record.round] = record.base
         for old in [round for round in state.bases if round < record.round - self.settings.overlap]:
             del state.bases[old]
-        stale = self.settings.buffered.most_stale if self.settings.buffered else 1 + self.settings.overlap
+        stale = self.settings.buffered.max_staleness if self.settings.buffered else 1 + self.settings.overlap
         horizon = record.round - max(stale, _REMEMBERED)
         for client in [client for client, rounds in state.recently_aggregated.items() if max(rounds) < horizon]:
             del state.recently_aggregated[client]
         if self.settings.buffered:
-            for old in [r for r in state.assigned if record.round + 1 - r > self.settings.buffered.most_stale]:
+            for old in [r for r in state.assigned if record.round + 1 - r > self.settings.buffered.max_staleness]:
                 del state.assigned[old]
         self._forget()
         if record.measured:

@@ -104,13 +104,14 @@ class Waiting(Checked):
         return 3 * self.heartbeat_interval_s
 
 
+@former_names(most_stale="max_staleness")
 @dataclass(frozen=True, kw_only=True)
 class Buffered(Checked):
     """Asynchronous rounds (FedBuff, Nguyen et al. 2022): step after every ``size`` updates; stale ones have less weight."""
 
     size: PositiveInt = 10
     """Buffered updates per server step."""
-    most_stale: NonNegativeInt = 10
+    max_staleness: NonNegativeInt = 10
     """Maximum staleness in server steps; older updates are refused."""
 
 

@@ -256,22 +256,22 @@ class ServerMasks:
         """
         names = tuple(key.removeprefix(MODEL) for key in weights.tensors if key.startswith(MODEL))
         if self._whole is None or self._whole.names != names:
-            travel = TransferMask.of(self._federation, names)
-            travel.check()
-            self._whole = travel
+            transfer_mask = TransferMask.of(self._federation, names)
+            transfer_mask.check()
+            self._whole = transfer_mask
         return self._whole
 
     def of(self, client: str, round: int, weights: Manifest) -> TransferMask:
         """Return a client's in a round."""
-        travel, masks = self.whole(weights), self._federation.masks
+        transfer_mask, masks = self.whole(weights), self._federation.masks
         if not masks.splits_experts:
-            return travel
+            return transfer_mask
         place = self._place(client)
         if place is None:
             raise FederatedError(f"{client!r} is no client of this run")
         if (experts := masks.experts) is not None:
             count = expert_count("experts", experts, weights)
-            travel = replace(travel, experts=assign_experts(experts, count, self._seed, place, round))
+            transfer_mask = replace(transfer_mask, experts=assign_experts(experts, count, self._seed, place, round))
         if (heads := masks.head_experts) is not None:
             count, left = divmod(expert_count("head_experts", heads, weights), heads.heads)
             if left:
@@ -279,8 +279,10 @@ class ServerMasks:
                     f"masks.head_experts.heads = {heads.heads} does not divide the {count * heads.heads + left} pairs of "
                     f"{heads.tensors[0]}: set it to the heads of the model"
                 )
-            travel = replace(travel, head_experts=assign_head_experts(heads, count, self._seed, place, round))
-        return travel
+            transfer_mask = replace(
+                transfer_mask, head_experts=assign_head_experts(heads, count, self._seed, place, round)
+            )
+        return transfer_mask
 
 
 def expert_count(what: str, experts: Experts, weights: Manifest) -> int:
@@ -292,7 +294,7 @@ def expert_count(what: str, experts: Experts, weights: Manifest) -> int:
     return next(iter(counts))
 
 
-def expected_entry(key: str, travel: TransferMask, round: int, weights: Manifest) -> Entry | None:
+def expected_entry(key: str, transfer_mask: TransferMask, round: int, weights: Manifest) -> Entry | None:
     """Return the entry that a tensor sent by a client must match.
 
     None for one that it may not send.
@@ -300,8 +302,8 @@ def expected_entry(key: str, travel: TransferMask, round: int, weights: Manifest
     Moments that the server has never had are like their weights; an expert is like a part of its stack.
     """
     found = expert_of(key)
-    stack, number = found if found is not None and travel.is_stack(found[0]) else (key, None)
-    if key not in travel.up([stack], round):
+    stack, number = found if found is not None and transfer_mask.is_stack(found[0]) else (key, None)
+    if key not in transfer_mask.up([stack], round):
         return None
     like = weights.tensors.get(stack) or weights.tensors.get(MODEL + stack.partition("/")[2])
     if like is None or number is None:

@@ -339,7 +339,7 @@ def fixed_point_shift(settings: SecureSum, clients: int) -> int:
 
     The same for all, known before any value is.
     """
-    return _BITS - math.ceil(math.log2(clients * settings.most_weight * settings.largest))
+    return _BITS - math.ceil(math.log2(clients * settings.max_weight * settings.largest))
 
 
 def fixed_point_terms(
@@ -349,8 +349,8 @@ def fixed_point_terms(
 
     Raises FederatedError for values that are not finite, and for a weight that is no count within the settings.
     """
-    if not 1 <= weight <= settings.most_weight:
-        raise FederatedError(f"a weight in a secure sum is from 1 to {settings.most_weight}, got {weight}")
+    if not 1 <= weight <= settings.max_weight:
+        raise FederatedError(f"a weight in a secure sum is from 1 to {settings.max_weight}, got {weight}")
     values = ChunkedTensor(tensor)
     made = torch.empty(values.elements, dtype=torch.int64)
     flat, factor, largest = made.numpy(), math.ldexp(weight, shift), settings.largest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from arclight._intervals import Checked, Interval, NonNegativeInt, PositiveFloat, PositiveInt
+from arclight._intervals import Checked, Interval, NonNegativeInt, PositiveFloat, PositiveInt, former_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,7 @@ class Noise(Checked):
             raise ValueError(f'noise is added by "server" or "clients", got {self.by!r}')
 
 
+@former_names(patience="step_timeout_s", most_weight="max_weight")
 @dataclass(frozen=True, kw_only=True)
 class SecureSum(Checked):
     """The server learns the sum of updates and no single one.
@@ -91,9 +92,9 @@ class SecureSum(Checked):
     """Number of clients with which each client shares masks; none: all of the round. An even number of about 2 log2 of the clients is enough for thousands."""
     largest: PositiveFloat = 8.0
     """Maximum magnitude of an update's values; larger ones are clipped and counted."""
-    patience: PositiveFloat = 120.0
-    """Seconds to wait for the other clients at each step of the protocol, once the first has reached it."""
-    most_weight: PositiveInt = 1 << 20
+    step_timeout_s: PositiveFloat = 120.0
+    """Time to wait for the other clients at each step of the protocol, once the first has reached it."""
+    max_weight: PositiveInt = 1 << 20
     """Maximum weight of a client (samples, tokens); a client with more fails. Each doubling costs a bit of precision."""
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from arclight._intervals import former_table
 from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.aggregation.chunks import ChunkWorkers
 from arclight.federated.aggregation.fixed_point import Contribution, Scale, uneven
@@ -298,7 +299,7 @@ class SecureSumRelay:
         if not come:
             return False
         since = self._since.setdefault(what, time.monotonic())
-        return all_ <= come or time.monotonic() - since > self._settings.patience
+        return all_ <= come or time.monotonic() - since > self._settings.step_timeout_s
 
     def _is_over(self, client: str) -> bool:
         state = self._book.state
@@ -357,11 +358,11 @@ class SecureSumRelay:
                 opened.add(_revealed(client, shares))
             self._book.write("survivors", None, names)
             self._settled.notify_all()
-            self._revealed.wait_for(lambda: self._closed or not opened.missing(), self._settings.patience)
+            self._revealed.wait_for(lambda: self._closed or not opened.missing(), self._settings.step_timeout_s)
             if not opened.missing():
                 with contextlib.suppress(FederatedError):  # some part is wrong: others may still come
                     return opened.open()
-                self._revealed.wait_for(lambda: self._closed or not opened.silent, self._settings.patience)
+                self._revealed.wait_for(lambda: self._closed or not opened.silent, self._settings.step_timeout_s)
             return opened.open()
 
     def _cohort_of_round(self) -> Cohort:
@@ -419,7 +420,7 @@ def secure_sum_for_clients(federation: Federation, attempt: int) -> dict[str, An
     """Return the settings of a round's secure sum for its clients, as JSON values; nothing without secure sums."""
     if federation.secure is None:
         return {}
-    return {"secure": {**asdict(federation.secure), "clients": most_clients(federation), "attempt": attempt}}
+    return {"secure": {**former_table(federation.secure), "clients": most_clients(federation), "attempt": attempt}}
 
 
 def refuse_unmasked_updates(federation: Federation) -> None:
@@ -461,10 +462,10 @@ class SecureFold(Fold):
         **more: Any,
     ) -> None:
         given = list(contributions)
-        if heavy := [one for one in given if one.weight > settings.most_weight]:
+        if heavy := [one for one in given if one.weight > settings.max_weight]:
             raise FederatedError(
                 f"{heavy[0].client} says that it weighs {heavy[0].weight:,.0f}, and masked its values with no more than "
-                f"{settings.most_weight:,} (secure.most_weight)"
+                f"{settings.max_weight:,} (secure.max_weight)"
             )
         weights = float(sum(int(one.weight) for one in given))
         scale = Scale(rule="mean", shift=fixed_point_shift(settings, clients), total=weights)

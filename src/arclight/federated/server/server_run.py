@@ -228,9 +228,9 @@ class ServerRun:
             self.wait()
         finally:
             if self.runtime.ended is not None:
-                self.tell_nodes()
+                self.notify_nodes()
 
-    def tell_nodes(self, seconds: float = 7.0) -> None:
+    def notify_nodes(self, seconds: float = 7.0) -> None:
         """Give every node the time to ask and be told that the run is over.
 
         After a restart also to nodes that are not back yet: a node that found no server tries again within 5 s.

@@ -227,7 +227,7 @@ class Service:
             codec=to_table(federation.up),
             weigh_by=federation.weigh_by,
             seed=plan.seed,
-            deadline_s=plan.deadline,
+            deadline_s=plan.deadline_s,
             checkpoint_every_steps=federation.checkpoint_every_steps,
             local_policy={"reset_optimizer": federation.reset_optimizer, **mask.to_table()},
             privacy={
@@ -251,7 +251,7 @@ class Service:
             base=plan.base,
             weights=weights.manifest,
             changes=weights.changes,
-            deadline_s=plan.deadline,
+            deadline_s=plan.deadline_s,
             local_policy=self._masks.of(plan.client, plan.round, weights.own).to_table(),
         )
 
@@ -299,13 +299,13 @@ class Service:
         expected = ExpectedUpdate(
             base=base,
             weights=LazyTensors(base, self.blobs),
-            travel=self._masks.of(update.client, update.round, weights.own),
+            transfer_mask=self._masks.of(update.client, update.round, weights.own),
             round=update.round,
             form=federation.send,
             masked=federation.secure is not None,
             steps=opened.steps,
             weigh_by=federation.weigh_by,
-            most_weight=None if federation.secure is None else federation.secure.most_weight,
+            max_weight=None if federation.secure is None else federation.secure.max_weight,
         )
         recent = self._runtime.recent()
         norms, samples, tokens = zip(*recent, strict=True) if recent else ((), (), ())
@@ -368,7 +368,7 @@ def _mismeasured(message: Evaluated) -> tuple[Reason, str] | None:
 
 
 @dataclass(slots=True)
-class _Put:
+class _Upload:
     """A blob that a node uploads."""
 
     size: int
@@ -382,7 +382,7 @@ class UploadQuota:
 
     def __init__(self, blobs: FolderStore) -> None:
         self._blobs, self._lock = blobs, threading.Lock()
-        self._of: dict[str, dict[str, _Put]] = {}
+        self._of: dict[str, dict[str, _Upload]] = {}
         """Node to its blobs, the least recently uploaded first."""
         self._read: Counter[str] = Counter()
         """Blobs of updates that are being validated."""
@@ -396,16 +396,16 @@ class UploadQuota:
         room: bytes that all of them may take. Raises RefusedError for a blob beyond it, LinkError while other uploads of the
         node have taken it.
         """
-        if (put := self._begin(node, digest, size, room)) is None:
+        if (upload := self._begin(node, digest, size, room)) is None:
             yield
             return
         try:
             yield
         finally:
             with self._lock:
-                put.open, put.heard = put.open - 1, time.monotonic()
+                upload.open, upload.heard = upload.open - 1, time.monotonic()
 
-    def _begin(self, node: str, digest: str, size: int, room: int) -> _Put | None:
+    def _begin(self, node: str, digest: str, size: int, room: int) -> _Upload | None:
         """Return None for a blob that is the server's own: it is not removed with the node that uploads it again."""
         if size > room:
             raise RefusedError(
@@ -416,21 +416,21 @@ class UploadQuota:
             if not any(digest in theirs for theirs in self._of.values()) and self._blobs.size(digest) is not None:
                 return None
             mine = self._of.setdefault(node, {})
-            put = mine.pop(digest, None) or _Put(size, 0.0)
-            put.size = max(put.size, size)
-            left = room - put.size - sum(other.size for other in mine.values())
+            upload = mine.pop(digest, None) or _Upload(size, 0.0)
+            upload.size = max(upload.size, size)
+            left = room - upload.size - sum(other.size for other in mine.values())
             for old in [old for old, other in mine.items() if not other.open and not self._read[old]]:
                 if left < 0 and self._dropped(node, old):
                     left += mine.pop(old).size
-            mine[digest] = put
+            mine[digest] = upload
             if left < 0:
-                if not put.open:
+                if not upload.open:
                     del mine[digest]
                 raise LinkError(
                     f"node {node} is sending as much as it may at once ({room:,} bytes): wait for its running uploads, then send again"
                 )
-            put.open, put.heard = put.open + 1, time.monotonic()
-            return put
+            upload.open, upload.heard = upload.open + 1, time.monotonic()
+            return upload
 
     @contextmanager
     def reading(self, digests: list[str]) -> Iterator[None]:
@@ -472,7 +472,7 @@ class UploadQuota:
         with self._lock:
             self._since = set(self._read)
             for node, mine in list(self._of.items()):
-                if any(put.open or put.heard > since for put in mine.values()):
+                if any(upload.open or upload.heard > since for upload in mine.values()):
                     found |= mine.keys()
                 else:
                     left |= self._of.pop(node).keys()

@@ -45,7 +45,7 @@ class ExpectedUpdate:
     """The weights that the client began with."""
     weights: Mapping[str, torch.Tensor]
     """These, by key; read only where their values are needed."""
-    travel: TransferMask
+    transfer_mask: TransferMask
     """What the client may send of them; see `arclight.federated.masks`."""
     form: str = "delta"
     """"delta" or "weights"."""
@@ -54,12 +54,12 @@ class ExpectedUpdate:
     round: int
     steps: int
     weigh_by: str
-    most_weight: int | None = None
+    max_weight: int | None = None
     """Largest weight in a secure sum."""
 
     def entry(self, key: str) -> Entry | None:
         """Return type and shape of a tensor that may be sent; None for one that may not."""
-        return expected_entry(key, self.travel, self.round, self.base)
+        return expected_entry(key, self.transfer_mask, self.round, self.base)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +124,10 @@ def validate_update(
         raise RefusedError("stale", f"{who} is not a change of the weights that it was asked to begin from")
     _check_numbers(who, update, expected, seen, limits)
     weight = {"samples": update.samples, "tokens": update.tokens, "equal": 1}[expected.weigh_by]
-    if expected.most_weight is not None and weight > expected.most_weight:
+    if expected.max_weight is not None and weight > expected.max_weight:
         raise RefusedError(
             "weight",
-            f"{who} says {expected.weigh_by} = {weight:,}, and a secure sum weighs up to {expected.most_weight:,} (secure.most_weight)",
+            f"{who} says {expected.weigh_by} = {weight:,}, and a secure sum weighs up to {expected.max_weight:,} (secure.max_weight)",
         )
     _check_layout(who, update, expected, limits)
     if expected.masked:
@@ -228,10 +228,11 @@ def most_bytes(weights: Manifest, federation: Federation) -> int:
     return int(federation.checks.bytes_times * whole * (1 + len(federation.moments))) + _SLACK
 
 
-def largest_message(weights: Manifest, federation: Federation, travel: TransferMask, per_round: int) -> int:
+def largest_message(weights: Manifest, federation: Federation, transfer_mask: TransferMask, per_round: int) -> int:
     """Return the bytes of a node's largest message: an update's manifest, or a client's part in a secure sum."""
     parts = {
-        key: entry.shape[0] if entry.shape and travel.is_stack(key) else 1 for key, entry in weights.tensors.items()
+        key: entry.shape[0] if entry.shape and transfer_mask.is_stack(key) else 1
+        for key, entry in weights.tensors.items()
     }
     named = sum(count * (len(key) + _ENTRY) for key, count in parts.items()) * (1 + len(federation.moments))
     return named + (per_round * _ENTRY if federation.secure is not None else 0) + _SLACK

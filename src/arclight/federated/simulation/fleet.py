@@ -17,12 +17,14 @@ from arclight._intervals import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    former_names,
 )
 from arclight.data.permutation import keys_of
 from arclight.federated.coordination.events import FitPlan
 from arclight.federated.protocol import ActiveWork
 
 
+@former_names(latency="latency_s")
 @dataclass(frozen=True, kw_only=True)
 class Links(Checked):
     """Clients' lines.
@@ -34,34 +36,36 @@ class Links(Checked):
     """Median rate to the server, bits per second."""
     down: PositiveFloat = 100e6
     """Median rate from the server, bits per second."""
-    latency: NonNegativeFloat = 0.04
-    """Seconds from one end to the other, for every message and transfer."""
+    latency_s: NonNegativeFloat = 0.04
+    """Time from one end to the other, for every message and transfer."""
     spread: NonNegativeFloat = 0.0
     """Spread of rates between clients; at 0.5 one in three differs by a factor of 1.6 or more."""
 
 
+@former_names(step="step_s", measured="measured_s", start="overhead_s", evaluate="evaluation_s")
 @dataclass(frozen=True, kw_only=True)
 class Speeds(Checked):
     """Clients' training speeds."""
 
-    step: PositiveFloat = 0.1
-    """Median seconds per optimizer step."""
-    measured: tuple[PositiveFloat, ...] = ()
-    """Seconds per step as measured on some clients: each client has one of them, instead of ``step`` and ``spread``."""
+    step_s: PositiveFloat = 0.1
+    """Median time of an optimizer step."""
+    measured_s: tuple[PositiveFloat, ...] = ()
+    """Times of a step as measured on some clients: each client has one of them, instead of ``step_s`` and ``spread``."""
     spread: NonNegativeFloat = 0.0
     """Spread between clients, like that of links."""
     jitter: NonNegativeFloat = 0.0
     """Spread between a client's rounds, like that of links."""
-    start: NonNegativeFloat = 0.0
-    """Seconds of a client's round besides steps and transfers: decoding, binding weights, encoding."""
+    overhead_s: NonNegativeFloat = 0.0
+    """Time of a client's round besides steps and transfers: decoding, binding weights, encoding."""
     stragglers: Fraction = 0.0
     """Share of the clients' rounds that are slowed down by others' work on the same machine."""
     slowdown: Annotated[float, Interval(ge=1, lt=math.inf)] = 5.0
     """Factor by which it is slower."""
-    evaluate: NonNegativeFloat = 0.0
-    """Seconds of an evaluation."""
+    evaluation_s: NonNegativeFloat = 0.0
+    """Time of an evaluation."""
 
 
+@former_names(round="round_s")
 @dataclass(frozen=True, kw_only=True)
 class Costs(Checked):
     """A server's costs.
@@ -75,8 +79,8 @@ class Costs(Checked):
     """Seconds per byte of a contributor's decoded tensors."""
     step: NonNegativeFloat = 8e-9
     """Seconds per byte of the model: server step, and the round's checkpoint on disk."""
-    round: NonNegativeFloat = 0.02
-    """Seconds per round besides."""
+    round_s: NonNegativeFloat = 0.02
+    """Further time per round."""
     threads: PositiveInt = 4
     """Updates that are checked at the same time."""
     rate: PositiveFloat = 10e9
@@ -104,8 +108,8 @@ class SimulatedJob:
 
     plan: FitPlan
     down: int
-    begun: float = math.inf
-    ended: float = math.inf
+    started_at: float = math.inf
+    ended_at: float = math.inf
     cancelled: bool = False
 
 
@@ -116,7 +120,7 @@ class Device:
     name: str
     up: float
     down: float
-    step: float
+    step_s: float
     session: str = ""
     asking: bool = False
     gone: bool = False
@@ -145,15 +149,15 @@ class FleetSampler:
         draw = self._draw(index, 0)
         links, speeds = self._fleet.links, self._fleet.speeds
         up, down, slow = draw.standard_normal(3)
-        step = speeds.step * math.exp(speeds.spread * slow)
-        if speeds.measured:
-            step = speeds.measured[int(draw.integers(len(speeds.measured)))]
+        step = speeds.step_s * math.exp(speeds.spread * slow)
+        if speeds.measured_s:
+            step = speeds.measured_s[int(draw.integers(len(speeds.measured_s)))]
         return Device(name, links.up * math.exp(links.spread * up), links.down * math.exp(links.spread * down), step)
 
     def fit_seconds(self, device: Device, index: int, plan: FitPlan) -> float:
         draw, speeds = self._draw(index, 2 * plan.round + 1), self._fleet.speeds
         slow = speeds.slowdown if draw.random() < speeds.stragglers else 1.0
-        return speeds.start + plan.steps * device.step * slow * math.exp(speeds.jitter * draw.standard_normal())
+        return speeds.overhead_s + plan.steps * device.step_s * slow * math.exp(speeds.jitter * draw.standard_normal())
 
     def fate(self, index: int, round: int) -> tuple[float | None, bool]:
         """Return when in its work a client falls silent (a fraction, or None), and if it fails."""

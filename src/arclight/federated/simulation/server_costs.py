@@ -40,7 +40,7 @@ def measure_costs(
         many, _ = _rounds(Path(place) / "many", _MANY, model_bytes)
     fold = max(0.0, (many - few) / (_MANY - _FEW) / model_bytes)
     step = max(0.0, (few - small) / model_bytes - _FEW * fold)
-    return Costs(check=check / model_bytes, fold=fold, step=step, round=small, threads=threads, rate=rate)
+    return Costs(check=check / model_bytes, fold=fold, step=step, round_s=small, threads=threads, rate=rate)
 
 
 def _rounds(folder: Path, clients: int, bytes: int) -> tuple[float, float]:

@@ -68,7 +68,7 @@ class Simulator:
         """Run to the end. Raises FederatedError for a run that comes to a halt."""
         first = range(self.federation.clients) if self._all_connected else self.coordinator.sampler.draw(1)
         for client in first:
-            self._at(self.fleet.links.latency, lambda name=str(client): self._connect(name))  # type: ignore[misc]
+            self._at(self.fleet.links.latency_s, lambda name=str(client): self._connect(name))  # type: ignore[misc]
         self._handle(ev.RunStarted(base="0", checkpoint="0"))
         while self._ended is None:
             due = self.coordinator.next_deadline()
@@ -110,7 +110,7 @@ class Simulator:
         if isinstance(record, RoundOpened):
             for client in record.clients:
                 if client not in self._devices or self._devices[client].gone:
-                    self._at(self.now + self.fleet.links.latency, lambda name=client: self._connect(name))  # type: ignore[misc]
+                    self._at(self.now + self.fleet.links.latency_s, lambda name=client: self._connect(name))  # type: ignore[misc]
         elif isinstance(record, RoundClosed) and not self.federation.buffered:
             taken = set(record.clients)
             for name in self._recorder.asked(record.round):
@@ -125,13 +125,13 @@ class Simulator:
                 device = self._held_requests.pop(to)
                 device.asking = False
                 if not device.gone:
-                    self._at(self.now + self.fleet.links.latency, lambda: self._answered(device, plan))
+                    self._at(self.now + self.fleet.links.latency_s, lambda: self._answered(device, plan))
             case ev.Answer(to=to, plan=plan):
                 self._answer = plan
             case ev.Aggregate():
                 costs = self.fleet.costs
                 took = (
-                    costs.round
+                    costs.round_s
                     + costs.step * self.sizes.model
                     + costs.fold * self.sizes.part(command.fragment) * len(command.updates)
                 )
@@ -170,7 +170,7 @@ class Simulator:
         elif device.session:
             return
         device.session = f"session {next(self._numbers)}"
-        join = Join(node=name, process=device.session, clients=(name,), steps_per_second=1 / device.step)
+        join = Join(node=name, process=device.session, clients=(name,), steps_per_second=1 / device.step_s)
         plan = self._send(join, device.session)
         if isinstance(plan, ev.SessionGranted):
             self._sessions[device.session] = device
@@ -217,14 +217,14 @@ class Simulator:
         device.has = base
         job = device.jobs[plan.round] = SimulatedJob(plan, bytes)
         self._recorder.down(plan.round, bytes)
-        there = self._down.send(self.now, bytes, device.down) + self.fleet.links.latency
+        there = self._down.send(self.now, bytes, device.down) + self.fleet.links.latency_s
         dies, fails = self._sampler.fate(self._index(device.name), plan.round)
         seconds = self._sampler.fit_seconds(device, self._index(device.name), plan)
-        job.begun = max(there, device.worker)
-        job.ended = device.worker = job.begun + seconds
+        job.started_at = max(there, device.worker)
+        job.ended_at = device.worker = job.started_at + seconds
         if dies is not None:
-            self._at(self.now + dies * (job.ended - self.now), lambda: self._vanish(device))
-        self._at(job.ended, lambda: self._fitted(device, job, fails))
+            self._at(self.now + dies * (job.ended_at - self.now), lambda: self._vanish(device))
+        self._at(job.ended_at, lambda: self._fitted(device, job, fails))
         if self._overlap:
             self._at(there, lambda: self._ask(device))
 
@@ -232,8 +232,8 @@ class Simulator:
         bytes = self.sizes.down(device.has, int(plan.base))
         device.has = int(plan.base)
         self._recorder.down(plan.round, bytes)
-        there = self._down.send(self.now, bytes, device.down) + self.fleet.links.latency
-        device.worker = max(there, device.worker) + self.fleet.speeds.evaluate
+        there = self._down.send(self.now, bytes, device.down) + self.fleet.links.latency_s
+        device.worker = max(there, device.worker) + self.fleet.speeds.evaluation_s
 
         def done() -> None:
             if not device.gone:
@@ -241,7 +241,7 @@ class Simulator:
                 self._send(Evaluated(**who, round=plan.round, samples=1, metrics={"loss": 0.0}), device.session)
                 self._ask(device)
 
-        self._at(device.worker + self.fleet.links.latency, done)
+        self._at(device.worker + self.fleet.links.latency_s, done)
 
     def _vanish(self, device: Device) -> None:
         device.gone = True
@@ -250,7 +250,7 @@ class Simulator:
     def _fitted(self, device: Device, job: SimulatedJob, fails: bool) -> None:
         if device.gone or job.cancelled:
             return
-        latency = self.fleet.links.latency
+        latency = self.fleet.links.latency_s
         if fails:
             self._at(self.now + latency, lambda: self._failed(device, job))
             return
@@ -280,7 +280,7 @@ class Simulator:
         if device.gone or job.cancelled:
             return
         device.jobs.pop(job.plan.round, None)
-        seconds = job.ended - job.begun
+        seconds = job.ended_at - job.started_at
         update = Update(
             node=device.name, session=device.session, client=device.name, round=job.plan.round, samples=1, tokens=0,
             manifest=Manifest(kind="update", tensors={}, blobs={"": bytes}), steps=job.plan.steps, seconds=seconds,
@@ -292,7 +292,7 @@ class Simulator:
         )
         if isinstance(receipt, Receipt) and not receipt.accepted:
             self._recorder.late(job.plan.round, device.name)
-        self._at(self.now + self.fleet.links.latency, lambda: self._free(device))
+        self._at(self.now + self.fleet.links.latency_s, lambda: self._free(device))
 
     def _free(self, device: Device) -> None:
         """Ask for more once the server has a result; in a large fleet leave until drawn again."""
@@ -317,7 +317,7 @@ class Simulator:
             for one in receipt.cancel:
                 device.jobs.pop(one.round).cancelled = True
                 self._recorder.late(one.round, device.name)
-            device.worker = max([self.now, *(job.ended for job in device.jobs.values())])
+            device.worker = max([self.now, *(job.ended_at for job in device.jobs.values())])
             self._beat(device)
             self._free(device)
 

@@ -220,15 +220,15 @@ def _run_node(build: BuildClient, session: Config, site: Config, config: Config)
     from arclight.federated.clients.secure_sum_client import Identity
     from arclight.federated.transports.http_client import HttpLink
 
-    names, patience = _clients_of(site), float(config.get("patience", FLOWER_DEFAULTS["patience"]))
+    names, retry_timeout_s = _clients_of(site), float(config.get("patience", FLOWER_DEFAULTS["patience"]))
     folder = _folder_of(site)
     key = _key_in(folder)
     link = HttpLink(
         session["address"], folder / "blobs", key=key,
-        fingerprint=session["fingerprint"] or None, patience=patience, stores=str(site.get("blobs") or "").split(),
+        fingerprint=session["fingerprint"] or None, retry_timeout_s=retry_timeout_s, stores=str(site.get("blobs") or "").split(),
     )  # fmt: skip
     clients, identity = [build(name, config) for name in names], Identity(sign=key.sign)
-    node = Node(link, clients, folder, session["node"], patience=patience, identity=identity)
+    node = Node(link, clients, folder, session["node"], retry_timeout_s=retry_timeout_s, identity=identity)
     try:
         node.run()
     finally:

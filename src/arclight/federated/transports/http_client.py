@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from arclight._intervals import former_names
 from arclight.fabric.extras import require
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.blob_store import PIECE_BYTES, check_digest, missing_blob, read_pieces
@@ -58,12 +59,13 @@ _OLDER_TLS_REASONS = ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL", "W
 """OpenSSL's words for a peer that speaks only older versions of TLS."""
 
 
+@former_names(patience="retry_timeout_s")
 class HttpLink:
     """Connect one node to the server at ``address`` ("https://host:port").
 
     cache: folder of blobs that were fetched. key: the node's, where the server asks for registered ones. cafile: PEM file with
     the certificates that may vouch for the server, the system's by default; or fingerprint: SHA-256 of the server's own
-    certificate, then nobody need vouch for it. patience: seconds for which a server that does not answer is tried.
+    certificate, then nobody need vouch for it. retry_timeout_s: how long a server that does not answer is tried.
     blobs: where blobs go and come from, where that is not the server itself (an object store). stores: addresses at or below which
     the server may say that they are; besides, only at its own host.
     Raises FederatedError for an address off this machine without TLS.
@@ -77,13 +79,13 @@ class HttpLink:
         key: NodeKey | None = None,
         cafile: str | Path | None = None,
         fingerprint: str | None = None,
-        patience: float = 120.0,
+        retry_timeout_s: float = 120.0,
         blobs: BlobStore | None = None,
         stores: Iterable[str] = (),
     ) -> None:
         require("urllib3", extra="federated")
         self.address, self._key = address.rstrip("/"), key
-        self._retrier = Retrier(self.address, patience)
+        self._retrier = Retrier(self.address, retry_timeout_s)
         parts = urlsplit(self.address)
         try:
             usable, port = parts.scheme in ("http", "https"), parts.port

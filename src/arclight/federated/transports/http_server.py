@@ -199,9 +199,9 @@ def _newest_tls(config: Any, make: Callable[[], ssl.SSLContext]) -> ssl.SSLConte
     return context
 
 
-def _protocol(patience: float) -> Any:
+def _protocol(head_s: float) -> Any:
     """Make uvicorn's protocol close connections on which no request completes its headers in time."""
-    base: Any = http_protocol("federated", head_s=patience)
+    base: Any = http_protocol("federated", head_s=head_s)
 
     class Ending(base):
         def shutdown(self) -> None:

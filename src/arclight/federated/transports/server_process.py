@@ -126,7 +126,7 @@ def main() -> None:
             if parent != (parent := os.getppid()):
                 log.warning("whoever started this server is gone: the run continues with the nodes that reach it")
         if (over := run.runtime.ended) is not None:
-            run.tell_nodes()
+            run.notify_nodes()
     if over is not None and over.failed:
         log.error("the run has failed: %s", over.why)
         sys.exit(1)
