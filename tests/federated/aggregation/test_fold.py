@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import random
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -16,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arclight.federated.aggregation import fold
-from arclight.federated.aggregation.fixed_point import Contribution, Scale, measure, plan
-from arclight.federated.aggregation.fold import Fold, mean_of, merge, partial
+from arclight.federated.aggregation.fixed_point import Contribution, measure, plan
+from arclight.federated.aggregation.fold import Fold
 from arclight.federated.errors import FederatedError, RefusedError
 
 SIZES = {"model/large": (3, 70_001), "model/vector": (257,), "model/scalar": (), "model/empty": (0, 4)}
@@ -47,22 +46,13 @@ def exact(values: Sequence[float], weights: Sequence[float]) -> Fraction:
 
 
 @pytest.mark.parametrize("form", ["delta", pytest.param("weights", marks=pytest.mark.slow)])
-def test_every_order_thread_count_and_split_has_the_same_bits(form: str) -> None:
+def test_every_order_and_thread_count_has_the_same_bits(form: str) -> None:
     clients = [some(name, seed, spread=4.0) for seed, name in enumerate("abcd")]
-    scales = plan(clients, form)
     seen, told = set(), set()
     for number, order in enumerate(itertools.permutations(clients)):
         folding = Fold(order, form, threads=1 + number % 3)
         seen.add(bits(dict(folding)))
         told.add(repr(folding.statistics))
-        cut = number % 5
-        parts = [dict(partial(side, scales, threads=1 + number % 2)) for side in (order[:cut], order[cut:]) if side]
-        random.Random(number).shuffle(parts)
-        merged = {
-            key: mean_of(scale, merge(scale, [part[key] for part in parts]), torch.float32, SIZES[key])
-            for key, scale in scales.items()
-        }
-        seen.add(bits(merged))
     assert len(seen) == 1
     assert len(told) == 1, "statistics are written to the journal: they too must not depend on order or threads"
 
@@ -136,12 +126,6 @@ def test_the_sum_of_weights_depends_on_no_order() -> None:
     assert found.pop().total == 1e16 + 6
 
 
-def test_terms_are_rounded_to_the_nearest_integer() -> None:
-    scale = Scale(rule="mean", shift=1, total=4.0)
-    one = Contribution(client="a", weight=1, tensors={"model/x": torch.tensor([0.2, 0.3, -0.3, 1.25, 1.75, -7.6])})
-    assert dict(partial([one], {"model/x": scale}))["model/x"].tolist() == [0, 1, -1, 2, 4, -15]
-
-
 @pytest.mark.parametrize("size", [1 - 2.0**-24, 1.0, 3.4028234663852886e38, 1e-44])
 def test_the_largest_sum_that_can_be_does_not_overflow(size: float) -> None:
     """All clients have the same sign and the largest value; their weights sum to just below a power of two."""
@@ -183,9 +167,6 @@ def test_integers_take_the_client_that_counted_furthest() -> None:
     (most,) = dict(Fold(after, "weights")).values()
     (least,) = dict(Fold(change)).values()
     assert (most.item(), 5 - least.item(), most.dtype, most.shape) == (12, 12, torch.int64, torch.Size([]))
-    scales = plan(change)
-    parts = [dict(partial([one], scales))[key] for one in change]
-    assert merge(scales[key], parts).item() == least.item()
 
 
 def test_weights_and_their_changes_tell_the_same_statistics() -> None:
@@ -332,17 +313,3 @@ def test_contributors_that_are_gone_through_together_or_in_turn_come_to_the_dige
             found = bits(dict(folding))
             said = hashlib.sha256(repr(folding.statistics).encode()).hexdigest()
             assert f"{found[:16]} {said[:16]}" == digest
-
-
-def test_a_part_of_one_contributor_or_of_integers_is_its_values() -> None:
-    values = torch.tensor([1.5, -2.25, 0.1])
-    count = torch.tensor([7, 2**40])
-    one = Contribution(client="a", weight=3, tensors={"model/x": values, "model/n": count})
-    scales = plan([one])
-    parts = dict(partial([one], scales))
-    assert torch.equal(
-        mean_of(scales["model/x"], merge(scales["model/x"], [parts["model/x"]]), values.dtype, (3,)), values
-    )
-    assert torch.equal(
-        mean_of(scales["model/n"], merge(scales["model/n"], [parts["model/n"]]), count.dtype, (2,)), count
-    )

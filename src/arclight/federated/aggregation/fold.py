@@ -320,49 +320,6 @@ def _columns(rows: Sequence[Sequence[float]], count: int) -> list[float]:
     return [total(column) for column in zip(*rows, strict=True)] if rows else [0.0] * count
 
 
-def partial(
-    contributions: Iterable[Contribution],
-    scales: Mapping[str, Scale],
-    keys: Sequence[str] | None = None,
-    threads: int | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield one key after another, the flat int64 sums of the terms of some contributors, for `merge` by whoever has the others.
-
-    scales: the plan for all contributors, the same wherever a part is summed. Keys that none of these has are left out.
-    """
-    given = sorted(contributions, key=lambda one: one.client)
-    with chunk_workers(threads) as workers:
-        for key in sorted(scales) if keys is None else keys:
-            holders, terms = [one for one in given if key in one.keys], Terms(key, scales[key])
-            if holders and not terms.averaged:
-                yield key, _extreme(terms, holders).to(torch.int64).view(-1)
-            elif holders:
-                summed = _KeySum(terms, workers)
-                for one in holders:
-                    summed.add(one, ChunkedTensor(one.tensors[key]))
-                yield key, summed.sums
-
-
-def merge(scale: Scale, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sums of one key over parts of its contributors, from those of each part, in any order.
-
-    Raises FederatedError without parts, for parts of different sizes, or several if one contributor was planned for.
-    """
-    merged: torch.Tensor | None = None
-    for part in parts:
-        if merged is None:
-            merged = part.clone()
-        elif scale.rule == "alone" or part.shape != merged.shape:
-            raise FederatedError(f"a part of {part.numel()} sums does not belong to the others, of {merged.numel()}")
-        elif scale.rule == "mean":
-            merged += part
-        else:
-            merged = _more_extreme(scale, merged, part)
-    if merged is None:
-        raise FederatedError("there is nothing to merge: no part was given")
-    return merged
-
-
 def mean_of(
     scale: Scale, sums: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], workers: ChunkWorkers | None = None
 ) -> torch.Tensor:

@@ -16,16 +16,12 @@ import torch
 from arclight.checkpoint.tensorfile import DTYPES, NAMES
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.manifest_io import Encoded, open_manifest
-from arclight.federated.codecs import blockwise, sparse
+from arclight.federated.codecs import blockwise, layout, sparse
 from arclight.federated.codecs.error_feedback import LARGEST, ErrorFeedback, chunks_of
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Lossy, Raw, TopK
 from arclight.federated.errors import BlobError, FederatedError
 from arclight.federated.protocol import Manifest
 
-SMALL = 1024
-"""Tensors of fewer elements are sent as they are."""
-VECTOR = 1 << 16
-"""So are vectors of at most this many elements: norms and biases have few bytes and are sensitive to rounding."""
 _ROW = 4096
 """Block size for codecs without a setting for it."""
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -33,10 +29,8 @@ _PARTS = {"raw": ("",), "bf16": ("",), "int8": ("", "scale"), "int4": ("", "scal
 
 
 def goes_raw(tensor: torch.Tensor, codec: Codec) -> bool:
-    """Return True if ``codec`` sends a tensor as it is: small ones (`SMALL`, `VECTOR`), integers, and 16-bit floats under `BF16`."""
-    if isinstance(codec, Raw) or tensor.dtype not in _FLOATS or tensor.numel() < SMALL:
-        return True
-    return (tensor.dim() < 2 and tensor.numel() <= VECTOR) or (isinstance(codec, BF16) and tensor.itemsize == 2)
+    """Return True if ``codec`` sends a tensor as it is: integers, and what `layout.goes_raw` says."""
+    return tensor.dtype not in _FLOATS or layout.goes_raw(tuple(tensor.shape), tensor.itemsize, codec)
 
 
 @torch.no_grad()
@@ -58,7 +52,7 @@ def encode(
         return Encoded.raw(_raw(key, tensor, residual)), None
     block = _ROW if isinstance(codec, BF16) else codec.block
     feedback = ErrorFeedback(key, tensor, residual, codec.feedback, block)
-    parts, settings = _encoded(feedback, codec)
+    parts, settings = _encoded(feedback, codec), dict[str, Any](layout.entry_settings(codec))
     shape = tuple(tensor.shape)
     if isinstance(codec, BF16):
         parts = {"": parts[""].view(shape)}
@@ -101,14 +95,13 @@ def for_moments(codec: Codec) -> Codec:
     return codec if isinstance(codec, Raw) else BF16(feedback=0.0)
 
 
-def _encoded(feedback: ErrorFeedback, codec: Lossy) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _encoded(feedback: ErrorFeedback, codec: Lossy) -> dict[str, torch.Tensor]:
     if isinstance(codec, Int8):
-        return blockwise.encode_int8(feedback), {"block": codec.block}
+        return blockwise.encode_int8(feedback)
     if isinstance(codec, Int4):
-        return blockwise.encode_int4(feedback), {"block": codec.block}
+        return blockwise.encode_int4(feedback)
     if isinstance(codec, TopK):
-        settings = {"block": codec.block, "keep": codec.keep, "bits": codec.bits}
-        return sparse.encode_topk(feedback, codec.keep, codec.bits), settings
+        return sparse.encode_topk(feedback, codec.keep, codec.bits)
     values = torch.empty(feedback.numel, dtype=torch.bfloat16)
     for where, chunk in feedback.chunks():
         feedback.largest(chunk)
@@ -116,7 +109,7 @@ def _encoded(feedback: ErrorFeedback, codec: Lossy) -> tuple[dict[str, torch.Ten
         values[where] = rounded.view(-1)[: where.stop - where.start]
         if feedback.residual is not None:
             feedback.record(where, chunk, rounded.to(torch.float32))
-    return {"": values}, {}
+    return {"": values}
 
 
 def _raw(key: str, tensor: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:

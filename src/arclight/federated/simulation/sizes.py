@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK
+from arclight.federated.codecs import layout
+from arclight.federated.codecs.settings import Codec, Raw
 from arclight.federated.protocol.manifest import Entry, Manifest
 from arclight.federated.settings import Federation
 
 Shapes = Mapping[str, Sequence[int]]
-_SMALL, _VECTOR = 1024, 1 << 16  # as codecs.encoding has them; a test compares
 _WIDTH = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
 _LARGEST = 256 << 20
 
@@ -28,10 +28,8 @@ def message_bytes(shapes: Shapes, codec: Codec, *, dtype: str = "F32") -> int:
     size = 0
     for name, shape in shapes.items():
         key = f"model/{name}"
-        raw = _goes_raw(tuple(shape), codec, dtype)
-        parts = {"": (dtype, tuple(shape))} if raw else dict(_parts(codec, math.prod(shape)))
-        if not raw and isinstance(codec, BF16):
-            parts = {"": ("BF16", tuple(shape))}
+        raw = layout.goes_raw(shape, _WIDTH[dtype], codec)
+        parts = {"": (dtype, tuple(shape))} if raw else layout.part_shapes(shape, codec)
         bytes = sum(_WIDTH[kind] * math.prod(part) for kind, part in parts.values())
         if not blobs or (blobs[-1] and size + bytes > _LARGEST):
             blobs.append({})
@@ -40,7 +38,7 @@ def message_bytes(shapes: Shapes, codec: Codec, *, dtype: str = "F32") -> int:
         size += bytes
         entries[key] = Entry(
             blob="0" * 64, dtype=dtype, shape=tuple(shape), codec="raw" if raw else type(codec).__name__.lower(),
-            parts=tuple(parts), settings={} if raw else _settings(codec),
+            parts=tuple(parts), settings={} if raw else layout.entry_settings(codec),
         )  # fmt: skip
     files = [_file_bytes(blob) for blob in blobs]
     manifest = Manifest(
@@ -52,41 +50,6 @@ def message_bytes(shapes: Shapes, codec: Codec, *, dtype: str = "F32") -> int:
 def model_bytes(shapes: Shapes, *, dtype: str = "F32") -> int:
     """Return the bytes of the values themselves."""
     return _WIDTH[dtype] * sum(math.prod(shape) for shape in shapes.values())
-
-
-def _goes_raw(shape: tuple[int, ...], codec: Codec, dtype: str) -> bool:
-    numel = math.prod(shape)
-    small = numel < _SMALL or (len(shape) < 2 and numel <= _VECTOR)
-    return isinstance(codec, Raw) or small or (isinstance(codec, BF16) and _WIDTH[dtype] == 2)
-
-
-def _parts(codec: Codec, numel: int) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
-    match codec:
-        case BF16():
-            yield "", ("BF16", (numel,))
-        case Int8():
-            yield "", ("I8", (numel,))
-            yield "scale", ("F32", (-(-numel // codec.block),))
-        case Int4():
-            yield "", ("U8", ((numel + 1) // 2,))
-            yield "scale", ("F32", (-(-numel // codec.block),))
-        case TopK():
-            rows, rest = divmod(numel, codec.block)
-            kept = rows * codec.keep + -(-codec.keep * rest // codec.block)
-            width = max(1, (codec.block - 1).bit_length())
-            width = width if width <= 8 else width + width % 2
-            yield "index", ("U8", ((kept * width + 7) // 8,))
-            yield "value", ("U8", ((kept * codec.bits + 7) // 8,))
-            yield "level", ("F32", ((rows + bool(rest)) << (codec.bits - 1),))
-
-
-def _settings(codec: Codec) -> dict[str, int]:
-    match codec:
-        case Int8() | Int4():
-            return {"block": codec.block}
-        case TopK():
-            return {"block": codec.block, "keep": codec.keep, "bits": codec.bits}
-    return {}
 
 
 def _file_bytes(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
