@@ -28,7 +28,7 @@ from arclight.cli.schema import Recipe
 from arclight.cli.tune import search as searches
 from arclight.cli.tune import study as studies
 from arclight.cli.tune.search import agree_with_study, run_trials, tune_parser
-from arclight.cli.tune.space import Choice, Parameter, Range, Subject, flags_of, parameters, start
+from arclight.cli.tune.space import Choice, Parameter, Range, TunedRun, flags_of, parameters, start
 from arclight.cli.tune.trial import Search, TrialProcess
 from arclight.recipe import read, write
 from arclight.trainer.loggers.csv_logger import read_metrics
@@ -38,7 +38,7 @@ LM = (ROOT / "recipes/lm-debug.toml").read_text()
 
 
 def space(table: dict[str, object]) -> dict[str, Parameter]:
-    return {one.field: one for one in parameters(Subject(LM), table)}
+    return {one.field: one for one in parameters(TunedRun(LM), table)}
 
 
 # ----------------------------------------------------------------------------------------------------------- the space
@@ -59,13 +59,13 @@ def test_ranges_take_the_type_of_their_field() -> None:
         "checkpoint.save_last": Choice("checkpoint.save_last", ("true", "false")),
     }
     values = {"task.optimizer.lr": 0.002, "trainer.max_steps": 150, "trainer.gradient_clip_val": 1.0}
-    run = Subject(LM).read(flags_of(list(found.values()), {**values, "checkpoint.save_last": "false"}))
+    run = TunedRun(LM).read(flags_of(list(found.values()), {**values, "checkpoint.save_last": "false"}))
     assert (run.task.optimizer.lr, run.trainer.max_steps, run.trainer.gradient_clip_val) == (0.002, 150, 1.0)
     assert run.checkpoint.save_last is False
 
 
 def test_the_recipe_s_own_values_come_first_where_they_are_in_the_space() -> None:
-    run = Subject(LM).read()
+    run = TunedRun(LM).read()
     there = space(
         {"task.optimizer.lr": "1e-4:1e-2:log", "task.optimizer.kind": "adamw,sgd", "trainer.max_steps": "100:300:50"}
     )
@@ -116,8 +116,8 @@ def test_parameters_have_one_order_as_they_are_typed_and_as_their_file_has_them(
     """Values are drawn in it: a search that is resumed from its file would draw others."""
     flags = ["--search.task.optimizer.lr", "1e-4:1e-2", "--search.task.loss_chunk", "1:8", "--search.seed", "1:9"]
     run = read(Recipe, tomllib.loads(LM), flags)
-    typed = parameters(Subject(LM), run.search)
-    assert typed == parameters(Subject(LM), read(Recipe, tomllib.loads(write(run))).search)
+    typed = parameters(TunedRun(LM), run.search)
+    assert typed == parameters(TunedRun(LM), read(Recipe, tomllib.loads(write(run))).search)
     assert [one.field for one in typed] == ["seed", "task.loss_chunk", "task.optimizer.lr"]
 
 
@@ -135,7 +135,7 @@ def test_a_recipe_holds_its_ranges_and_training_leaves_them_alone() -> None:
     assert recipe.search == {
         "task": {"optimizer": {"lr": "1e-4:1e-2:log", "kind": ["adamw", "sgd"]}}, "trainer": {"max_steps": "10:20"},
     }  # fmt: skip
-    assert Subject(text).read().search is None
+    assert TunedRun(text).read().search is None
 
 
 # ---------------------------------------------------------------------------------------------------------- the trials
@@ -145,7 +145,7 @@ def a_search(folder: Path, *found: Parameter, **settings: object) -> Search:
     given = {"sampler": "tpe", "pruner": "none", "seed": 0, "monitor": "val/loss", "mode": "min"}
     storage = studies.local_database(folder)
     return Search(
-        subject=Subject(LM), parameters=found, folder=folder, storage=storage, study="one", **{**given, **settings}
+        subject=TunedRun(LM), parameters=found, folder=folder, storage=storage, study="one", **{**given, **settings}
     )
 
 
@@ -685,7 +685,7 @@ def test_a_killed_trial_of_a_search_that_shares_the_database_is_run_by_the_other
     monkeypatch.syspath_prepend(str(tiny.parent))
     search = dataclasses.replace(
         a_search(tiny.parent, Range("task.lr", 0.1, 1)),
-        subject=Subject(tiny.read_text()),
+        subject=TunedRun(tiny.read_text()),
         folder=tiny.parent / "tune-1",
     )
     study = search.open()
@@ -713,7 +713,7 @@ def test_worse_trials_are_ended_early(typed: Typed, tiny: Path) -> None:
     study = studies.open_study("sqlite:///a.db", "tiny", "min")
     study.enqueue_trial({"task.lr": 1e-6})
     search = Search(
-        subject=Subject(Path("tiny.toml").read_text()), parameters=(Range("task.lr", 1e-6, 0.2),), storage="sqlite:///a.db",
+        subject=TunedRun(Path("tiny.toml").read_text()), parameters=(Range("task.lr", 1e-6, 0.2),), storage="sqlite:///a.db",
         folder=Path("runs/tiny/tune-1"), study="tiny", monitor="val/loss", mode="min", sampler="tpe", pruner="median", seed=3,
     )  # fmt: skip
     run_trials(search, search.open(), 5, float("inf"), lambda: None)
@@ -827,6 +827,6 @@ def test_the_guide_s_other_searches_are_over_fields_that_there_are() -> None:
     assert len(commands) == 3
     for line in commands:
         recipe, _ = read_recipe(tune_parser(False), shlex.split(line)[2:])
-        found = parameters(Subject((ROOT / f"recipes/{recipe.name}.toml").read_text()), recipe.search)
+        found = parameters(TunedRun((ROOT / f"recipes/{recipe.name}.toml").read_text()), recipe.search)
         assert found
         assert recipe.checkpoint.monitor

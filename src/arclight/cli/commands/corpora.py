@@ -349,10 +349,10 @@ def _write(function: Any, *arguments: Any, **options: Any) -> None:
     with Progress(*columns, transient=True) as progress:
         bar = progress.add_task("", done="", total=None)
 
-        def told(documents: int, size: int) -> None:
+        def show(documents: int, size: int) -> None:
             progress.update(bar, done=f"{documents:,} documents, {size / 2**20:,.0f} MiB")
 
-        function(*arguments, progress=told, **options)
+        function(*arguments, progress=show, **options)
 
 
 def _report(folder: Path, started: float) -> int:

@@ -47,7 +47,7 @@ OVERHEAD = {"cpu": 1e-4, "gpu": 3e-5}
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class PlannedModel:
     """Name the model that is planned for, and what it is called with."""
 
     name: str
@@ -132,7 +132,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _subject(target: str, options: argparse.Namespace, flags: Sequence[str]) -> Subject:
+def _subject(target: str, options: argparse.Namespace, flags: Sequence[str]) -> PlannedModel:
     import torch
     from torch import nn
 
@@ -155,12 +155,12 @@ def _subject(target: str, options: argparse.Namespace, flags: Sequence[str]) -> 
     if options.example is not None:
         example = user_module.imported(options.example)
         given = example() if callable(example) else example
-        return Subject(type(model).__name__, model, None, given, count)
+        return PlannedModel(type(model).__name__, model, None, given, count)
     if not isinstance(model, Module):
         raise UsageError(f"--data is for a Module, and {target} is none: use --example package.module:name")
     batch = _first_batch(model, data() if data is not None else None)
     wanted = len(inspect.signature(model.training_step).parameters)
-    return Subject(type(model).__name__, model, "training_step", ((batch, 0)[:wanted], {}), count)
+    return PlannedModel(type(model).__name__, model, "training_step", ((batch, 0)[:wanted], {}), count)
 
 
 def _builders(
@@ -184,7 +184,7 @@ def _first_batch(module: Any, data: Any) -> Any:
     return next(iter(source.train_dataloader()))
 
 
-def _costs(subject: Subject, device: Hardware, measured: bool) -> tuple[tuple[ModelCosts, ...], CallGraph]:
+def _costs(subject: PlannedModel, device: Hardware, measured: bool) -> tuple[tuple[ModelCosts, ...], CallGraph]:
     """Return costs of micro-batches of the example and of half of it, by which costs for any size follow; and the parts."""
     from arclight.parallel.pipeline.call_graph import arguments_of, samples_of
     from arclight.parallel.pipeline.cost.measure import measure, predict
@@ -247,7 +247,7 @@ def _fixed(word: str) -> tuple[str, Any]:
     return name, int(text)
 
 
-def as_json(subject: Subject, costs: ModelCosts, choice: Choice) -> dict[str, Any]:
+def as_json(subject: PlannedModel, costs: ModelCosts, choice: Choice) -> dict[str, Any]:
     """Everything that was found, in bytes and seconds."""
     return {
         "model": subject.name,
@@ -273,7 +273,7 @@ CAUSES = {
 
 
 def show(
-    subject: Subject, graph: CallGraph, costs: ModelCosts, choice: Choice, device: Hardware, samples: int, limit: float
+    subject: PlannedModel, graph: CallGraph, costs: ModelCosts, choice: Choice, device: Hardware, samples: int, limit: float
 ) -> None:  # fmt: skip
     """Print a `choose.Choice`: the best candidates and why others were rejected."""
     console, best = console_of(), choice.best[0]

@@ -25,7 +25,7 @@ from arclight.cli.arguments import (
     recipe_parser,
 )
 from arclight.cli.schema import UserRun
-from arclight.cli.tune.space import OF_THE_RUN, Parameter, Range, Subject, leaves, parameters, start
+from arclight.cli.tune.space import OF_THE_RUN, Parameter, Range, TunedRun, leaves, parameters, start
 from arclight.cli.user_module import config_text, named_module, read_run, target_of
 from arclight.fabric.atomic_replace import replace_text
 from arclight.recipe import write
@@ -58,7 +58,7 @@ def tune(arguments: list[str]) -> None:
     else:
         run, options = read_recipe(parser, arguments)
         text, target = write(dataclasses.replace(run, search=None)), None
-    return run_search(*begin(run, Subject(text, target), options))
+    return run_search(*begin(run, TunedRun(text, target), options))
 
 
 def tune_parser(of_user_module: bool) -> Parser:
@@ -119,7 +119,7 @@ def user_options(parser: Parser, model: type, words: Sequence[str]) -> tuple[arg
     return options, flags
 
 
-def begin(run: Any, subject: Subject, options: argparse.Namespace) -> tuple[Search, dict[str, Any]]:
+def begin(run: Any, subject: TunedRun, options: argparse.Namespace) -> tuple[Search, dict[str, Any]]:
     """Check a new search, make its folder, and write what repeats and resumes it."""
     from arclight.cli.tune import study as studies
     from arclight.cli.tune.trial import Search, check_one_process
@@ -294,7 +294,7 @@ def resume(parser: Parser, words: Sequence[str]) -> tuple[Search, dict[str, Any]
         raise UsageError(f"--resume {folder} is no search: name a folder as runs/<name>/tune-<n>") from error
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    subject = Subject(text, target)
+    subject = TunedRun(text, target)
     run = read(subject.schema, path)
     storage = options.storage or settings["storage"] or studies.local_database(folder)
     if ":***@" in storage:

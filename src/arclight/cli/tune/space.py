@@ -107,7 +107,7 @@ Parameter = Range | Choice
 
 
 @dataclass(frozen=True)
-class Subject:
+class TunedRun:
     """The run that is tuned: a recipe, or a run of a user's own module, as TOML that reads back as it is."""
 
     text: str
@@ -133,7 +133,7 @@ class Subject:
         return write(run) if self.target is None else config_text(run)
 
 
-def parameters(subject: Subject, table: Mapping[str, Any] | None) -> list[Parameter]:
+def parameters(subject: TunedRun, table: Mapping[str, Any] | None) -> list[Parameter]:
     """Return the parameters that a run's table ``search`` describes. Raises UsageError with every problem."""
     if not table:
         raise UsageError(
@@ -243,7 +243,7 @@ def _parameter(field: str, given: _FieldWords, hint: Any, problems: list[str]) -
     return None
 
 
-def _built(subject: Subject, values: Mapping[str, str], problems: list[str]) -> Any:
+def _built(subject: TunedRun, values: Mapping[str, str], problems: list[str]) -> Any:
     """Read the run with ``values``; note its problems under the names of the search, each once."""
     try:
         return subject.read([f"--{field}={value}" for field, value in values.items()])

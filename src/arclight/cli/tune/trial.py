@@ -20,7 +20,7 @@ from typing import Any
 from arclight.cli.arguments import UsageError
 from arclight.cli.command import is_fault_of_use, sentence
 from arclight.cli.tune import study as studies
-from arclight.cli.tune.space import Parameter, Subject, flags_of
+from arclight.cli.tune.space import Parameter, TunedRun, flags_of
 from arclight.fabric.errors import SIGTERMException
 from arclight.fabric.extras import require
 
@@ -31,7 +31,7 @@ optuna = require("optuna", extra="tune")
 class Search:
     """Everything that a process needs to know to run a trial."""
 
-    subject: Subject
+    subject: TunedRun
     parameters: tuple[Parameter, ...]
     folder: Path
     """Folder of the search; its trials are runs in it, with their numbers as names."""

@@ -35,7 +35,7 @@ class Task:
 
 
 @dataclass(slots=True)
-class Node:
+class NodeState:
     """A node that has joined, and everything that is asked of it."""
 
     name: str
@@ -87,16 +87,16 @@ class ClusterState:
 
     def __init__(self, waiting: Waiting, state: RunState, ahead: int = 0) -> None:
         self._waiting, self._state, self._ahead = waiting, state, ahead
-        self.nodes: dict[str, Node] = {}
-        self.sessions: dict[str, Node] = {}
+        self.nodes: dict[str, NodeState] = {}
+        self.sessions: dict[str, NodeState] = {}
         """Nodes that are here, by session."""
-        self.assignments: dict[Assignment, Node | None] = {}
+        self.assignments: dict[Assignment, NodeState | None] = {}
         """All work that is to be done, and its node; None if no node that could do it is here."""
         self.unassigned: dict[Assignment, float] = {}
         """Work without a node, and until when one is waited for."""
-        self.asks: dict[str, Node] = {}
+        self.asks: dict[str, NodeState] = {}
         """Held work requests, by the name of the request."""
-        self.ready: dict[str, Node] = {}
+        self.ready: dict[str, NodeState] = {}
         """Nodes with a held request for which there is work."""
         self.attempts: dict[Assignment, int] = {}
         """Failed attempts of an assignment."""
@@ -187,7 +187,7 @@ class ClusterState:
         if former is not None:
             self._part(former)
             self._disown(former, now, departed=bool(message.clients))
-        node = Node(message.node, session, message.process, message.clients, message.steps_per_second, now, now)
+        node = NodeState(message.node, session, message.process, message.clients, message.steps_per_second, now, now)
         self.nodes[node.name], self.sessions[node.session] = node, node
         self.challengers.pop(node.name, None)
         self.empty_since = None
@@ -219,7 +219,7 @@ class ClusterState:
         if not node.clients:
             self.rebalance(now)
 
-    def mark_lost(self, node: Node, now: float) -> None:
+    def mark_lost(self, node: NodeState, now: float) -> None:
         """Take a silent node's queue away; what it has started is kept for it until its lease ends."""
         self._part(node)
         node.lost = now
@@ -229,7 +229,7 @@ class ClusterState:
         self.assign(waiting, now)
         self._on_departure(node, now)
 
-    def evict(self, node: Node, now: float, why: str = "") -> None:
+    def evict(self, node: NodeState, now: float, why: str = "") -> None:
         """Remove a node for good, and assign its work to others."""
         self._part(node)
         if self.nodes.get(node.name) is node:
@@ -251,17 +251,17 @@ class ClusterState:
         for client in clients:
             self.departed.setdefault(client, DepartedClient(now, ""))
 
-    def node_of(self, session: str) -> Node | None:
+    def node_of(self, session: str) -> NodeState | None:
         """Return the node of a session, also if it counts as lost."""
         return next((node for node in self.nodes.values() if node.session == session), None)
 
-    def record_contact(self, node: Node, now: float, *, progress: bool = True) -> None:
+    def record_contact(self, node: NodeState, now: float, *, progress: bool = True) -> None:
         """Note that a message of a node has arrived, and if it shows progress."""
         node.last_contact = now
         if progress:
             node.last_progress = now
 
-    def report_progress(self, node: Node, doing: Iterable[ActiveWork], now: float) -> None:
+    def report_progress(self, node: NodeState, doing: Iterable[ActiveWork], now: float) -> None:
         """Take in what a node reports of its work; reports are contact too."""
         moved, names = False, dict[Assignment, None]()
         for one in doing:
@@ -299,7 +299,7 @@ class ClusterState:
         open = self._state.started_rounds.get(one.round) if one.kind == "fit" else None
         return open is None or open.discarded == one.attempt
 
-    def _disown(self, node: Node, now: float, *, departed: bool, why: str = "") -> None:
+    def _disown(self, node: NodeState, now: float, *, departed: bool, why: str = "") -> None:
         """Take a node's clients away from it. departed: their data left with it."""
         for client in node.clients:
             owners = self._owners.get(client, {})
@@ -309,7 +309,7 @@ class ClusterState:
                 if departed:
                     self.departed[client] = DepartedClient(now, why)
 
-    def _part(self, node: Node) -> None:
+    def _part(self, node: NodeState) -> None:
         """End a node's session: its messages are refused and its held requests forgotten."""
         self.sessions.pop(node.session, None)
         for to in node.asks:
@@ -356,7 +356,7 @@ class ClusterState:
             self._take(work)
         self._balance(free, now)
 
-    def _on_departure(self, node: Node, now: float) -> None:
+    def _on_departure(self, node: NodeState, now: float) -> None:
         if not self.sessions and self.empty_since is None:
             self.mark_empty(now)
         if not node.clients:
@@ -414,7 +414,7 @@ class ClusterState:
                 del self._last_nodes[next(iter(self._last_nodes))]
         self._touch(node)
 
-    def finish(self, work: Assignment, by: Node | None = None) -> None:
+    def finish(self, work: Assignment, by: NodeState | None = None) -> None:
         """Remove work that is done, failed or no longer wanted; a node other than ``by`` that is at it is to stop."""
         node = self._take(work)
         self.assignments.pop(work, None)
@@ -458,7 +458,7 @@ class ClusterState:
         self.evaluating_on_server = {round for round in self.evaluating_on_server if round in state.measuring}
         self.deadlines = {round: at for round, at in self.deadlines.items() if round in state.started_rounds}
 
-    def hold_request(self, to: str, node: Node, message: WorkRequest, now: float) -> None:
+    def hold_request(self, to: str, node: NodeState, message: WorkRequest, now: float) -> None:
         """Take in a work request, which may be held for ``message.hold_s`` seconds."""
         self.report_progress(node, message.active_work, now)
         self.record_contact(node, now, progress=not node.tasks)
@@ -474,7 +474,7 @@ class ClusterState:
             node.asks.pop(to, None)
             self._touch(node)
 
-    def _queue_at(self, work: Assignment, node: Node) -> None:
+    def _queue_at(self, work: Assignment, node: NodeState) -> None:
         self.assignments[work] = node
         (node.queue if work.kind == "fit" else node.evaluations)[work] = None
         self._touch(node)
@@ -485,7 +485,7 @@ class ClusterState:
         self.unassigned[work] = until
         self.arm(until, "home", work)
 
-    def _take(self, work: Assignment) -> Node | None:
+    def _take(self, work: Assignment) -> NodeState | None:
         """Take work out of all queues; return the node that had started it."""
         self.unassigned.pop(work, None)
         node = self.assignments.get(work)
@@ -500,7 +500,7 @@ class ClusterState:
 
     # -- next assignments ----------------------------------------------------------------------------------------------
 
-    def next_assignment(self, node: Node, having: Collection[Assignment] = ()) -> Assignment | None:
+    def next_assignment(self, node: NodeState, having: Collection[Assignment] = ()) -> Assignment | None:
         """Return what a free worker of a node gets next. having: work that the node has just reported."""
         for waiting in (node.evaluations, node.queue):
             for work in waiting:
@@ -509,7 +509,7 @@ class ClusterState:
                     return work
         return None
 
-    def is_in_order(self, work: Assignment, node: Node, having: Collection[Assignment] = ()) -> bool:
+    def is_in_order(self, work: Assignment, node: NodeState, having: Collection[Assignment] = ()) -> bool:
         """Return True if the client's earlier rounds are done, or known to be at this node."""
         if any(one.client == work.client for one in node.cancelling):
             return False
@@ -525,12 +525,12 @@ class ClusterState:
         """Return the rounds that a client is asked for at the same time."""
         return [Assignment("fit", round, client) for round, them in self._state.assigned.items() if client in them]
 
-    def _node_beside(self, work: Assignment) -> Node | None:
+    def _node_beside(self, work: Assignment) -> NodeState | None:
         """Return the node that has another round of the client, and so its state."""
         found = (self.assignments.get(other) for other in self._rounds_of(work.client) if other != work)
         return next((n for n in found if n is not None and n.lost is None and self.nodes.get(n.name) is n), None)
 
-    def _touch(self, node: Node) -> None:
+    def _touch(self, node: NodeState) -> None:
         if node.asks and node.lost is None and self.next_assignment(node) is not None:
             self.ready[node.name] = node
         else:

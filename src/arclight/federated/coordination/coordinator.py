@@ -9,7 +9,7 @@ from typing import Any
 
 from arclight._intervals import former_table
 from arclight.federated.coordination import answers, message_rules, round_rules
-from arclight.federated.coordination.cluster import Assignment, ClusterState, Node
+from arclight.federated.coordination.cluster import Assignment, ClusterState, NodeState
 from arclight.federated.coordination.events import (
     Answer,
     Command,
@@ -182,7 +182,7 @@ class Coordinator:
             for round in state.measuring:
                 self._assign_evaluation(round, now)
 
-    def _on_record(self, record: Record, node: Node | None, now: float) -> None:
+    def _on_record(self, record: Record, node: NodeState | None, now: float) -> None:
         """Let the cluster follow a record. node: whose message the record is of, if any."""
         cluster = self.cluster
         match record:

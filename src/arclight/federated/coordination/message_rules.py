@@ -7,7 +7,7 @@ from functools import partial
 
 from arclight.federated.coordination import answers, round_rules
 from arclight.federated.coordination import events as ev
-from arclight.federated.coordination.cluster import Assignment, Node, Task
+from arclight.federated.coordination.cluster import Assignment, NodeState, Task
 from arclight.federated.coordination.events import Answer, Change, Command, Decision, Event, NodeMessage
 from arclight.federated.coordination.records import (
     ClientFailed,
@@ -195,7 +195,7 @@ def _join(s: Situation, event: NodeMessage, message: Join, now: float) -> Decisi
     )
 
 
-def _on_ask(s: Situation, event: NodeMessage, message: WorkRequest, node: Node, now: float) -> Decision:
+def _on_ask(s: Situation, event: NodeMessage, message: WorkRequest, node: NodeState, now: float) -> Decision:
     held = (partial(s.cluster.hold_request, event.to, node, message, now),)
     if s.state.ended is not None:
         over = Answer(to=event.to, plan=Close(reason=s.state.ended, failed=s.state.failed))
@@ -225,7 +225,7 @@ def _is_forgotten(s: Situation, task: Task, now: float) -> bool:
     return now - task.seen > (_FORGOTTEN * silence if confirmed else silence)
 
 
-def _not_of(node: Node, client: str) -> Refusal | None:
+def _not_of(node: NodeState, client: str) -> Refusal | None:
     """Return the reason to refuse a node's message about a client that it has not joined for."""
     if not node.clients or client in node.clients:
         return None
@@ -263,7 +263,7 @@ def _on_rejected(s: Situation, event: ev.UpdateRejected, now: float) -> tuple[tu
 
 
 def _on_failed(
-    s: Situation, to: str, message: Failed, node: Node, now: float
+    s: Situation, to: str, message: Failed, node: NodeState, now: float
 ) -> tuple[tuple[Record, ...], tuple[Change, ...], tuple[Command, ...]]:
     def refused(reason: Reason, why: str) -> tuple[tuple[Record, ...], tuple[Change, ...], tuple[Command, ...]]:
         return (), (), (answers.receipt(s, to, (reason, why)),)
@@ -290,7 +290,7 @@ def _on_failed(
     return (ClientFailed(round=round, client=client, message=why, lost=again),), (), (receipt,)
 
 
-def _on_evaluated(s: Situation, to: str, message: Evaluated, node: Node) -> tuple[tuple[Record, ...], Answer]:
+def _on_evaluated(s: Situation, to: str, message: Evaluated, node: NodeState) -> tuple[tuple[Record, ...], Answer]:
     measuring = s.state.measuring.get(message.round)
     if (other := _not_of(node, message.client)) is not None:
         return (), answers.receipt(s, to, other)

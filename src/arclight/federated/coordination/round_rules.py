@@ -12,7 +12,7 @@ from statistics import median_low
 
 from arclight.federated.coordination import answers
 from arclight.federated.coordination import events as ev
-from arclight.federated.coordination.cluster import Assignment, Node, Timer
+from arclight.federated.coordination.cluster import Assignment, NodeState, Timer
 from arclight.federated.coordination.events import Answer, Change, Command, Decision, Event
 from arclight.federated.coordination.records import (
     ClientFailed,
@@ -119,7 +119,7 @@ def _open(s: Situation, event: Event, round: int, now: float) -> Decision:
     return Decision(event=event, now=now, records=(record,), changes=started)
 
 
-def _has(node: Node | None, work: Assignment) -> bool:
+def _has(node: NodeState | None, work: Assignment) -> bool:
     return node is not None and work in node.tasks
 
 

@@ -161,7 +161,7 @@ class HttpLink:
     ) -> T:
         """Return ``then(response)``, which may stream the body.
 
-        Raises UnavailableError for what may pass.
+        Raises TransientHttpError for what may pass.
 
         limit: seconds without a byte of the answer. Raises LinkError where the other side is not the server it should be,
         SessionError and ProtocolError as `send`.
@@ -201,7 +201,7 @@ class HttpLink:
                     f"{self.address} did not prove to be the server: {error}; nothing was sent to it. Give the cafile that vouches "
                     f"for it, or its fingerprint as `arclight federate keys` printed it"
                 ) from error
-            raise UnavailableError(f"{type(error).__name__} {error}".strip()) from error
+            raise TransientHttpError(f"{type(error).__name__} {error}".strip()) from error
 
     def _attempt(self, message: Message, limit: float) -> Message:
         headers = {"content-type": "application/json"}
@@ -272,7 +272,7 @@ class HttpLink:
         try:
             pem = ssl.get_server_certificate((self._host, self._port), timeout=_CONNECT_TIMEOUT_S)
         except OSError as error:
-            raise UnavailableError(f"{type(error).__name__} {error}") from error
+            raise TransientHttpError(f"{type(error).__name__} {error}") from error
         found = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
         if found != expected:
             raise UntrustedError(
@@ -364,7 +364,7 @@ class HttpBlobStore:
                 return True
             before, seen = seen, received
             if busy:
-                raise UnavailableError(
+                raise TransientHttpError(
                     "it is receiving the blob from someone else", progress=received > before, after=_BUSY_PAUSE_S
                 )
             start = received if received <= size else 0
@@ -372,8 +372,8 @@ class HttpBlobStore:
                 while (whole := self._send(digest, source, start, size)) is None:
                     start = seen = start + PART
                 return whole
-            except UnavailableError as error:
-                raise UnavailableError(str(error), progress=seen > before, after=error.after) from error
+            except TransientHttpError as error:
+                raise TransientHttpError(str(error), progress=seen > before, after=error.after) from error
 
         while not self._retrier.call(f"take blob {digest[:12]}", attempt):
             damaged += 1
@@ -431,7 +431,7 @@ class HttpBlobStore:
         def then(response: BaseHTTPResponse) -> bool | None:
             status = response.status
             if status == 409:
-                raise UnavailableError("it has received another part of the blob meanwhile")
+                raise TransientHttpError("it has received another part of the blob meanwhile")
             if status in (200, 201, 202):
                 return None if status == 202 else True
             if status == 422:
@@ -455,7 +455,7 @@ class HttpBlobStore:
         try:
             incoming = self._cache.receive(digest)
         except BusyError as error:  # another thread or process of this node: it has a deadline of its own
-            raise UnavailableError(str(error), progress=True) from error
+            raise TransientHttpError(str(error), progress=True) from error
         with incoming:
             if self._cache.size(digest) is not None:
                 incoming.give_up()
@@ -464,8 +464,8 @@ class HttpBlobStore:
             headers = {"range": f"bytes={start}-"} if start else {}
             try:
                 self._request("GET", f"/v1/blobs/{digest}", then=partial(self._take, incoming, digest), headers=headers)
-            except UnavailableError as error:
-                raise UnavailableError(str(error), progress=incoming.offset > start, after=error.after) from error
+            except TransientHttpError as error:
+                raise TransientHttpError(str(error), progress=incoming.offset > start, after=error.after) from error
             incoming.finish()
 
     def _take(self, incoming: PartialBlob, digest: str, response: BaseHTTPResponse) -> None:
@@ -521,7 +521,7 @@ def raise_transient(response: BaseHTTPResponse) -> None:
         raise SessionError(error_text(response))
     if status in (408, 423, 429, 500, 502, 503, 504):
         after = response.headers.get("retry-after", "0")
-        raise UnavailableError(
+        raise TransientHttpError(
             f"it says {status}: {error_text(response)}", after=float(after) if after.isdigit() else 0.0
         )
 
@@ -546,7 +546,7 @@ T = TypeVar("T")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 5.0
 
 
-class UnavailableError(Exception):
+class TransientHttpError(Exception):
     """An attempt that failed for a reason that may pass.
 
     progress: something got across, so that waiting begins again. after: seconds that the other side asked to be left alone.
@@ -579,7 +579,7 @@ class Retrier:
             try:
                 tries += 1
                 return attempt()
-            except UnavailableError as error:
+            except TransientHttpError as error:
                 now = time.monotonic()
                 if error.progress:
                     since, wait = now, _FIRST_WAIT_S

@@ -141,10 +141,10 @@ def rendered(tokenizer: Tokenizer, messages: list[Message]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class GenerationRequest:
     """A request for text that its model can answer."""
 
-    request: CompletionRequest | ChatRequest
+    body: CompletionRequest | ChatRequest
     scheduler: Scheduler
     prompts: list[list[int]]
     new: int
@@ -152,17 +152,17 @@ class Asked:
 
 def decode(
     body: bytes, kind: type[CompletionRequest | ChatRequest], model: Callable[[str], Scheduler], limits: Limits
-) -> Asked:
+) -> GenerationRequest:
     """Read a request; raises Refusal 400 for what the model cannot answer, 404 for another model, 413 for long JSON."""
-    asked = read_json(body, kind, limits)
-    scheduler = model(asked.model)
+    parsed = read_json(body, kind, limits)
+    scheduler = model(parsed.model)
     try:
-        prompts = asked.prompts(scheduler.tokenizer)
-        new = asked.new_tokens(max(map(len, prompts)), scheduler.run.max_positions)
+        prompts = parsed.prompts(scheduler.tokenizer)
+        new = parsed.new_tokens(max(map(len, prompts)), scheduler.run.max_positions)
         scheduler.check(prompts, new)
     except (ValueError, TokenizerError) as error:
         raise Refusal(400, one_sentence(error)) from None
-    return Asked(request=asked, scheduler=scheduler, prompts=prompts, new=new)
+    return GenerationRequest(body=parsed, scheduler=scheduler, prompts=prompts, new=new)
 
 
 def read_json(
@@ -188,12 +188,12 @@ def wrong_field(error: ValidationError) -> str:
     return one_sentence(f"The field {place!r}: {first['msg'][:200]}" if place else first["msg"][:200])
 
 
-class Reply:
+class GenerationReply:
     """The pieces of a request's texts, as they come from the scheduler's thread, and their form in the API."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
-        self.is_chat = isinstance(asked.request, ChatRequest)
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self.is_chat = isinstance(request.body, ChatRequest)
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
@@ -205,9 +205,9 @@ class Reply:
 
             return on_piece
 
-        settings = asked.request.settings()
+        settings = request.body.settings()
         self.generations = [
-            Generation(prompt, asked.new, settings, collect(index)) for index, prompt in enumerate(asked.prompts)
+            Generation(prompt, request.new, settings, collect(index)) for index, prompt in enumerate(request.prompts)
         ]
         self._tokens = [0] * len(self.generations)
 
@@ -225,7 +225,7 @@ class Reply:
                 async with asyncio.timeout(waiting):
                     index, piece = await self._pieces.get()
             except TimeoutError:
-                wait = self.asked.scheduler.retry_after_s()
+                wait = self.request.scheduler.retry_after_s()
                 raise Refusal(
                     503, f"No text was begun before the deadline; send the request again in {wait} s.",
                     headers={"Retry-After": str(wait)},
@@ -238,7 +238,7 @@ class Reply:
             yield index, piece
 
     def usage(self) -> dict[str, int]:
-        prompt, written = sum(map(len, self.asked.prompts)), sum(self._tokens)
+        prompt, written = sum(map(len, self.request.prompts)), sum(self._tokens)
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
     async def whole(self, turn: Turn) -> JSONResponse:
@@ -256,7 +256,7 @@ class Reply:
 
     async def events(self, first: tuple[int, Piece], rest: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[str]:
         """Write server-sent events, one for each piece that has text or is the last."""
-        options = self.asked.request.stream_options
+        options = self.request.body.stream_options
         if self.is_chat:
             yield self._event([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
         try:
@@ -286,14 +286,14 @@ class Reply:
 
     def _object(self, chat: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = chat if self.is_chat else "text_completion"
-        model = self.asked.request.model
+        model = self.request.body.model
         return {"id": self.id, "object": kind, "created": self.created, "model": model, "choices": choices}
 
 
 class EventStream(StreamingResponse):
     """Server-sent events of a reply, whose texts are generated no more once the client has left."""
 
-    def __init__(self, reply: Reply, events: AsyncIterator[str]) -> None:
+    def __init__(self, reply: GenerationReply, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         self._reply = reply
 
@@ -304,10 +304,10 @@ class EventStream(StreamingResponse):
             self._reply.cancel()
 
 
-async def answer(asked: Asked, turn: Turn, left: Callable[[], Awaitable[None]]) -> Response:
+async def answer(request: GenerationRequest, turn: Turn, left: Callable[[], Awaitable[None]]) -> Response:
     """Generate the texts of a request; ``left()`` ends when its client does. Raises Refusal 429, 500 or 503."""
-    reply = Reply(asked)
-    asked.scheduler.submit(reply.generations)
+    reply = GenerationReply(request)
+    request.scheduler.submit(reply.generations)
     begun: asyncio.Future[Response] = asyncio.ensure_future(_begun(reply, turn))
     watch: asyncio.Future[None] = asyncio.ensure_future(left())
     response: Response | None = None
@@ -325,9 +325,9 @@ async def answer(asked: Asked, turn: Turn, left: Callable[[], Awaitable[None]]) 
             reply.cancel()
 
 
-async def _begun(reply: Reply, turn: Turn) -> Response:
+async def _begun(reply: GenerationReply, turn: Turn) -> Response:
     """Return the answer, or its stream once the first piece has come: until then a status can tell of a failure."""
-    if not reply.asked.request.stream:
+    if not reply.request.body.stream:
         return await reply.whole(turn)
     pieces = reply.pieces(turn)
     return EventStream(reply, reply.events(await anext(pieces), pieces))
