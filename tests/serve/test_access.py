@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 from arclight import cli
 from arclight.fabric.extras import MissingExtraError
-from arclight.federated.transports.keys import make_certificate
+from arclight.fabric.serving.certificates import make_certificate
 from arclight.serve import create_app, middleware, serve
 
 KEY = "correct-horse-battery"
@@ -180,7 +180,7 @@ def test_wrong_settings_of_access_are_refused_in_one_line(tmp_path, monkeypatch,
 
 
 def test_off_loopback_a_certificate_is_shown_and_each_key_has_a_rate_of_its_own(folder, tmp_path):
-    made = make_certificate(tmp_path / "keys", ["localhost", "127.0.0.1"])
+    made = make_certificate(tmp_path / "keys", ["localhost", "127.0.0.1"], extra="deploy")
     other = "another-horse-battery"
     (tmp_path / "keys.txt").write_text(f"{KEY}\n{other}\n")
     port = free_port()

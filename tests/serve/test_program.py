@@ -17,7 +17,7 @@ from tests.serve.programs import write_detector
 from arclight import deploy
 from arclight._installed import pip_install
 from arclight.deploy import ProgramError
-from arclight.fabric.listening import AddressError, reserve_address
+from arclight.fabric.serving.listening import AddressError, reserve_address
 from arclight.serve import create_app, serve, server
 from arclight.serve.settings import Limits
 

@@ -19,7 +19,7 @@ from tests.serve.conftest import LOOPBACK, running
 
 from arclight import cli
 from arclight.deploy import Program
-from arclight.fabric.listening import reserve_address
+from arclight.fabric.serving.listening import reserve_address
 from arclight.serve import Limits, models
 from arclight.serve.admission import Pace
 from arclight.serve.app import ServedModel, build_app

@@ -2,7 +2,7 @@
 
 In: what a user asks for (accelerator, devices, strategy, precision); out: one strategy that runs it, and helpers for tensors on it. Open
 ``selection`` first: how arguments become a strategy. ``accelerators``, ``precision``, ``strategies`` and ``environments`` hold the classes,
-``launchers`` start processes, ``listening`` reserves a server's address,
+``launchers`` start processes, ``serving`` reserves a server's address and makes its certificate,
 ``distributed`` lets them exchange values, ``weight_files`` reads and writes safetensors; ``seeding``,
 ``batches``, ``modules``, ``memory``, ``rank_zero``, ``extras`` (optional dependencies), ``registry`` (classes by name), ``warnings``,
 ``signing`` (Ed25519) and ``atomic_replace`` are helpers of every room.

@@ -9,7 +9,7 @@ from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any
 
-from arclight.fabric.listening import http_protocol
+from arclight.fabric.serving.listening import http_protocol
 
 WRITE = "arclight.write"
 """Key of a request's scope under which the protocol has a `Write`."""

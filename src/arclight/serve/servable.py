@@ -23,8 +23,8 @@ from torch import nn
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import require
-from arclight.fabric.listening import reserve_address
 from arclight.fabric.rank_zero import rank_zero_only
+from arclight.fabric.serving.listening import reserve_address
 from arclight.trainer import Callback, Module, Trainer
 
 _LOG = logging.getLogger("arclight")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from arclight.fabric.extras import require
-from arclight.fabric.listening import AddressError, check_certificate, reserve_address
+from arclight.fabric.serving.certificates import check_certificate
+from arclight.fabric.serving.listening import AddressError, reserve_address
 from arclight.serve.protocol import direct_protocol
 from arclight.serve.settings import Limits, check_keys, is_loopback
 

@@ -20,6 +20,7 @@ from tests.federated.fakes import EchoServer, Quadratic
 from tests.federated.transports.serving import Line, Serving, wait_until
 from tests.waiting import patiently
 
+from arclight.fabric.serving.certificates import make_certificate
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
@@ -28,7 +29,7 @@ from arclight.federated.protocol import Heartbeat, Join, Receipt, Welcome
 from arclight.federated.transports import http_client
 from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer
-from arclight.federated.transports.keys import NodeKey, make_certificate
+from arclight.federated.transports.keys import NodeKey
 
 BYTES = os.urandom(6_000_000)
 DIGEST = hashlib.sha256(BYTES).hexdigest()
@@ -374,7 +375,7 @@ def test_a_network_that_goes_dark_and_comes_back(tmp_path: Path, stack: ExitStac
         ["tc", "qdisc", "add", "dev", f"{name}a", "root", "tbf", "rate", "80mbit", "burst", "64kb", "latency", "50ms"],
         check=False,
     )  # slow enough to be caught half-way, where the kernel can
-    made = make_certificate(tmp_path / "keys", ["10.213.7.2"])
+    made = make_certificate(tmp_path / "keys", ["10.213.7.2"], extra="federated")
     key = NodeKey.make(tmp_path / "node.key")
     (tmp_path / "nodes").write_text(key.line("a") + "\n")
     store = FolderStore(tmp_path / "server")

@@ -17,21 +17,23 @@ import uvicorn
 from cryptography import x509
 from tests.federated.fakes import EchoServer, TemporaryStore
 
+from arclight.fabric.serving import certificates
+from arclight.fabric.serving.certificates import Certificate, CertificateError, fingerprint_of, make_certificate
 from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.errors import FederatedError, LinkError, ProtocolError, UntrustedError
 from arclight.federated.protocol import Join, Message, Welcome, read
-from arclight.federated.transports import http_server, keys
+from arclight.federated.transports import http_server
 from arclight.federated.transports.authentication import Authenticator, signed_text
 from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer
-from arclight.federated.transports.keys import Certificate, NodeKey, Registry, fingerprint_of, make_certificate
+from arclight.federated.transports.keys import NodeKey, Registry
 from arclight.federated.transports.settings import Listening
 from arclight.federated.transports.tls import check_certificate, explain_link_error
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> Certificate:
-    return make_certificate(tmp_path / "keys", ["localhost", "127.0.0.1"])
+    return make_certificate(tmp_path / "keys", ["localhost", "127.0.0.1"], extra="federated")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "::", "example.org"])
@@ -65,7 +67,7 @@ def test_keys_are_for_their_owner_and_are_never_overwritten(made: Certificate, t
     with pytest.raises(FileExistsError):
         NodeKey.make(tmp_path / "node.key")
     with pytest.raises(FileExistsError):
-        make_certificate(tmp_path / "keys", ["localhost"])
+        make_certificate(tmp_path / "keys", ["localhost"], extra="federated")
     assert NodeKey.read(tmp_path / "node.key").public == NodeKey.read(tmp_path / "node.key").public
 
 
@@ -75,8 +77,8 @@ def test_a_file_that_is_no_key_is_told(made: Certificate, tmp_path: Path) -> Non
         NodeKey.read(tmp_path / "empty")
     with pytest.raises(FederatedError, match="another kind of key"):
         NodeKey.read(made.private_key)
-    with pytest.raises(FederatedError, match="no PEM certificate"):
-        fingerprint_of(tmp_path / "empty")
+    with pytest.raises(CertificateError, match="no PEM certificate"):
+        fingerprint_of(tmp_path / "empty", extra="federated")
 
 
 def test_a_private_key_that_others_can_read_is_not_used(made: Certificate, tmp_path: Path) -> None:
@@ -93,24 +95,24 @@ def test_a_private_key_that_others_can_read_is_not_used(made: Certificate, tmp_p
 
 @pytest.mark.parametrize("host", ["https://example.org", "example.org:8470", "two words", "", "-x", "bücher.example"])
 def test_a_certificate_is_for_hosts(host: str, tmp_path: Path) -> None:
-    with pytest.raises(FederatedError, match="a name or an address alone"):
-        make_certificate(tmp_path / "keys", ["localhost", host])
+    with pytest.raises(CertificateError, match="a name or an address alone"):
+        make_certificate(tmp_path / "keys", ["localhost", host], extra="federated")
     assert not (tmp_path / "keys").exists()
 
 
 def test_a_half_overwritten_pair_is_never_left(made: Certificate, tmp_path: Path) -> None:
     made.private_key.unlink()
     with pytest.raises(FileExistsError):
-        make_certificate(tmp_path / "keys", ["localhost"])
+        make_certificate(tmp_path / "keys", ["localhost"], extra="federated")
     assert not made.private_key.exists()
 
 
 def test_a_certificate_that_no_node_would_believe_is_told(
     made: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = make_certificate(tmp_path / "other", ["example.org"])
-    monkeypatch.setattr(keys, "_YEARS", 0)
-    old = make_certificate(tmp_path / "old", ["example.org"])
+    other = make_certificate(tmp_path / "other", ["example.org"], extra="federated")
+    monkeypatch.setattr(certificates, "_YEARS", 0)
+    old = make_certificate(tmp_path / "old", ["example.org"], extra="federated")
     for certificate, key, words in (
         (made.certificate, other.private_key, "is not the private key of"),
         (made.private_key, made.private_key, "has no PEM certificate"),
@@ -145,8 +147,8 @@ def _colons(fingerprint: str) -> str:
 
 
 def test_a_wrong_certificate_is_refused_at_once(made: Certificate, tmp_path: Path) -> None:
-    other = make_certificate(tmp_path / "other", ["localhost", "127.0.0.1"])
-    elsewhere = make_certificate(tmp_path / "elsewhere", ["example.org"])
+    other = make_certificate(tmp_path / "other", ["localhost", "127.0.0.1"], extra="federated")
+    elsewhere = make_certificate(tmp_path / "elsewhere", ["example.org"], extra="federated")
     server = EchoServer(TemporaryStore())
     with HttpServer(server, Listening(certificate=elsewhere.certificate, private_key=elsewhere.private_key)) as served:
         for trust, words in (
@@ -167,9 +169,11 @@ def test_why_a_certificate_is_not_believed_is_explained(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "expired":
-        monkeypatch.setattr(keys, "_YEARS", 0)
+        monkeypatch.setattr(certificates, "_YEARS", 0)
         monkeypatch.setattr(http_server, "check_certificate", lambda *_: None)  # it was good when the server started
-    shown = make_certificate(tmp_path / "keys", ["example.org" if kind == "another host" else "127.0.0.1"])
+    shown = make_certificate(
+        tmp_path / "keys", ["example.org" if kind == "another host" else "127.0.0.1"], extra="federated"
+    )
     words = {
         "expired": "has expired: the server needs a new one",
         "another host": "not for 127.0.0.1, but for example.org",

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests.federated.fakes import EchoServer, TemporaryStore
 
+from arclight.fabric.serving.certificates import make_certificate
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.blobs.transfer import transfer
@@ -34,7 +35,7 @@ from arclight.federated.protocol import (
 )
 from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer, listen
-from arclight.federated.transports.keys import NodeKey, make_certificate
+from arclight.federated.transports.keys import NodeKey
 from arclight.federated.transports.link import InProcessLink, Link
 from arclight.federated.transports.settings import Listening
 
@@ -77,7 +78,7 @@ def http_into_memory(folder: Path) -> Iterator[Pair]:
 def https(folder: Path) -> Iterator[Pair]:
     """As off loopback: a pinned certificate, and a node with a key."""
     server = EchoServer(FolderStore(folder / "server"))
-    made = make_certificate(folder / "keys", ["localhost", "127.0.0.1"])
+    made = make_certificate(folder / "keys", ["localhost", "127.0.0.1"], extra="federated")
     key = NodeKey.make(folder / "node.key")
     (folder / "nodes").write_text(key.line("a", ["left", "right"]) + "  # the first node\n")
     listening = Listening(certificate=made.certificate, private_key=made.private_key, nodes=folder / "nodes")

@@ -14,6 +14,7 @@ import torch
 from tests.federated.fakes import Quadratic
 from tests.federated.transports.serving import Line, Serving, wait_until
 
+from arclight.fabric.serving.certificates import make_certificate
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
 from arclight.federated.rounds.store import Rounds
@@ -21,7 +22,7 @@ from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer
-from arclight.federated.transports.keys import NodeKey, make_certificate
+from arclight.federated.transports.keys import NodeKey
 from arclight.federated.transports.link import InProcessLink, Link, ServerApi
 from arclight.federated.transports.settings import Listening
 
@@ -39,7 +40,7 @@ def http(service: ServerApi, folder: Path, stack: ExitStack) -> Links:
 
 
 def https(service: ServerApi, folder: Path, stack: ExitStack) -> Links:
-    made = make_certificate(folder / "keys", ["127.0.0.1"])
+    made = make_certificate(folder / "keys", ["127.0.0.1"], extra="federated")
     keys = {node: NodeKey.make(folder / f"{node}.key") for node in ("a", "b")}
     nodes = folder / "nodes"
     nodes.write_text("\n".join([keys["a"].line("a", CLIENTS[:2]), keys["b"].line("b", CLIENTS[2:])]))

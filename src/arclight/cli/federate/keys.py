@@ -38,14 +38,16 @@ def keys(arguments: list[str]) -> None:
 
 
 def make_server_keys(options: Namespace) -> None:
-    from arclight.federated.transports.keys import make_certificate
+    from arclight.fabric.serving.certificates import CertificateError, make_certificate
 
     try:
-        made = make_certificate(options.folder, options.hosts)
+        made = make_certificate(options.folder, options.hosts, extra="federated")
     except FileExistsError as error:
         raise UsageError(
             f"{error.filename} already exists, and a key is not overwritten: name another folder"
         ) from error
+    except CertificateError as error:
+        raise UsageError(str(error)) from error
     print(f"wrote {made.certificate} and {made.private_key}, which nobody else may read")
     print(f"nodes verify the server with: --fingerprint {made.fingerprint}")
 

@@ -369,7 +369,7 @@ _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with, not listened at
 
 def listen_on(where: Listening) -> socket.socket:
     """Listen at the address of a server. Raises UsageError for one that cannot be had, before the run has a folder."""
-    from arclight.fabric.listening import AddressError
+    from arclight.fabric.serving.listening import AddressError
     from arclight.federated.transports.http_server import listen
 
     try:

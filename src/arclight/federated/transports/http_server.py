@@ -29,13 +29,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.extras import require
-from arclight.fabric.listening import AddressError, http_protocol, reserve_address
+from arclight.fabric.serving.certificates import fingerprint_of
+from arclight.fabric.serving.listening import AddressError, http_protocol, reserve_address
 from arclight.federated.blobs.blob_store import check_digest
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.errors import BlobError, FederatedError, LinkError, ProtocolError, RefusedError, SessionError
 from arclight.federated.protocol import VERSION, Join, SecureSumRequest, Wait, WorkRequest, read
 from arclight.federated.transports.authentication import Authenticator
-from arclight.federated.transports.keys import Registry, fingerprint_of
+from arclight.federated.transports.keys import Registry
 from arclight.federated.transports.settings import Limits, Listening
 from arclight.federated.transports.tls import check_certificate
 from arclight.federated.transports.uploads import PART, Refusal, UploadHandler, whole_body
@@ -120,7 +121,7 @@ class HttpServer:
     @property
     def fingerprint(self) -> str | None:
         """Return the certificate's fingerprint, for nodes to pin; None without TLS."""
-        return fingerprint_of(self._listening.certificate) if self._listening.certificate else None
+        return fingerprint_of(self._listening.certificate, extra="federated") if self._listening.certificate else None
 
     def start(self) -> None:
         """Bind and answer.

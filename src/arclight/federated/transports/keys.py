@@ -1,105 +1,21 @@
-"""Make and register identities: a certificate for the server, Ed25519 keys for nodes.
+"""Make and register the Ed25519 keys of nodes.
 
-``arclight federate keys`` writes them, `authentication` and `tls` check them. Formats of key files and of the lines of ``nodes.txt`` are
+``arclight federate keys node`` writes them, `authentication` checks them. Formats of key files and of the lines of ``nodes.txt`` are
 public; the text that a node signs is part of the protocol.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import ipaddress
-import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from arclight.fabric.extras import require
-from arclight.fabric.signing import SigningError, SigningKey, is_public_key, is_signed, private_pem, write_new
+from arclight.fabric.signing import SigningError, SigningKey, is_public_key, is_signed
 from arclight.federated.errors import FederatedError
 
-_YEARS = 10
 _NAME = re.compile(r"[\w.-]{1,100}")
-_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """A server's certificate on the disk."""
-
-    certificate: Path
-    private_key: Path
-    fingerprint: str
-    """SHA-256 of the certificate, by which nodes can know it without anybody vouching for it."""
-
-
-def make_certificate(folder: str | Path, hosts: Sequence[str]) -> Certificate:
-    """Make a key and a self-signed certificate for ``hosts`` (names, addresses), for ten years.
-
-    It vouches for itself and nothing else: whoever trusts it need not trust what its key signs.
-    Writes ``server.pem`` and ``server.key`` (readable by its owner alone) into ``folder``. Raises FileExistsError where one is there.
-    """
-    x509 = _cryptography("x509")
-    ec = _cryptography("hazmat.primitives.asymmetric.ec")
-    if not hosts:
-        raise FederatedError(
-            "a certificate is for at least one host name or address: give those by which nodes reach the server"
-        )
-    folder, names = Path(folder), [_general_name(x509, host) for host in hosts]
-    for path in (folder / "server.key", folder / "server.pem"):
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "arclight federation")])
-    known_as = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    now = datetime.now(UTC)
-    others = dict.fromkeys(
-        (
-            "key_cert_sign",
-            "crl_sign",
-            "content_commitment",
-            "key_encipherment",
-            "data_encipherment",
-            "key_agreement",
-            "encipher_only",
-            "decipher_only",
-        ),
-        False,
-    )
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=365 * _YEARS))
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.KeyUsage(digital_signature=True, **others), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(known_as, critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(known_as), critical=False)
-    )
-    made = builder.sign(key, _cryptography("hazmat.primitives.hashes").SHA256())
-    serialization = _cryptography("hazmat.primitives.serialization")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_new(folder / "server.key", private_pem(key), secret=True)
-    write_new(folder / "server.pem", made.public_bytes(serialization.Encoding.PEM), secret=False)
-    return Certificate(folder / "server.pem", folder / "server.key", fingerprint_of(folder / "server.pem"))
-
-
-def fingerprint_of(certificate: str | Path) -> str:
-    """Return the SHA-256 of a PEM file's first certificate, in hexadecimal."""
-    serialization = _cryptography("hazmat.primitives.serialization")
-    try:
-        read = _cryptography("x509").load_pem_x509_certificate(Path(certificate).read_bytes())
-    except ValueError as error:
-        raise FederatedError(f"{certificate} has no PEM certificate: {error}") from error
-    return hashlib.sha256(read.public_bytes(serialization.Encoding.DER)).hexdigest()
 
 
 class NodeKey(SigningKey):
@@ -205,18 +121,3 @@ def check_names(*names: str) -> None:
     for name in names:
         if not _NAME.fullmatch(name):
             raise FederatedError(f"a registered name is made of letters, digits, '.', '_' and '-', got {name!r}")
-
-
-def _general_name(x509: Any, host: str) -> Any:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        if not _HOST.fullmatch(host):
-            raise FederatedError(
-                f"a host is a name or an address alone, as server.example.org or 10.0.0.7, got {host!r}"
-            ) from None
-        return x509.DNSName(host)
-
-
-def _cryptography(module: str) -> Any:
-    return require(f"cryptography.{module}", extra="federated")

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arclight.fabric.serving.certificates import CertificateError, fingerprint_of, make_certificate
 from arclight.federated.errors import FederatedError
 from arclight.federated.transports.http_server import HttpServer, listen
-from arclight.federated.transports.keys import fingerprint_of, make_certificate
 from arclight.federated.transports.settings import FLOWER_DEFAULTS, Listening, is_loopback
 
 if TYPE_CHECKING:
@@ -48,8 +48,11 @@ class ServerProcess:
         )
         self.nodes.touch(mode=0o600)
         if certificate is not None and not certificate.exists():
-            make_certificate(keys, [host])
-        self.fingerprint = None if certificate is None else fingerprint_of(certificate)
+            try:
+                make_certificate(keys, [host], extra="federated")
+            except CertificateError as error:
+                raise FederatedError(str(error)) from error
+        self.fingerprint = None if certificate is None else fingerprint_of(certificate, extra="federated")
         bound = listen(config["host"], config["port"])
         place = f"{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         self.address = f"{'http' if certificate is None else 'https'}://{place}"

@@ -7,8 +7,9 @@ import ssl
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from arclight.fabric import listening, signing
+from arclight.fabric import signing
 from arclight.fabric.extras import require
+from arclight.fabric.serving import certificates
 from arclight.federated.errors import FederatedError, LinkError, UntrustedError
 
 _PROBE_TIMEOUT_S = 3.0
@@ -31,8 +32,8 @@ def check_private(path: str | Path) -> None:
 def check_certificate(certificate: str | Path, private_key: str | Path) -> None:
     """Raise FederatedError unless a server can show this certificate today and prove it."""
     try:
-        listening.check_certificate(certificate, private_key, extra="federated")
-    except listening.CertificateError as error:
+        certificates.check_certificate(certificate, private_key, extra="federated")
+    except certificates.CertificateError as error:
         raise FederatedError(str(error)) from error
 
 

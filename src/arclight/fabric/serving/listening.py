@@ -1,6 +1,6 @@
-"""Reserve the address that a server will listen on, check its certificate, and bound the heads of its requests.
+"""Reserve the address that a server will listen on, and bound the heads of its requests.
 
-``arclight serve`` and federated servers call this first, so that a wrong address or certificate ends the command before anything is
+``arclight serve`` and federated servers call this first, so that a wrong address ends the command before anything is
 loaded or written.
 """
 
@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import errno
 import socket
-import ssl
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from arclight.fabric.extras import require
-from arclight.fabric.signing import SigningError, check_private
 
 
 class AddressError(OSError):
@@ -179,49 +175,3 @@ def _one_by_one(extra: str) -> Any:
             super().connection_lost(exc)
 
     return OneByOne
-
-
-class CertificateError(ValueError):
-    """A certificate or its private key cannot be used by a server."""
-
-
-def check_certificate(certificate: str | Path, private_key: str | Path, *, extra: str) -> None:
-    """Raise CertificateError unless the certificate is valid today and ``private_key`` belongs to it; ``extra`` installs cryptography."""
-    for path, what in ((certificate, "certificate"), (private_key, "private key")):
-        if not Path(path).is_file():
-            raise CertificateError(f"there is no {what} {path}; `arclight federate keys server` makes both")
-    begins, ends = _valid(certificate, extra)
-    if not begins <= datetime.now(UTC) <= ends:
-        raise CertificateError(
-            f"{certificate} is valid from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}, and no client believes it today: make a new one "
-            "with `arclight federate keys server`, and give it to the clients"
-        )
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, private_key, password=_no_password)
-    except ssl.SSLError as error:
-        raise CertificateError(
-            f"{private_key} is not the private key of {certificate} ({error.reason or error}): give the two files that "
-            "`arclight federate keys server` wrote together"
-        ) from error
-    try:
-        check_private(private_key)
-    except SigningError as error:
-        raise CertificateError(str(error)) from error
-
-
-def _valid(certificate: str | Path, extra: str) -> tuple[datetime, datetime]:
-    x509 = require("cryptography.x509", extra=extra)
-    try:
-        read = x509.load_pem_x509_certificate(Path(certificate).read_bytes())
-    except ValueError as error:
-        raise CertificateError(
-            f"{certificate} has no PEM certificate: `arclight federate keys server` makes one"
-        ) from error
-    return read.not_valid_before_utc, read.not_valid_after_utc
-
-
-def _no_password() -> str:
-    raise CertificateError(
-        "the server's private key has a password, which nobody could type when the server restarts: remove it "
-        "(`openssl pkey`), and make the file readable by its owner only"
-    )
