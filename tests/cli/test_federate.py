@@ -23,13 +23,14 @@ from tests import warm
 
 from arclight._installed import pip_install
 from arclight.cli.arguments import UsageError
-from arclight.cli.federate.federated_run import is_unfinished
+from arclight.cli.federate.federated_run import explain_resume, is_unfinished
 from arclight.cli.federate.progress import Progress
 from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.cli.federate.run_report import federated_report
 from arclight.federated.coordination import events, records
 from arclight.federated.coordination.run_database import RunDatabase
 from arclight.federated.coordination.run_state import RunState, StateSaved
+from arclight.federated.errors import FederatedError, SettingsError
 from arclight.federated.protocol import ActiveWork, Heartbeat
 from arclight.federated.rounds.history import read_history
 from arclight.recipe import RecipeError, explain, read
@@ -534,6 +535,42 @@ def test_more_sites_than_sources_are_told_before_anything_begins(
     assert TOO_FEW in err
     assert len(err.splitlines()) == 1
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("verb", ["federate", "federate serve"])
+@pytest.mark.parametrize(
+    ("masks", "words"),
+    [
+        ("experts.per_client 64", "federation.masks.experts.per_client is 64, the model has 16 experts"),
+        (
+            "head_experts.heads 3",
+            "federation.masks.head_experts.heads = 3 does not divide the 16 pairs of *.wv.experts",
+        ),
+        (
+            "head_experts.heads 4 --federation.masks.head_experts.per_client 5",
+            "federation.masks.head_experts.per_client is 5, each head has 4 experts",
+        ),
+        ("personal nothing.", "federation.masks.personal has 'nothing.', which matches no parameter"),
+    ],
+)
+def test_masks_that_do_not_fit_the_model_are_told_before_anything_begins(
+    texts: Path, typed: Typed, folder: Path, verb: str, masks: str, words: str
+) -> None:
+    flags = "--federation.clients 2 --task.model deptoe-debug"
+    status, out, err = typed(f"{verb} texts.toml {flags} --federation.masks.{masks}")
+    assert (status, out) == (2, "")
+    assert words in err
+    assert "--resume" not in err
+    assert not (folder / "runs").exists()
+
+
+def test_wrong_settings_are_not_advised_to_be_resumed(tmp_path: Path) -> None:
+    folder = RunFolder.open(tmp_path)
+    with pytest.raises(SettingsError) as wrong, explain_resume(folder):
+        raise SettingsError("masks.send matches nothing")
+    assert str(wrong.value) == "masks.send matches nothing"
+    with pytest.raises(FederatedError, match=r"lost\. Updates .* resumes it"), explain_resume(folder):
+        raise FederatedError("lost")
 
 
 def test_a_run_that_fails_while_it_prepares_its_data_leaves_no_folder(texts: Path, typed: Typed, folder: Path) -> None:

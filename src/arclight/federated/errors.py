@@ -13,6 +13,10 @@ class FederatedError(RuntimeError):
     """A federated run that cannot go on as it was asked to; the message says why and what to do."""
 
 
+class SettingsError(FederatedError):
+    """Settings of a federation that do not fit the model: a resumed run would raise it again."""
+
+
 class ProtocolError(FederatedError):
     """A message that is malformed, of another version, or not allowed now."""
 

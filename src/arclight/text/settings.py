@@ -137,6 +137,18 @@ class LanguageTask(Checked):
             self, weights=None, data=dataclasses.replace(self.data, data=data, mixture={}, share=None)
         )
 
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what is trained and saved, by name, of a model without memory; no data is read."""
+        import torch
+
+        from arclight.text.language_model import LanguageModel
+        from arclight.trainer.checkpoint.named_state import named_tensors
+
+        with torch.device("meta"):
+            module = LanguageModel(self)
+            module.configure_model()
+        return {name: tuple(tensor.shape) for name, tensor in named_tensors(module).items()}
+
     def build(self) -> tuple[Module, DataModule]:
         from arclight.text.data.data_module import TextDataModule
         from arclight.text.language_model import LanguageModel

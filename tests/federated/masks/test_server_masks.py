@@ -12,7 +12,7 @@ from tests.federated.fakes import CALM, Quadratic, ScriptedNode
 from arclight.federated.clients import Outcome
 from arclight.federated.codecs.encoding import decode, encode
 from arclight.federated.codecs.settings import BF16, Int8, Raw, to_table
-from arclight.federated.errors import FederatedError
+from arclight.federated.errors import FederatedError, SettingsError
 from arclight.federated.masks.experts import ExpertParts
 from arclight.federated.masks.settings import Experts, Masks
 from arclight.federated.masks.transfer_mask import TransferMask
@@ -179,3 +179,24 @@ def test_a_fleet_may_mix_codecs(tmp_path: Path) -> None:
     ]
     mean = sum(change.double() for change in said) / 3
     torch.testing.assert_close(server.weights()["w"], (start["w"].double() - mean).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_experts_that_nobody_trains_are_told_before_the_first_round(tmp_path: Path, caplog) -> None:
+    """Four experts, two clients with one each."""
+    run(tmp_path, {"0": Quadratic(1.0), "1": Quadratic(1.0)}, masks=Masks(experts=Experts(tensors=("experts.w",))))
+    said = [record.getMessage() for record in caplog.records if "trained by no client" in record.getMessage()]
+    assert said == [
+        "2 of 4 experts are trained by no client (2, 3): masks.experts.per_client x 2 clients leaves them out; raise per_client, or set "
+        'assign = "random"'
+    ]
+
+
+def test_more_experts_than_the_model_has_are_refused_before_the_initial_weights_are_measured(tmp_path: Path) -> None:
+    measured: list[int] = []
+    federation = Federation(clients=1, masks=Masks(experts=Experts(tensors=("experts.w",), per_client=5)))
+    server = Server(
+        federation, START, folder=tmp_path / "run", evaluate=lambda weights: measured.append(1) or {"loss": 0.0}
+    )
+    with pytest.raises(SettingsError, match=r"masks\.experts\.per_client is 5, the model has 4 experts"), server.opened():
+        pass
+    assert not measured

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arclight.federated.coordination.settings import Streaming
-from arclight.federated.errors import FederatedError, ProtocolError
+from arclight.federated.errors import FederatedError, ProtocolError, SettingsError
 from arclight.federated.masks.settings import Experts, HeadExperts, Masks, half_life, period_of
 from arclight.federated.masks.transfer_mask import ServerMasks, TransferMask, expected_entry, expert_count
 from arclight.federated.protocol import Entry, Manifest
@@ -274,7 +274,8 @@ def test_a_server_gives_each_client_the_same_experts_of_every_head() -> None:
     ("masks", "said"),
     [
         (Masks(head_experts=HeadExperts(heads=4)), "masks.head_experts.heads = 4 does not divide the 6 pairs of"),
-        (Masks(head_experts=HeadExperts(heads=2, per_client=4)), "per_client is 4, the model has 3 experts"),
+        (Masks(head_experts=HeadExperts(heads=2, per_client=4)), "masks.head_experts.per_client is 4, each head has 3 experts"),
+        (Masks(experts=Experts(per_client=5)), "masks.experts.per_client is 5, the model has 4 experts"),
         (Masks(head_experts=HeadExperts(tensors=("*.wq.experts",))), "masks.head_experts.tensors has .*wq.experts', which matches no"),
         (
             Masks(experts=Experts(tensors=("*experts*",)), head_experts=HeadExperts()),
@@ -284,8 +285,20 @@ def test_a_server_gives_each_client_the_same_experts_of_every_head() -> None:
 )  # fmt: skip
 def test_head_experts_that_do_not_fit_are_refused(masks: Masks, said: str) -> None:
     server = ServerMasks(Federation(clients=1, masks=masks), 0, {"a": 0}.get)
-    with pytest.raises(FederatedError, match=said):
-        server.of("a", 1, PAIRS)
+    with pytest.raises(SettingsError, match=said):
+        server.whole(PAIRS)  # before there are rounds and clients
+
+
+def test_experts_that_no_client_has_are_counted() -> None:
+    masks = Masks(experts=Experts(per_client=1), head_experts=HeadExperts(heads=2, per_client=1))
+    server = ServerMasks(Federation(clients=2, masks=masks), 0, {"a": 0, "b": 1}.get)
+    assert server.unassigned(PAIRS, 2) == {"experts": ((2, 3), 4), "head_experts": ((2,), 3)}
+    assert server.unassigned(PAIRS, 3) == {"experts": ((3,), 4)}
+    assert server.unassigned(PAIRS, 4) == {}
+    overlapping = Masks(experts=Experts(per_client=2, overlap=1))
+    assert ServerMasks(Federation(masks=overlapping), 0, {}.get).unassigned(PAIRS, 2) == {"experts": ((3,), 4)}
+    random = Masks(experts=Experts(assign="random"))
+    assert ServerMasks(Federation(masks=random), 0, {}.get).unassigned(PAIRS, 2) == {}
 
 
 def test_a_servers_masks_follow_the_names_of_the_weights() -> None:

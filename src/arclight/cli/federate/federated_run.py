@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.cli.arguments import Parser, UsageError, read_as, recipe_file, recipe_parser, shipped_recipes
 from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.fabric.atomic_replace import replace_text
-from arclight.federated.errors import FederatedError
+from arclight.federated.errors import FederatedError, SettingsError
 
 if TYPE_CHECKING:
     from arclight.cli.federate.progress import Progress
@@ -100,6 +100,7 @@ def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
     from arclight.cli.federate.sites import (
         check_devices,
         check_division,
+        check_masks,
         check_vocabularies,
         client_names,
         in_process_node,
@@ -109,6 +110,7 @@ def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
     check_devices(recipe)
     check_division(recipe)  # before anything is written
     check_vocabularies(recipe, {name: recipe_at_site(recipe, int(name)) for name in client_names(recipe)})
+    check_masks(recipe)
     if options.centralised and recipe.federation.masks.personal_from == "client":
         raise UsageError(
             '--centralised: masks.personal_from = "client" makes a model of each site, and one run cannot be all of them'
@@ -321,9 +323,11 @@ def remove_unless_begun(folder: RunFolder, kept: bool) -> Iterator[None]:
 
 @contextmanager
 def explain_resume(folder: RunFolder) -> Iterator[None]:
-    """Append to an error how to resume the run."""
+    """Append to an error how to resume the run, unless resuming would repeat it."""
     try:
         yield
+    except SettingsError:
+        raise
     except FederatedError as error:
         raise FederatedError(
             f"{error}. Updates received so far are kept: the same command with --resume {folder.path} resumes it"

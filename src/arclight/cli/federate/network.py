@@ -61,13 +61,14 @@ def serve(arguments: list[str]) -> None:
     where = read_listening(options)
 
     from arclight.cli.federate.progress import ObservedServer
-    from arclight.cli.federate.sites import check_devices, check_division
+    from arclight.cli.federate.sites import check_devices, check_division, check_masks
     from arclight.fabric.memory import return_freed_memory
     from arclight.federated.transports.http_server import HttpServer
 
     if recipe.partition is not None and recipe.federation.evaluate_on == "server":  # else the data need not be here
         check_division(recipe, "; where every site joins with --data of its own, leave [partition] out")
     check_devices(recipe)
+    check_masks(recipe)
     return_freed_memory()
     with closing(listen_on(where)) as here:
         folder = folder_of(recipe, options)

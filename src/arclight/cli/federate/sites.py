@@ -119,6 +119,24 @@ def check_vocabularies(recipe: FederatedRecipe, sites: Mapping[str, FederatedRec
         raise UsageError(f"task: {error}") from error
 
 
+def check_masks(recipe: FederatedRecipe) -> None:
+    """Raise UsageError for masks that do not fit the model, where the task tells its weights before anything is read or built."""
+    from arclight.federated.errors import SettingsError
+    from arclight.federated.masks.settings import Masks
+    from arclight.federated.masks.transfer_mask import MODEL, ServerMasks
+    from arclight.federated.protocol import Entry, Manifest
+
+    shapes = getattr(recipe.task, "weight_shapes", None)
+    if isinstance(recipe.task, Imported) or not callable(shapes) or recipe.federation.masks == Masks():
+        return
+    entries = {f"{MODEL}{name}": Entry(blob="", dtype="F32", shape=shape) for name, shape in shapes().items()}
+    masks = ServerMasks(recipe.federation, recipe.seed, lambda client: None)
+    try:
+        masks.whole(Manifest(kind="weights", tensors=entries, blobs={}))
+    except SettingsError as error:
+        raise UsageError(f"federation.{error}") from error
+
+
 def with_vocabulary(recipe: FederatedRecipe) -> FederatedRecipe:
     """Return the recipe with the vocabulary that all sites must have, unless they may have their own."""
     pinned = getattr(recipe.task, "with_vocabulary", None)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from arclight.federated.errors import FederatedError
+from arclight.federated.errors import SettingsError
 from arclight.federated.masks.settings import Experts, HeadExperts
 
 if TYPE_CHECKING:
@@ -31,10 +31,9 @@ def assign_experts(experts: Experts, count: int, seed: int, client: int, round: 
     """Return the rising numbers of the experts, of ``count``, that a client has in ``round``.
 
     Fixed: client i has ``per_client`` consecutive ones from ``i (per_client - overlap)`` on, modulo ``count``. Random: the first
-    of all experts in the order of SHA-256 of (seed, client, draw, expert). Raises FederatedError where there are too few.
+    of all experts in the order of SHA-256 of (seed, client, draw, expert). Raises SettingsError where there are too few.
     """
-    if experts.per_client > count:
-        raise FederatedError(f"masks.experts.per_client is {experts.per_client}, the model has {count} experts")
+    check_per_client(experts, count)
     if experts.assign == "fixed":
         first = client * (experts.per_client - experts.overlap)
         return tuple(sorted((first + number) % count for number in range(experts.per_client)))
@@ -44,6 +43,23 @@ def assign_experts(experts: Experts, count: int, seed: int, client: int, round: 
         return hashlib.sha256(f"{seed}\0experts\0{client}\0{draw}\0{number}".encode()).digest()
 
     return tuple(sorted(sorted(range(count), key=place)[: experts.per_client]))
+
+
+def check_per_client(experts: Experts, count: int) -> None:
+    """Raise SettingsError where a client is to have more experts than the ``count`` of the model, or of each head."""
+    if experts.per_client > count:
+        what, whole = ("head_experts", "each head") if isinstance(experts, HeadExperts) else ("experts", "the model")
+        raise SettingsError(
+            f"masks.{what}.per_client is {experts.per_client}, {whole} has {count} experts: set it to {count} or fewer"
+        )
+
+
+def unassigned_experts(experts: Experts, count: int, clients: int) -> tuple[int, ...]:
+    """Return the experts, of ``count``, that a fixed assignment gives to none of the ``clients``."""
+    if experts.assign != "fixed":
+        return ()
+    assigned = {number for client in range(clients) for number in assign_experts(experts, count, 0, client, 1)}
+    return tuple(number for number in range(count) if number not in assigned)
 
 
 def assign_head_experts(experts: HeadExperts, count: int, seed: int, client: int, round: int) -> tuple[int, ...]:

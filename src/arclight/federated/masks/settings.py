@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from arclight._intervals import Checked, NonNegativeInt, PositiveInt
-from arclight.federated.errors import FederatedError
+from arclight.federated.errors import SettingsError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def check_patterns(what: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise FederatedError for a pattern that matches no name, with the nearest one.
+    """Raise SettingsError for a pattern that matches no name, with the nearest one.
 
     ``what``: the setting.
     """
@@ -142,7 +142,7 @@ def check_patterns(what: str, patterns: Iterable[str], names: Sequence[str]) -> 
         if any(matches(name, (pattern,)) for name in names):
             continue
         near = _nearest(pattern, names)
-        raise FederatedError(
+        raise SettingsError(
             f"{what} has {pattern!r}, which matches no parameter" + (f"; did you mean {near}?" if near else "")
         )
 

@@ -16,8 +16,15 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from arclight.federated.coordination.settings import Streaming
-from arclight.federated.errors import FederatedError, ProtocolError
-from arclight.federated.masks.experts import assign_experts, assign_head_experts, expert_key, expert_of
+from arclight.federated.errors import FederatedError, ProtocolError, SettingsError
+from arclight.federated.masks.experts import (
+    assign_experts,
+    assign_head_experts,
+    check_per_client,
+    expert_key,
+    expert_of,
+    unassigned_experts,
+)
 from arclight.federated.masks.settings import Experts, Masks, check_patterns, matches
 from arclight.federated.protocol import Entry, Manifest
 
@@ -127,7 +134,7 @@ class TransferMask:
         try:
             return fragments_of(names, self.streaming.fragments)
         except ValueError as error:
-            raise FederatedError(f"streaming.fragments does not fit this model: {error}") from error
+            raise SettingsError(f"streaming.fragments does not fit this model: {error}") from error
 
     @cached_property
     def _fragments(self) -> dict[str, int]:
@@ -177,7 +184,7 @@ class TransferMask:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise FederatedError where the settings do not fit the model."""
+        """Raise SettingsError where the settings do not fit the model."""
         masks, names = self.masks, self.names
         for what in ("send", "leave_out", "frozen", "personal", "randomised"):
             check_patterns(f"masks.{what}", getattr(masks, what), names)
@@ -190,25 +197,25 @@ class TransferMask:
                 check_patterns(f"masks.{what}.tensors", experts.tensors, names)
         both = [n for n in names if _stacked(MODEL + n, masks.experts) and _stacked(MODEL + n, masks.head_experts)]
         if both:
-            raise FederatedError(
+            raise SettingsError(
                 f"{both[0]} is named by masks.experts.tensors and by masks.head_experts.tensors: name it in one"
             )
         sent = [key for key in keys if self._sends(key)]
         if not sent:
-            raise FederatedError(
+            raise SettingsError(
                 "nothing would ever be sent: leave_out, frozen, personal and randomised cover all of masks.send"
             )
         turns = {(self.period(key), self._fragments.get(key.partition("/")[2])): key for key in sent}
         for (period, fragment), key in turns.items():
             if not any(self._is_turn(period, fragment, number) for number in range(1, self.cycle + 1)):
-                raise FederatedError(
-                    f"{key} would never travel: the rounds of its period ({period}) are never those of its fragment; "
+                raise SettingsError(
+                    f"{key} would never transfer_mask: the rounds of its period ({period}) are never those of its fragment; "
                     "choose a period that has no divisor in common with streaming.fragments"
                 )
         for number in range(1, self.cycle + 1):
             if not any(self._is_turn(*turn, number) for turn in turns):
-                raise FederatedError(
-                    f"nothing would travel in round {number}: some part of masks.periods must be due in each"
+                raise SettingsError(
+                    f"nothing would transfer_mask in round {number}: some part of masks.periods must be due in each"
                 )
 
 
@@ -248,18 +255,31 @@ class ServerMasks:
     def __init__(self, federation: Federation, seed: int, place: Callable[[str], int | None]) -> None:
         self._federation, self._seed, self._place = federation, seed, place
         self._whole: TransferMask | None = None
+        self._counts: dict[str, int] = {}
+        """Experts of the model, or of each head, by the mask that splits them."""
 
     def whole(self, weights: Manifest) -> TransferMask:
         """Return the mask of all clients together.
 
-        Raises FederatedError where the settings do not fit the model; see `TransferMask.check`.
+        Raises SettingsError where the settings do not fit the model; see `TransferMask.check` and `expert_counts`.
         """
         names = tuple(key.removeprefix(MODEL) for key in weights.tensors if key.startswith(MODEL))
         if self._whole is None or self._whole.names != names:
             transfer_mask = TransferMask.of(self._federation, names)
             transfer_mask.check()
+            self._counts = expert_counts(transfer_mask.masks, weights)
             self._whole = transfer_mask
         return self._whole
+
+    def unassigned(self, weights: Manifest, clients: int) -> dict[str, tuple[tuple[int, ...], int]]:
+        """Return the experts that none of the ``clients`` ever has, and the number of all, by the mask that splits them."""
+        masks = self.whole(weights).masks
+        found = {
+            what: (unassigned_experts(experts, self._counts[what], clients), self._counts[what])
+            for what, experts in (("experts", masks.experts), ("head_experts", masks.head_experts))
+            if experts is not None
+        }
+        return {what: both for what, both in found.items() if both[0]}
 
     def of(self, client: str, round: int, weights: Manifest) -> TransferMask:
         """Return a client's in a round."""
@@ -269,28 +289,42 @@ class ServerMasks:
         place = self._place(client)
         if place is None:
             raise FederatedError(f"{client!r} is no client of this run")
-        if (experts := masks.experts) is not None:
-            count = expert_count("experts", experts, weights)
-            transfer_mask = replace(transfer_mask, experts=assign_experts(experts, count, self._seed, place, round))
-        if (heads := masks.head_experts) is not None:
-            count, left = divmod(expert_count("head_experts", heads, weights), heads.heads)
-            if left:
-                raise FederatedError(
-                    f"masks.head_experts.heads = {heads.heads} does not divide the {count * heads.heads + left} pairs of "
-                    f"{heads.tensors[0]}: set it to the heads of the model"
-                )
-            transfer_mask = replace(
-                transfer_mask, head_experts=assign_head_experts(heads, count, self._seed, place, round)
-            )
+        if masks.experts is not None:
+            own = assign_experts(masks.experts, self._counts["experts"], self._seed, place, round)
+            transfer_mask = replace(transfer_mask, experts=own)
+        if masks.head_experts is not None:
+            pairs = assign_head_experts(masks.head_experts, self._counts["head_experts"], self._seed, place, round)
+            transfer_mask = replace(transfer_mask, head_experts=pairs)
         return transfer_mask
 
 
+def expert_counts(masks: Masks, weights: Manifest) -> dict[str, int]:
+    """Count the experts of a model, and those of each of its heads, for the masks that split them.
+
+    Raises SettingsError where ``heads`` does not divide the pairs, or a client would have more than there are.
+    """
+    found: dict[str, int] = {}
+    if masks.experts is not None:
+        found["experts"] = expert_count("experts", masks.experts, weights)
+        check_per_client(masks.experts, found["experts"])
+    if (experts := masks.head_experts) is not None:
+        pairs = expert_count("head_experts", experts, weights)
+        if pairs % experts.heads:
+            raise SettingsError(
+                f"masks.head_experts.heads = {experts.heads} does not divide the {pairs} pairs of {experts.tensors[0]}: set it to the "
+                "heads of the model"
+            )
+        found["head_experts"] = pairs // experts.heads
+        check_per_client(experts, found["head_experts"])
+    return found
+
+
 def expert_count(what: str, experts: Experts, weights: Manifest) -> int:
-    """Count the first dimension of a model's stacks of ``masks.<what>``. Raises FederatedError where they do not agree."""
+    """Count the first dimension of a model's stacks of ``masks.<what>``. Raises SettingsError where they do not agree."""
     counts = {entry.shape[0] if entry.shape else 0: k for k, entry in weights.tensors.items() if _stacked(k, experts)}
     if len(counts) > 1 or 0 in counts:
         counted = ", ".join(f"{key} has {count}" for count, key in counts.items())
-        raise FederatedError(f"masks.{what}.tensors must hold as many experts each: {counted}")
+        raise SettingsError(f"masks.{what}.tensors must hold as many experts each: {counted}")
     return next(iter(counts))
 
 

@@ -321,8 +321,14 @@ class ServerRun:
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def _check_masks(self, weights: Weights) -> Weights:
-        """Return the weights. Raises FederatedError if the federation's masks do not fit them."""
-        self._masks.whole(weights.own)
+        """Return the weights. Raises SettingsError if the federation's masks do not fit them; warns of experts that nobody trains."""
+        clients = len(self.coordinator.roster)
+        for what, (unassigned, count) in self._masks.unassigned(weights.own, clients).items():
+            log.warning(
+                "%d of %d experts%s are trained by no client (%s): masks.%s.per_client x %d clients leaves them out; raise per_client, "
+                'or set assign = "random"',
+                len(unassigned), count, " of each head" if what == "head_experts" else "", ", ".join(map(str, unassigned)), what, clients,
+            )  # fmt: skip
         return weights
 
     def _execute(self, task: ServerTask) -> events.Event:
