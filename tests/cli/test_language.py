@@ -54,6 +54,34 @@ def recipe(folder: Path) -> str:
     return "lm.toml"
 
 
+@pytest.mark.parametrize(
+    ("model", "few", "many", "said"),
+    [
+        ("sigma-moe-debug", "moe = {experts = 6}", "moe = {experts = 8}", "w1 lacks experts 6, 7 of 8: it has 6"),
+        ("sigma-moe-debug", "moe = {experts = 8}", "moe = {experts = 6}", "w1 has 8 experts, and the model 6"),
+        ("switch-head-debug", "switch_head = {experts = 3}", "switch_head = {experts = 4}",
+         "wv.experts lacks (head, expert) pairs 6, 7 of 8: it has 6"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_lacks_experts_is_refused_by_their_numbers(
+    recipe: str, typed: Typed, folder: Path, model: str, few: str, many: str, said: str
+) -> None:
+    for name, experts in (("few", few), ("many", many)):
+        text = (folder / recipe).read_text()
+        text = re.sub(
+            r"overrides = .*", f'model = "{model}"\noverrides = {{layers = 1, dim = 32, heads = 2, {experts}}}', text
+        )
+        (folder / f"{name}.toml").write_text(text)
+    flags = "--trainer.max_steps 1 --task.sampling none"
+    status, _, err = typed(f"train few.toml {flags} --root first")
+    assert status == 0, err
+    last = find_last(Path("first/lm/1/checkpoints"))
+    status, _, err = typed(f"train many.toml {flags} --root second --task.weights {last}")
+    assert status == 2
+    assert f"{said}; set task.overrides to the experts that it was trained with" in err
+    assert "Traceback" not in err
+
+
 def weights(run: str) -> np.ndarray:
     last = find_last(Path(run) / "checkpoints")
     assert last is not None

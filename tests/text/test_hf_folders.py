@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,16 @@ def test_what_does_not_fit_is_named(folders: Any, tmp_path: Path) -> None:
     changed(r"no place for: model\.layers\.2\.input_layernorm", num_hidden_layers=2)
     changed(r"shapes differ: model\.layers\.0\.mlp", intermediate_size=128)
     changed("lacks the weights of norm.weight", {k: v for k, v in file.items() if k != "model.norm.weight"})
+    shutil.copytree(folders["qwen3-moe"][0], tmp_path / "moe")
+    experts = load_file(tmp_path / "moe" / "model.safetensors")
+    save_file(
+        {name: w for name, w in experts.items() if not re.search(r"\.0\.mlp\.experts\.[35]\.", name)},
+        tmp_path / "moe" / "model.safetensors",
+    )
+    with pytest.raises(
+        ValueError, match=r"lacks the weights of layers\.0\.feed_forward\.experts\.w1 \(experts 3, 5 of 8\), "
+    ):
+        from_hf(tmp_path / "moe")
     (tmp_path / "m" / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="must be converted to safetensors"):
         from_hf(tmp_path / "m")

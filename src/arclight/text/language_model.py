@@ -10,6 +10,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,11 @@ from arclight.text.model.balance import (
 )
 from arclight.text.model.decoder import flops_per_token
 from arclight.text.model.expert_paths import prepare_paths_for_fit
+from arclight.text.model.moe import Experts
+from arclight.text.model.switch_head import HeadMaps
 from arclight.text.settings import LanguageTask, Sampling
 from arclight.trainer import Callback, Module
+from arclight.trainer.checkpoint.loading import WeightsMisfitError, load_weights
 from arclight.trainer.throughput import compute_dtype, get_available_flops
 
 if TYPE_CHECKING:
@@ -142,7 +146,7 @@ class LanguageModel(Module):
     def start_from(self, weights: Path) -> None:
         """Load the weights of a Hugging Face folder or of a checkpoint.
 
-        Raises ValueError or RuntimeError where they are another model's, or were trained with another tokenizer.
+        Raises ValueError or CheckpointError where they are another model's, or were trained with another tokenizer.
         """
         _, digest = vocabulary_of(weights)
         if self.tokenizer is not None and digest not in (None, self.tokenizer.digest):
@@ -155,7 +159,9 @@ class LanguageModel(Module):
 
             from_hf(weights, self.model)
         else:
-            self.load_state_dict(load(weights, only=["model"], refuse_nan=True)["model"])
+            found = load(weights, only=["model"], refuse_nan=True)["model"]
+            _check_experts(self, found, weights)
+            load_weights(self, found)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Compute logits (B, T, V) of token ids (B, T)."""
@@ -420,6 +426,26 @@ def peak_memory(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _check_experts(module: LanguageModel, weights: Mapping[str, Any], source: Path) -> None:
+    """Raise WeightsMisfitError where ``weights`` have other numbers of experts than ``module``."""
+    for name, part in module.named_modules():
+        if not isinstance(part, Experts | HeadMaps):
+            continue
+        what = "experts" if isinstance(part, Experts) else "(head, expert) pairs"
+        for own_name, own in part.named_parameters(prefix=name, recurse=False):
+            found = len(weights[own_name]) if own_name in weights else len(own)
+            if found < len(own):
+                lacking = ", ".join(map(str, range(found, len(own))))
+                problem = f"lacks {what} {lacking} of {len(own)}: it has {found}"
+            elif found > len(own):
+                problem = f"has {found} {what}, and the model {len(own)}"
+            else:
+                continue
+            raise WeightsMisfitError(
+                f"{source}: {own_name} {problem}; set task.overrides to the experts that it was trained with"
+            )
 
 
 class TextSamples(Callback):

@@ -188,6 +188,16 @@ def test_experts_of_deptoe_are_split_and_merged_bit_for_bit() -> None:
     assert sizes == [whole - experts // 2] * 2
 
 
+def test_weights_that_lack_an_expert_are_refused_by_name() -> None:
+    stacks = ExpertStacks({"model/a.w": 4, "exp_avg/a.w": 4})
+    one = [SteppedTensor(f"exp_avg/a.w[{n}]", torch.ones(2), {}, 0) for n in (0, 2)]
+    ((_, moments, _),) = stacks.stack(one)  # of experts that nobody has trained yet there are none
+    assert moments.tolist() == [[1, 1], [0, 0], [1, 1], [0, 0]]
+    parts = [SteppedTensor(f"model/a.w[{n}]", torch.ones(2), {}, 0) for n in (0, 2)]
+    with pytest.raises(FederatedError, match=r"model/a\.w lacks 2 of 4 experts: 1, 3"):
+        list(stacks.stack(parts))
+
+
 def test_a_site_of_the_recipe_sends_three_fifths_of_the_bytes() -> None:
     recipe = tomllib.loads((Path(__file__).parents[3] / "recipes/fed-moe.toml").read_text(encoding="utf-8"))
     federation = read(Federation, recipe["federation"])

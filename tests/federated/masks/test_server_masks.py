@@ -197,6 +197,9 @@ def test_more_experts_than_the_model_has_are_refused_before_the_initial_weights_
     server = Server(
         federation, START, folder=tmp_path / "run", evaluate=lambda weights: measured.append(1) or {"loss": 0.0}
     )
-    with pytest.raises(SettingsError, match=r"masks\.experts\.per_client is 5, the model has 4 experts"), server.opened():
+    with (
+        pytest.raises(SettingsError, match=r"masks\.experts\.per_client is 5, the model has 4 experts"),
+        server.opened(),
+    ):
         pass
     assert not measured

@@ -17,6 +17,7 @@ from arclight.federated.aggregation.statistics import Statistics
 from arclight.federated.aggregation.strategy_step import DtypeAndShape, SteppedTensor, StrategyStep, plain
 from arclight.federated.blobs import BlobStore
 from arclight.federated.codecs.encoding import LazyTensors
+from arclight.federated.errors import FederatedError
 from arclight.federated.masks.experts import expert_key, expert_of
 from arclight.federated.protocol import Manifest
 from arclight.federated.rounds.store import Rounds, layout_of
@@ -285,7 +286,10 @@ class ExpertStacks:
         return found
 
     def stack(self, stepped: Iterable[SteppedTensor]) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
-        """Stack the experts of each tensor: iterate over whole key, value and state. Missing experts are zero."""
+        """Stack the experts of each tensor: iterate over whole key, value and state.
+
+        Moments and states of experts that nobody has trained yet are zero. Raises FederatedError for weights that lack an expert.
+        """
         held: list[SteppedTensor] = []
         for one in stepped:
             if held and self.whole(one.key) != self.whole(held[0].key):
@@ -310,6 +314,11 @@ class ExpertStacks:
             return out
 
         numbered = {found[1]: one for one in experts if (found := expert_of(one.key)) is not None}
+        missing = [str(number) for number in range(self.counts[key]) if number not in numbered]
+        if missing and key.startswith(MODEL):
+            raise FederatedError(
+                f"{key} lacks {len(missing)} of {self.counts[key]} experts: {', '.join(missing)}; a round is written with all of them"
+            )
         kinds = dict.fromkeys(kind for one in experts for kind in one.state)
         state = {
             kind: stack({n: one.state[kind] for n, one in numbered.items() if kind in one.state}) for kind in kinds

@@ -131,6 +131,16 @@ def _found(names: list[str], family: Family, shape: torch.Size, source: Folder) 
     return None
 
 
+def _missing_experts(names: list[str], family: Family, shape: torch.Size, source: Folder) -> str:
+    """Name the experts that the file lacks where it has a tensor for each, and has some of them; empty for other parameters."""
+    keys = (key for name in names for rule in family.keys if (key := rule.match(name)) is not None and key.per_expert)
+    for key in keys:
+        lacking = [str(expert) for expert, (theirs, _) in enumerate(key.files(shape)) if theirs not in source]
+        if lacking and len(lacking) < shape[0]:
+            return f" (experts {', '.join(lacking)} of {shape[0]})"
+    return ""
+
+
 def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder, ignored: tuple[str, ...]) -> None:
     non_trunk = tuple(f"{child}." for child in getattr(model, "non_trunk", ()))
     everything = tensors(whole)
@@ -142,7 +152,7 @@ def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder, ig
         key = _found(names, family, shape, source)
         wanted = [name for name in names if name in targets]
         if key is None:
-            missing += wanted[:1]
+            missing += [f"{name}{_missing_experts(names, family, shape, source)}" for name in wanted[:1]]
             continue
         files = key.files(shape)
         used |= {theirs for theirs, _ in files}
