@@ -28,7 +28,7 @@ from arclight.parallel.pipeline.runtime.install import install
 from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model
 from arclight.text.families.zoo import model_config
-from arclight.text.model.balance import scale_balance_loss
+from arclight.text.model.balance import scale_balance_loss, update_expert_bias
 
 SMALL: dict[str, Any] = {"vocab_size": 96, "dim": 32, "layers": 3, "heads": 4, "kv_heads": 4, "hidden": 48}
 
@@ -261,11 +261,12 @@ def wide(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype == torch.bfloat16 else logits
 
 
-REFERENCES: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+Found = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+REFERENCES: dict[str, Found] = {}
 
 
-def reference(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of one process, the first: computed once for all plans that spread the same model."""
+def reference(case: Case) -> Found:
+    """Loss, gradients and loads of experts of one process, the first: computed once for all plans that spread the same model."""
     key = repr((case.model, sorted(case.fields.items()), case.dtype, case.half))
     if key not in REFERENCES:
         made = [of_one_process(case) if dist.get_rank() == 0 else None]
@@ -275,14 +276,15 @@ def reference(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
     return REFERENCES[key]
 
 
-def of_one_process(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+def of_one_process(case: Case) -> Found:
     model = build(case)
     initialize(model, 3)
     inputs, targets = batch(48)
     with case.autocast():
         loss = cross_entropy(wide(model(inputs)).flatten(0, 1), targets.flatten())
     loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return loss.detach(), gradients, update_expert_bias(model)
 
 
 class Language(nn.Module):
@@ -340,8 +342,8 @@ def share(case: Case, mesh: Mesh) -> tuple[Tensor, Tensor]:
 
 
 def compare(case: Case) -> dict[str, Any]:
-    """Largest differences of loss and gradients between ``case`` and one process."""
-    wanted_loss, wanted = reference(case)
+    """Largest differences of loss, gradients and loads of experts between ``case`` and one process."""
+    wanted_loss, wanted, wanted_loads = reference(case)
     torch._dynamo.reset()  # else sizes that differ from those of earlier cases are compiled as symbols, which takes seconds
     mesh = Mesh(case.plan)
     model = build(case, case.meta)
@@ -359,9 +361,16 @@ def compare(case: Case) -> dict[str, Any]:
     least = max(two.norm() for _, two in pairs) / 100  # some gradients are nothing but rounding (biases of keys)
     errors = [(a - b).norm() / b.norm().clamp(min=least) if case.half else (a - b).abs().max() for a, b in pairs]
     error = torch.stack(errors).max()
-    worst = torch.stack([(value - wanted_loss).abs(), error])
+    loads = torch.zeros((), dtype=torch.float64)
+    if (
+        case.plan.pp == 1 and not case.half
+    ):  # a stage has some of the layers, and bfloat16 chooses otherwise where scores are close
+        found_loads = update_expert_bias(model, mesh.loss_group)
+        assert found_loads.keys() == wanted_loads.keys()
+        loads = max([loads, *((found_loads[name] - value).abs().double() for name, value in wanted_loads.items())])
+    worst = torch.stack([(value - wanted_loss).abs(), error, loads])
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    found = {"case": case.name, "loss": float(worst[0]), "gradient": float(worst[1])}
+    found = {"case": case.name, "loss": float(worst[0]), "gradient": float(worst[1]), "loads": float(worst[2])}
     if case.plan.compile != "none":
         found |= {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])}
         counters.clear()

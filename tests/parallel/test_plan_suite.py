@@ -1,4 +1,4 @@
-"""The plan suite: on every plan, loss and gradients are those of one process."""
+"""The plan suite: on every plan, loss, gradients and loads of experts are those of one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ def check(world_size: int, which: str) -> None:
     wrong = {
         case.name: found[case.name]
         for case in cases
-        if not (found[case.name]["loss"] <= case.tolerance[0] and found[case.name]["gradient"] <= case.tolerance[1])
+        if not (
+            found[case.name]["loss"] <= case.tolerance[0]
+            and found[case.name]["gradient"] <= case.tolerance[1]
+            and found[case.name]["loads"] <= 1e-6
+        )
     }
     assert not wrong
     for case in cases:

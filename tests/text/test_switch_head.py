@@ -14,7 +14,7 @@ from arclight.parallel import initialize
 from arclight.text import build_model
 from arclight.text.families.deptoe import SwitchHead
 from arclight.text.families.mpt import Attention
-from arclight.text.model.balance import weigh_balance_loss
+from arclight.text.model.balance import count_tokens, update_expert_bias, weigh_balance_loss
 from arclight.text.model.switch_head import HeadMaps, HeadOutputs, HeadRouter, HeadValues, SwitchHeadConfig
 
 HEADS, EXPERTS, WIDTH, HEAD = 3, 4, 10, 6
@@ -76,6 +76,28 @@ def test_the_entropy_of_each_heads_mean_choice_is_in_the_loss() -> None:
         expected.append((chosen * (d_mean - (chosen * d_mean).sum(1, keepdims=True))).T @ rows)
     (2 * weigh_balance_loss((made.router(x)[0] * 0).sum(), made)).backward()
     np.testing.assert_allclose(made.router.weight.grad.numpy(), 2 * np.concatenate(expected), rtol=1e-9)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_choices_of_each_pair_are_counted_in_the_backward_pass(recomputed: bool) -> None:
+    made, x = maps("values", torch.float32), torch.randn(2, 7, WIDTH, requires_grad=True)
+    made.eval()(x.detach()).sum()
+    chosen_NHK = made.train().router(x)[1]
+    assert not made.router.counts.any()
+    expected = np.zeros((HEADS, EXPERTS), dtype=int)
+    for token, of_token in enumerate(chosen_NHK.tolist()):
+        for head, experts in enumerate(of_token):
+            for expert in experts:
+                expected[head, expert] += token != 3
+    count_tokens(made, torch.arange(14).view(2, 7) != 3)
+    out = checkpoint(made, x, use_reentrant=False) if recomputed else made(x)
+    out.sum().backward()
+    assert made.router.counts.view(HEADS, EXPERTS).tolist() == expected.tolist()
+    found = update_expert_bias(made)
+    violations = expected.max(1) / expected.mean(1) - 1
+    assert float(found["max_violation"]) == pytest.approx(violations.mean())
+    assert float(found["max_violation_of_worst"]) == pytest.approx(violations.max())
+    assert not made.router.counts.any()
 
 
 def test_dropped_experts_are_not_chosen_in_training_and_recomputed_ones_are_the_same() -> None:

@@ -28,7 +28,6 @@ from arclight.text.families.zoo import build_model, model_config
 from arclight.text.loss import IGNORED, UnigramLoss, cross_entropy
 from arclight.text.model.balance import (
     balance_group,
-    loss_routers,
     routers,
     scale_balance_loss,
     share_tokens,
@@ -193,7 +192,7 @@ class LanguageModel(Module):
         """Load the given weights, unless a run is resumed, and keep the tokenizer in the run."""
         if self.settings.weights is not None and self.trainer.ckpt_path is None:
             self.start_from(self.settings.weights)
-        self.mixture = any(True for _ in routers(self.model)) or bool(loss_routers(self.model))
+        self.mixture = any(True for _ in routers(self.model))
         strategy, tokens = self.trainer.strategy, self.settings.data.batch_size * self.sequence_length
         share_tokens(self.model, strategy)
         dtype = compute_dtype(self.trainer.precision_plugin)

@@ -13,6 +13,7 @@ from arclight.fabric.distributed.dtensor import is_sharded
 from arclight.fabric.errors import MisconfigurationError
 from arclight.text.model.balance import balance_group
 from arclight.text.model.moe import MoE
+from arclight.text.model.switch_head import HeadMaps
 from arclight.trainer.callbacks.monitoring.step_monitor import StepMonitor
 from arclight.trainer.run.svg import standalone, text
 
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
     from arclight.trainer.module import Module
     from arclight.trainer.trainer import Trainer
 
-CAPTION = "Share of the choices that each expert got, by layer, in the newest step that was measured."
+CAPTION = "Share of the choices that each expert got, by layer (in attention: of its head's), in the newest step that was measured."
 
 
 class ExpertMonitor(StepMonitor):
     """Log ``experts/<layer>/max_share``, ``min_share``, ``router_similarity`` and ``expert_similarity`` of every n-th optimizer step.
 
-    Shares are of all choices of a layer in the step, over all ranks; their histograms by layer are ``plots/experts.svg``, which the report
-    shows. Similarities are mean absolute cosines over pairs of experts: of their rows in the router's weight, and of all their maps.
+    Layers are those of feed-forward parts, and attention's maps to values and to outputs. Shares are of all choices of a layer in the step,
+    over all ranks, and of a head's in attention; their histograms by layer are ``plots/experts.svg``, which the report shows. Similarities
+    are mean absolute cosines over pairs of experts, of one head in attention: of their rows in the router's weight, and of all their maps.
     Training keeps its bits. Raises MisconfigurationError before the first step for a model without layers of experts, and where weights are
     sharded or cut into stages.
     """
@@ -37,8 +39,8 @@ class ExpertMonitor(StepMonitor):
     def __init__(self, every_n_steps: int = 50) -> None:
         super().__init__(every_n_steps)
         self._values: dict[str, float] = {}
-        self.shares: dict[str, list[float]] = {}
-        """Shares of each layer's experts, in the newest step that was measured."""
+        self.shares: dict[str, list[list[float]]] = {}
+        """Shares of each layer's experts, head by head (one in feed-forward parts), in the newest step that was measured."""
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         if trainer.strategy.in_stages or is_sharded(pl_module):
@@ -53,17 +55,20 @@ class ExpertMonitor(StepMonitor):
             return
         group = balance_group(trainer.strategy)
         for name, layer in layers_of_experts(pl_module).items():
-            counts_E = layer.router.counts.clone()  # which the module clears after this
+            router, experts = layer.router, layer.experts
+            counts = router.counts.clone()  # which the module clears after this
             if group is not None:
-                dist.all_reduce(counts_E, group=group)
-            shares = (counts_E.double() / counts_E.sum().clamp(min=1)).tolist()
-            self.shares[name] = shares
-            stacks = [weight.detach().flatten(1) for weight in layer.experts.parameters()]
+                dist.all_reduce(counts, group=group)
+            counts_HE = counts.double().view(router.heads, -1)
+            shares_HE = counts_HE / counts_HE.sum(1, keepdim=True).clamp(min=1)
+            self.shares[name] = shares_HE.tolist()
+            stacks = [experts] if isinstance(experts, Tensor) else list(experts.parameters())
+            maps = torch.cat([weight.detach().flatten(1) for weight in stacks], 1)
             self._values |= {
-                f"experts/{name}/max_share": max(shares),
-                f"experts/{name}/min_share": min(shares),
-                f"experts/{name}/router_similarity": similarity(layer.router.weight.detach()),
-                f"experts/{name}/expert_similarity": similarity(torch.cat(stacks, 1)),
+                f"experts/{name}/max_share": float(shares_HE.max()),
+                f"experts/{name}/min_share": float(shares_HE.min()),
+                f"experts/{name}/router_similarity": _similarity_within_heads(router.weight.detach(), router.heads),
+                f"experts/{name}/expert_similarity": _similarity_within_heads(maps, router.heads),
             }
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -78,9 +83,14 @@ class ExpertMonitor(StepMonitor):
                 run.caption_plot("experts.svg", CAPTION)
 
 
-def layers_of_experts(module: torch.nn.Module) -> dict[str, MoE]:
-    """Return the layers of experts by name."""
-    return {name: part for name, part in module.named_modules() if isinstance(part, MoE)}
+def layers_of_experts(module: torch.nn.Module) -> dict[str, MoE | HeadMaps]:
+    """Return the layers of experts by name: feed-forward parts, and attention's maps to values and to outputs."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, MoE | HeadMaps)}
+
+
+def _similarity_within_heads(rows: Tensor, heads: int) -> float:
+    """Return the mean over ``heads``, equal parts of ``rows``, of the `similarity` of their rows."""
+    return sum(similarity(part) for part in rows.chunk(heads)) / heads
 
 
 def similarity(rows: Tensor) -> float:
@@ -91,19 +101,22 @@ def similarity(rows: Tensor) -> float:
     return float((cosines.sum() - cosines.diagonal().sum()) / pairs) if pairs else float("nan")
 
 
-def histograms(shares: Mapping[str, Sequence[float]], step: int) -> str:
-    """Draw a row of bars for each layer, an expert each, on one scale."""
+def histograms(shares: Mapping[str, Sequence[Sequence[float]]], step: int) -> str:
+    """Draw a row of bars for each layer, an expert each, on one scale; heads, if there are several, side by side."""
     height, left, width = 36.0, 200.0, 520.0
-    top = max(max(row) for row in shares.values()) or 1.0
+    top = max(max(head) for row in shares.values() for head in row) or 1.0
     marks = []
     for number, (name, row) in enumerate(shares.items()):
         base = 76 + height * (number + 1)
         marks.append(text(22, base - 8, name[-26:], "muted"))
-        for expert, share in enumerate(row):
-            tall, wide = share / top * (height - 6), width / len(row)
-            marks.append(
-                f'<rect class="bar c0" x="{left + expert * wide:.1f}" y="{base - tall:.1f}" width="{wide * 0.8:.1f}" '
-                f'height="{tall:.1f}"><title>expert {expert}: {share:.4f}</title></rect>'
-            )
+        wide = width / (sum(map(len, row)) + len(row) - 1)  # a bar's width is left free between heads
+        for head, of_head in enumerate(row):
+            label = f"head {head}, " if len(row) > 1 else ""
+            for expert, share in enumerate(of_head):
+                tall, place = share / top * (height - 6), left + (head * (len(of_head) + 1) + expert) * wide
+                marks.append(
+                    f'<rect class="bar c0" x="{place:.1f}" y="{base - tall:.1f}" width="{wide * 0.8:.1f}" '
+                    f'height="{tall:.1f}"><title>{label}expert {expert}: {share:.4f}</title></rect>'
+                )
     subtitle = f"step {step:,}; the tallest bar is {top:.3f}"
     return standalone(left + width + 22, 96 + height * len(shares), "Chosen experts by layer", subtitle, marks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +16,9 @@ from arclight.parallel.layers.expert_parallel import TokenGroups, token_readers
 from arclight.text.model.moe import BaseRouter, Router
 
 
-def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
-    """Yield the routers of ``model`` by name."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, Router))
+def routers(model: nn.Module) -> Iterator[tuple[str, BaseRouter]]:
+    """Yield the routers of ``model`` by name: of feed-forward parts and of attention."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseRouter))
 
 
 def loss_routers(model: nn.Module) -> list[BaseRouter]:
@@ -100,7 +101,8 @@ def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None)
     (Wang et al. 2024). A `Module` calls it in ``on_before_optimizer_step``.
 
     Gives what the loads were, as tensors on the device: the mean and the highest over layers of ``max_violation`` (highest load
-    over mean load, minus 1) and the mean of ``entropy`` (of the loads, 1 where all are equal). Empty where nothing was counted.
+    over mean load, minus 1) and the mean of ``entropy`` (of the loads, 1 where all are equal). Of experts of attention they are those among
+    the experts of a head, averaged over heads. Empty where nothing was counted.
     """
     layers = [router for _, router in routers(model)]
     if not layers:
@@ -108,20 +110,28 @@ def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None)
     flat = torch.cat([router.counts for router in layers]).to(layers[0].weight.device)
     if group is not None:
         dist.all_reduce(flat, group=group)
-    violations, entropies = [], []
-    for router, counts_E in zip(layers, flat.split([router.config.experts for router in layers]), strict=True):
+    violations, worst, entropies = [], [], []
+    for router, counts in zip(layers, flat.split([len(router.counts) for router in layers]), strict=True):
         router.counts.zero_()
-        load_E = counts_E.double()
-        mean = load_E.mean()
-        share_E = load_E / load_E.sum().clamp(min=1)
-        violations.append((load_E.max() - mean) / mean.clamp(min=1e-9))
-        entropies.append(torch.special.entr(share_E).sum() / torch.tensor(float(len(load_E))).log())
-        if router.expert_bias is not None and router.config.bias_rate:
-            step_E = (mean - load_E).sign() * router.config.bias_rate
+        load_HE = _of_all_heads(router, counts).double().view(router.heads, -1)
+        mean_H1 = load_HE.mean(1, keepdim=True)
+        share_HE = load_HE / load_HE.sum(1, keepdim=True).clamp(min=1)
+        violation_H = (load_HE.amax(1) - mean_H1[:, 0]) / mean_H1[:, 0].clamp(min=1e-9)
+        violations.append(violation_H.mean())
+        worst.append(violation_H.max())
+        entropies.append((torch.special.entr(share_HE).sum(1) / math.log(max(2, load_HE.shape[1]))).mean())
+        if isinstance(router, Router) and router.expert_bias is not None and router.config.bias_rate:
+            step_E = (mean_H1 - load_HE)[0].sign() * router.config.bias_rate
             router.expert_bias += (step_E - step_E.mean()).float()
-    worst = torch.stack(violations)
     return {
-        "max_violation": worst.mean().float(),
-        "max_violation_of_worst": worst.max().float(),
+        "max_violation": torch.stack(violations).mean().float(),
+        "max_violation_of_worst": torch.stack(worst).max().float(),
         "entropy": torch.stack(entropies).mean().float(),
     }
+
+
+def _of_all_heads(router: BaseRouter, counts: Tensor) -> Tensor:
+    """Sum the ``counts`` of processes that have other heads for the same tokens (tensor parallel)."""
+    if router.heads > 1 and router.groups.same is not None:
+        dist.all_reduce(counts, group=router.groups.same)
+    return counts

@@ -110,11 +110,14 @@ class MoEConfig:
 class BaseRouter(nn.Module):
     """Logits of experts in float32, whatever the precision around it, and the losses that they add to a model's own.
 
-    A loss is added in the backward pass: see `balance.weigh_balance_loss`.
+    A loss is added in the backward pass: see `balance.weigh_balance_loss`. Choices are counted there, too, so that activation checkpointing
+    counts nothing twice and validation counts nothing.
     """
 
     adds_loss: bool
     """Whether there is such a loss."""
+    heads: int = 1
+    """Heads that choose among experts of their own: equal parts of the rows."""
 
     def __init__(self, rows: int, width: int, std: float) -> None:
         super().__init__()
@@ -126,6 +129,8 @@ class BaseRouter(nn.Module):
         """Whether that is multiplied by the number of tokens."""
         self.groups = TokenGroups()
         """Set from outside where others read other tokens, or the same ones."""
+        self.counts = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        """Choices of each expert since the last step, (rows,). No buffer, as it is each process's own; added to in place as well."""
         self.valid: Tensor | None = None
         """Tokens (B, T) of the passes to come that count in losses and loads, None for all: see `balance.count_tokens`."""
         self.initial: dict[str, Initial] = {"weight": Normal(std)}
@@ -139,6 +144,7 @@ class BaseRouter(nn.Module):
     def _place(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move what is no buffer to ``device``, and the scale of the loss to ``dtype``."""
         self.loss_scale = self.loss_scale.to(device, dtype)
+        self.counts = self.counts.to(device)
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Return the products (N, rows) of tokens and this process's rows of the weight."""
@@ -156,6 +162,11 @@ class BaseRouter(nn.Module):
         """
         attached: Tensor = _Attach.apply(scores, loss, self.loss_scale, tokens if self.scale_per_token else 1, repeated)
         return attached
+
+    def count(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Return ``scores``, in whose backward pass ``chosen``, choices of each row's expert, is added to `counts`."""
+        counted: Tensor = _Count.apply(scores, chosen, self.counts)
+        return counted
 
     def entropy_loss(self, logits_NHE: Tensor) -> Tensor:
         """Sum minus the entropy of the batch's mean choice over heads, as far as its gradient goes.
@@ -191,11 +202,7 @@ class BaseRouter(nn.Module):
 
 
 class Router(BaseRouter):
-    """Scores and choice of experts.
-
-    Where a bias balances the choice, the layer counts what its tokens chose while they are trained on: the count is made in the
-    backward pass, so that activation checkpointing counts nothing twice and validation counts nothing.
-    """
+    """Scores and choice of experts, which a bias may balance by the counts of what was chosen."""
 
     expert_bias: Tensor | None
 
@@ -205,8 +212,6 @@ class Router(BaseRouter):
         self.adds_loss = bool(config.balance_loss or config.entropy_loss)
         bias = None if config.bias_rate is None else torch.zeros(config.experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias)
-        self.counts = torch.zeros(config.experts, dtype=torch.int64, device="cpu")
-        """Choices of each expert since the last step, (E,). No buffer, as it is each process's own; added to in place as well."""
         self.initial["expert_bias"] = Constant(0.0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
@@ -216,10 +221,6 @@ class Router(BaseRouter):
             # steps of 1e-3 are lost in bfloat16
             self.expert_bias = (self.expert_bias if bias.is_meta else bias).to(self.expert_bias.device, torch.float32)
         return self
-
-    def _place(self, device: torch.device, dtype: torch.dtype) -> None:
-        super()._place(device, dtype)
-        self.counts = self.counts.to(device)
 
     def forward(self, x_BTD: Tensor, repeated: int = 1) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights (N, K) float32 and numbers (N, K) of the chosen experts, and how many chose each expert, (E,) int64.
@@ -244,7 +245,7 @@ class Router(BaseRouter):
             if config.entropy_loss:
                 loss = config.entropy_loss * self.entropy_loss(logits_NE[:, None])
                 scores_NE = self.attach(scores_NE, loss, len(scores_NE), repeated)
-            scores_NE = _Count.apply(scores_NE, counted_E, self.counts)
+            scores_NE = self.count(scores_NE, counted_E)
         weights_NK = scores_NE.gather(1, chosen_NK)
         if config.route_norm:
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
@@ -301,7 +302,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        scale = _with_nothing_of(grad, ctx.scale.to(ctx.dtype))[0]
+        scale = tie_to_graph(grad, ctx.scale.to(ctx.dtype))[0]
         return grad, scale * (ctx.times / ctx.repeated), None, None, None
 
 
@@ -317,12 +318,12 @@ class _Count(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # By .data: the total is kept for several backward passes, which look whether its version has changed.
-        ctx.total.data.add_(_with_nothing_of(grad, ctx.counts))
+        ctx.total.data.add_(tie_to_graph(grad, ctx.counts))
         return grad, None, None
 
 
-def _with_nothing_of(grad: Tensor, value: Tensor) -> Tensor:
-    """Give ``value`` (flat) as something that needs ``grad``: compilers do in the forward pass what does not, with values of then."""
+def tie_to_graph(grad: Tensor, value: Tensor) -> Tensor:
+    """Return ``value``, flat, as a result of ``grad``: what does not depend on it, compilers compute in the forward pass, too early."""
     return torch.cat((value.reshape(-1), grad.reshape(-1)[:0].to(value.dtype)))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -56,7 +57,7 @@ class SwitchHeadConfig:
 
 
 class HeadRouter(BaseRouter):
-    """Each head's scores and choice of its experts."""
+    """Each head's scores and choice of its experts, counted by (head, expert) pair."""
 
     def __init__(self, config: SwitchHeadConfig, heads: int, width: int, std: float) -> None:
         super().__init__(heads * config.experts, width, std)
@@ -69,10 +70,24 @@ class HeadRouter(BaseRouter):
         logits_NHE = self.logits(x_BTD).unflatten(-1, (-1, config.experts))
         scores_NHE = logits_NHE.sigmoid()
         chosen_NHK = self.without_dropped(scores_NHE.detach(), config.expert_dropout).topk(config.top_k, -1).indices
-        if scores_NHE.requires_grad and config.entropy_loss:
-            loss = config.entropy_loss / self.heads * self.entropy_loss(logits_NHE)
-            scores_NHE = self.attach(scores_NHE, loss, len(scores_NHE))
+        if scores_NHE.requires_grad:
+            if config.entropy_loss:
+                loss = config.entropy_loss / self.heads * self.entropy_loss(logits_NHE)
+                scores_NHE = self.attach(scores_NHE, loss, len(scores_NHE))
+            scores_NHE = self.count(scores_NHE, self._pair_counts(chosen_NHK))
         return scores_NHE.gather(-1, chosen_NHK), chosen_NHK
+
+    def _pair_counts(self, chosen_NHK: Tensor) -> Tensor:
+        """Count the choices of each (head, expert) pair of all heads, (HE,): those of the heads here, zeros for others."""
+        experts, heads, group = self.choice.experts, chosen_NHK.shape[1], self.groups.same
+        first = 0 if heads == self.heads or group is None else dist.get_rank(group) * heads
+        head_H1 = torch.arange(first, first + heads, device=chosen_NHK.device)[:, None]
+        pair_R, valid_N = (chosen_NHK + head_H1 * experts).flatten(), self.valid_tokens(len(chosen_NHK))
+        if valid_N is None:
+            counted_R = torch.ones_like(pair_R)
+        else:
+            counted_R = valid_N[:, None, None].expand_as(chosen_NHK).flatten().to(pair_R.dtype)
+        return pair_R.new_zeros(self.heads * experts).scatter_add_(0, pair_R, counted_R)
 
 
 class HeadMaps(nn.Module):
