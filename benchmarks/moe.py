@@ -203,7 +203,6 @@ def report(
         "loop_over_grouped": paired(times["one expert after the other"], times["grouped"]),
         "experts_alone_over_grouped": paired(times["experts alone, rows in order"], times["grouped"]),
         "grouped_over_dense_tokens": paired(times["dense, as many multiplications"], times["grouped"]),
-        "dense_over_grouped": paired(times["dense, as many multiplications"], times["grouped"]),
         "fresh_router_over_grouped": paired(times["grouped, a fresh router's loads"], times["grouped"]),
         "layer_over_large_product": share(best, reached),
     }
