@@ -162,6 +162,14 @@ def test_what_does_not_fit_is_named(folders: Any, tmp_path: Path) -> None:
     changed(r"no place for: model\.layers\.2\.input_layernorm", num_hidden_layers=2)
     changed(r"shapes differ: model\.layers\.0\.mlp", intermediate_size=128)
     changed("lacks the weights of norm.weight", {k: v for k, v in file.items() if k != "model.norm.weight"})
+    shutil.copytree(folders["llama4"][0], tmp_path / "four")
+    four = json.loads((tmp_path / "four" / "config.json").read_text())
+    four["no_rope_layers"] = [0] * four["num_hidden_layers"]
+    (tmp_path / "four" / "config.json").write_text(json.dumps(four))
+    with pytest.raises(
+        ValueError, match=r"has no_rope_layers = \[0.*regular intervals \(no_rope_layer_interval\): \[1"
+    ):
+        from_hf(tmp_path / "four")
     shutil.copytree(folders["qwen3-moe"][0], tmp_path / "moe")
     experts = load_file(tmp_path / "moe" / "model.safetensors")
     save_file(

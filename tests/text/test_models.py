@@ -283,5 +283,7 @@ def test_shapes_are_told_on_the_meta_device(name: str) -> None:
 def test_fields_are_read_under_their_former_names() -> None:
     with pytest.warns(UserWarning, match="query_rank is called q_lora_rank now"):
         assert model_config("deepseek-v3-debug", query_rank=32).q_lora_rank == 32
+    with pytest.warns(UserWarning, match="whole_every is called no_rope_layer_interval now"):
+        assert model_config("llama4-debug", whole_every=2).no_rope_layer_interval == 2
     with pytest.raises(ValueError, match="has no 'query_rank' to set"):
         model_config("llama3-debug", query_rank=32)

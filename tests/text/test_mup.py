@@ -12,6 +12,7 @@ import torch
 from arclight.optim import ADOPT, SGD, AdamW, Mixed, Muon
 from arclight.parallel import initialize
 from arclight.text import build_model, from_hf, to_hf
+from arclight.text.families.zoo import model_config, model_names
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "dim": 128, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 192}
 MUP = {"base_dim": 64, "base_layers": 2, "alpha": 0.5}
@@ -210,3 +211,14 @@ def test_shapes_that_scale_nothing_are_refused(name: str, mup: dict[str, Any], s
     fields = {"dim": 128} if name != "llama3-debug" else SIZES
     with pytest.raises(ValueError, match=said):
         build_model(name, **fields, mup=mup)
+
+
+def test_families_that_are_advised_take_mup() -> None:
+    with pytest.raises(ValueError, match="no table of muP's factors") as refused:
+        model_config("gpt2-debug", mup={"base_dim": 64})
+    advised = str(refused.value).rpartition(" a model of ")[2].split(", ")
+    assert {"llama3", "mpt"} <= set(advised)
+    for family in advised:
+        name = next(name for name in model_names() if name.startswith(f"{family}-"))
+        dim = model_config(name).dim
+        assert model_config(name, mup={"base_dim": dim // 2}).mup.base_dim == dim // 2, family

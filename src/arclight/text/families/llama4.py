@@ -25,33 +25,33 @@ class Llama4Config(LlamaConfig):
     moe_every: int = 1
     """A layer has experts if its number plus one divides by this; the others have a feed-forward part of ``hidden``."""
     chunk: int | None = 8192
-    """Length of the chunks that turning layers attend within; None: they attend to all."""
-    whole_every: int = 4
-    """A layer attends to all, and does not turn, if its number plus one divides by this."""
+    """Length of the chunks that layers with rotary embeddings (RoPE layers) attend within; None: they attend to all."""
+    no_rope_layer_interval: int = 4
+    """A layer attends to all, without rotary embeddings (NoPE), if this divides its number plus one."""
     qk_l2_norm: bool = True
-    """Whether turned queries and keys are divided by their root mean square."""
+    """Whether rotated queries and keys are divided by their root mean square."""
     temperature: float | None = 0.1
-    """How fast queries of layers that do not turn grow with the logarithm of their position; None: they do not."""
+    """How fast queries of NoPE layers grow with the logarithm of their position; None: they do not."""
     temperature_floor: int = 8192
     """Positions over which they stay the same."""
 
-    def turns(self, layer: int) -> bool:
+    def is_rope_layer(self, layer: int) -> bool:
         """Return True for a layer with rotary embeddings, which attends within chunks."""
-        return (layer + 1) % self.whole_every != 0
+        return (layer + 1) % self.no_rope_layer_interval != 0
 
     def keys(self, layer: int, sequence: int) -> int:
-        return min(sequence, self.chunk) if self.chunk is not None and self.turns(layer) else sequence
+        return min(sequence, self.chunk) if self.chunk is not None and self.is_rope_layer(layer) else sequence
 
 
 class Llama4Attention(Attention):
     def __init__(self, config: Llama4Config, number: int) -> None:
         super().__init__(config, str(number))
         self.config = config
-        self.turns = config.turns(number)
+        self.rope = config.is_rope_layer(number)
 
     def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
         q_BTHC, k_BTKC, v_BTKC = (w(x_BTD).unflatten(-1, (-1, self.width)) for w in (self.wq, self.wk, self.wv))
-        if self.turns:
+        if self.rope:
             assert context.rotation is not None
             q_BTHC, k_BTKC = context.rotation.apply_interleaved(q_BTHC), context.rotation.apply_interleaved(k_BTKC)
             if self.config.qk_l2_norm:
@@ -61,7 +61,7 @@ class Llama4Attention(Attention):
         k_BKTC, v_BKTC = k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2)
         if context.cache is not None:
             k_BKTC, v_BKTC = context.cache.extend(self.layer, k_BKTC, v_BKTC)
-        mask = context.masks["chunk" if self.turns else "full"]
+        mask = context.masks["chunk" if self.rope else "full"]
         out: Tensor = self.wo(self.inner(q_BTHC.transpose(1, 2), k_BKTC, v_BKTC, mask).transpose(1, 2).flatten(2))
         return out
 

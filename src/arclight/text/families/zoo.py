@@ -183,7 +183,7 @@ MUP_FAMILIES = (Llama, Qwen3, MPT)
 """Models whose blocks scale their weights, branches and attention as muP and CompleteP say."""
 FORMER_FIELDS = {
     "query_rank": "q_lora_rank", "latent": "kv_lora_rank", "plain_width": "qk_nope_head_dim",
-    "turned_width": "qk_rope_head_dim", "value_width": "v_head_dim",
+    "turned_width": "qk_rope_head_dim", "value_width": "v_head_dim", "whole_every": "no_rope_layer_interval",
 }  # fmt: skip
 """Fields of configurations by the names that they had in the release before; these are read for one more, with a warning."""
 
@@ -206,7 +206,7 @@ def model_config(name: str, **overrides: Any) -> Any:
         raise ValueError(f"there is no model {name!r}; there is {', '.join(near)}")
     config = _replaced(name, MODELS[name][1], overrides)
     if config.mup is not None and MODELS[name][0] not in MUP_FAMILIES:
-        known = ", ".join(sorted({family for family, model, _ in FAMILIES if model in MUP_FAMILIES}))
+        known = ", ".join(sorted(family for family, model, sizes in FAMILIES if _takes_mup(model, sizes)))
         raise ValueError(f"{name} has no table of muP's factors: leave mup out, or take a model of {known}")
     kv_heads = getattr(config, "kv_heads", None) or config.heads
     if config.heads % kv_heads:
@@ -214,6 +214,11 @@ def model_config(name: str, **overrides: Any) -> Any:
     if getattr(config, "head_dim", 0) is None and config.dim % config.heads:
         raise ValueError(f"{name}: dim = {config.dim} does not divide among {config.heads} heads")
     return config
+
+
+def _takes_mup(model: Any, sizes: Mapping[str, Any]) -> bool:
+    """Return True for a family with a table of muP's factors, which has none for experts."""
+    return model in MUP_FAMILIES and all(getattr(config, "moe", None) is None for config in sizes.values())
 
 
 def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:

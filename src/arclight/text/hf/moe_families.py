@@ -178,21 +178,24 @@ DEEPSEEK_V3 = Family(
 
 def _read_llama4(theirs: Fields) -> Fields:
     layers, every = theirs["num_hidden_layers"], theirs.get("interleave_moe_layer_step", 1)
-    whole_every = theirs.get("no_rope_layer_interval", 4)
+    interval = theirs.get("no_rope_layer_interval", 4)
     expected = {
-        "no_rope_layers": [int((number + 1) % whole_every != 0) for number in range(layers)],
+        "no_rope_layers": [int((number + 1) % interval != 0) for number in range(layers)],
         "moe_layers": list(range(every - 1, layers, every)),
     }
     for name, value in expected.items():
         if theirs.get(name) and list(theirs[name]) != value:
-            raise ValueError(f"config.json has {name} = {theirs[name]}; Llama4 here knows only every so manieth layer")
+            setting = "no_rope_layer_interval" if name == "no_rope_layers" else "interleave_moe_layer_step"
+            raise ValueError(
+                f"config.json has {name} = {theirs[name]}; Llama4 here has them at regular intervals ({setting}): {value}"
+            )
     moe = MoEConfig(
         experts=theirs.get("num_local_experts", 16), top_k=theirs.get("num_experts_per_tok", 1), shared=1,
         hidden=_required(theirs, "intermediate_size"), score="sigmoid", score_before=True,
     )  # fmt: skip
     tuned = theirs.get("attn_temperature_tuning", True)
     return read_llama(theirs) | {
-        "moe": moe, "moe_every": every, "whole_every": whole_every,
+        "moe": moe, "moe_every": every, "no_rope_layer_interval": interval,
         "temperature": theirs.get("attn_scale", 0.1) if tuned else None,
     }  # fmt: skip
 
@@ -202,7 +205,7 @@ def _write_llama4(config: Llama4Config) -> Fields:
     _expressible(moe, score="sigmoid", shared=1, groups=1, score_before=True, route_scale=1.0, route_norm=False)
     return write_llama(config) | {
         "num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k, "intermediate_size": moe.hidden,
-        "interleave_moe_layer_step": config.moe_every, "no_rope_layer_interval": config.whole_every,
+        "interleave_moe_layer_step": config.moe_every, "no_rope_layer_interval": config.no_rope_layer_interval,
         "attn_temperature_tuning": config.temperature is not None, "attn_scale": config.temperature or 0.1,
     }  # fmt: skip
 
