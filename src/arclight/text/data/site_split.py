@@ -105,7 +105,7 @@ class SiteSplit:
             return
         for name in self.parts:
             without = set(range(self.site.count))
-            for source, document in self._told_apart(name):
+            for source, document in self._sourced_documents(name):
                 without.discard(self._site_of(name, source, document))
                 if not without:
                     break
@@ -121,7 +121,7 @@ class SiteSplit:
             yield from chain.from_iterable(documents(place, self.field) for place in self.parts[name])
             return
         empty = True
-        for source, document in self._told_apart(name):
+        for source, document in self._sourced_documents(name):
             if self._site_of(name, source, document) == site.number:
                 empty = False
                 yield document
@@ -143,7 +143,7 @@ class SiteSplit:
         """Divide the documents of a part by their size; reads all of them, once."""
         assert self.site is not None
         if name not in self._divisions:
-            sizes = ((document.text.encode(), document.bytes) for _, document in self._told_apart(name))
+            sizes = ((document.text.encode(), document.bytes) for _, document in self._sourced_documents(name))
             self._divisions[name] = divide_by_size(partition, sizes, self.site.count)
         return self._divisions[name]
 
@@ -191,7 +191,7 @@ class SiteSplit:
     def _sizes(self, name: str) -> Iterator[tuple[str, int]]:
         """Yield every source of a part, in pieces, with their sizes; reads only if nothing else tells."""
         if self._by == "field":
-            yield from ((source, document.bytes) for source, document in self._told_apart(name))
+            yield from ((source, document.bytes) for source, document in self._sourced_documents(name))
             return
         from arclight.text.data.sources import files, fingerprint
 
@@ -200,7 +200,7 @@ class SiteSplit:
                 size = sum(entry[1] for entry in fingerprint(path)) if path.is_dir() else os.path.getsize(path)
                 yield self._source(name, order, path), size
 
-    def _told_apart(self, name: str) -> Iterator[tuple[str, Document]]:
+    def _sourced_documents(self, name: str) -> Iterator[tuple[str, Document]]:
         """Yield every document of a part, with its source."""
         from arclight.text.data.sources import documents, files
 

@@ -95,8 +95,8 @@ class Modulation(nn.Module):
         self.w = nn.Linear(dim, count * dim)
         self.initial = _linear(self, {"w": 0.0})
 
-    def forward(self, told_BD: Tensor) -> tuple[Tensor, ...]:
-        parts: tuple[Tensor, ...] = self.w(F.silu(told_BD))[:, None].chunk(self.count, -1)
+    def forward(self, modulation_BD: Tensor) -> tuple[Tensor, ...]:
+        parts: tuple[Tensor, ...] = self.w(F.silu(modulation_BD))[:, None].chunk(self.count, -1)
         return parts
 
 
@@ -146,10 +146,10 @@ class DoubleBlock(nn.Module):
         self.inner = InnerAttention()
 
     def forward(
-        self, text_BLD: Tensor, image_BND: Tensor, told_BD: Tensor, rotation: RotaryEmbedding
+        self, text_BLD: Tensor, image_BND: Tensor, modulation_BD: Tensor, rotation: RotaryEmbedding
     ) -> tuple[Tensor, Tensor]:
         streams = ((self.text, text_BLD), (self.image, image_BND))
-        modulations = [stream.modulation(told_BD) for stream, _ in streams]
+        modulations = [stream.modulation(modulation_BD) for stream, _ in streams]
         heads = [
             stream.heads(modulated(x, shift, scale, stream.eps))
             for (stream, x), (shift, scale, *_) in zip(streams, modulations, strict=True)
@@ -177,8 +177,8 @@ class SingleBlock(nn.Module):
         self.w2 = nn.Linear(config.hidden, config.dim, bias=False)
         self.initial = _linear(self, {"wo": config.std_out, "w1": config.std, "w2": config.std_out})
 
-    def forward(self, x_BSD: Tensor, told_BD: Tensor, rotation: RotaryEmbedding) -> Tensor:
-        shift, scale, gate = self.modulation(told_BD)
+    def forward(self, x_BSD: Tensor, modulation_BD: Tensor, rotation: RotaryEmbedding) -> Tensor:
+        shift, scale, gate = self.modulation(modulation_BD)
         changed = modulated(x_BSD, shift, scale, self.eps)
         q, k, v = self.heads(changed)
         seen = attend(self.inner, q, k, v, rotation)
@@ -204,20 +204,23 @@ class Flux(nn.Module):
 
     def forward(self, image_BNI: Tensor, places_NA: Tensor, times_B: Tensor, conditions: Conditions) -> Tensor:
         """places: (N, axes) coordinates of image tokens (text tokens are at 0); times: (B,) from 0, the image, to 1, noise."""
-        told_BD = self.time_in(waves(times_B, 256)) + self.summary_in(conditions.summary)
+        modulation_BD = self.time_in(waves(times_B, 256)) + self.summary_in(conditions.summary)
         if (self.guidance_in is None) != (conditions.guidance is None):
-            raise ValueError("guidance is told to models whose configuration has it, and to them always")
+            needs = "required" if conditions.guidance is None else "not taken"
+            raise ValueError(
+                f"conditions.guidance is {needs} by this model, whose configuration has guidance = {self.config.guidance}"
+            )
         if self.guidance_in is not None and conditions.guidance is not None:
-            told_BD = told_BD + self.guidance_in(waves(conditions.guidance, 256))
+            modulation_BD = modulation_BD + self.guidance_in(waves(conditions.guidance, 256))
         image_BND, text_BLD = self.image_in(image_BNI), self.text_in(conditions.text)
         length = text_BLD.shape[1]
         rotation = self.rotation(F.pad(places_NA, (0, 0, length, 0)))
         for double in self.double_layers.values():
-            text_BLD, image_BND = double(text_BLD, image_BND, told_BD, rotation)
+            text_BLD, image_BND = double(text_BLD, image_BND, modulation_BD, rotation)
         both_BSD = torch.cat((text_BLD, image_BND), 1)
         for single in self.layers.values():
-            both_BSD = single(both_BSD, told_BD, rotation)
-        scale, shift = self.modulation(told_BD)
+            both_BSD = single(both_BSD, modulation_BD, rotation)
+        scale, shift = self.modulation(modulation_BD)
         out: Tensor = self.output(modulated(both_BSD[:, length:], shift, scale, self.config.norm_eps))
         return out
 
