@@ -1031,7 +1031,7 @@ def test_what_was_packed_for_other_runs_is_listed(large: Path, tmp_path: Path) -
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prepare(64)
-    with pytest.warns(UserWarning, match=r"packed for other runs takes room of blocks, .*packed-64 \([\d.]+ kB\)"):
+    with pytest.warns(UserWarning, match=r"packed for other runs takes room of blocks, .*packed-64 \([\d,]+ bytes\)"):
         prepare(72)
     with pytest.raises(ValueError, match=r"leaves no room for blocks.*packed-64 .*packed-72 "):
         prepare(48)

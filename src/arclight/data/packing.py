@@ -56,7 +56,7 @@ class Windows:
 class Packed:
     """Whole documents side by side; those too long for a sample are cut, and what fits in nowhere leaves room unused.
 
-    `build` finds out which belong together and writes it beside the shards, to be opened from then on. Raises
+    `build` finds out which belong together and writes it beside the shards, to be opened from then on; `open` does so if need be. Raises
     FileNotFoundError where that has not been done for this ``length``.
     """
 
@@ -75,6 +75,14 @@ class Packed:
         self._starts, self._sizes, self._firsts = (
             np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in ("starts", "sizes", "firsts")
         )
+
+    @classmethod
+    def open(cls, shards: TokenShards, length: int) -> Packed:
+        """Open what was packed for this ``length``; pack it first, if that has not been done."""
+        try:
+            return cls(shards, length)
+        except FileNotFoundError:
+            return cls.build(shards, length)
 
     @classmethod
     def build(cls, shards: TokenShards, length: int, engine: Engine = "local") -> Packed:

@@ -374,6 +374,9 @@ class TokenShards:
     def release(self, prefetched: Any) -> None:
         """Release what `prefetch` reserved: it was read, or will not be."""
 
+    def warn_of_shuffling(self, samples: int, *, packed: bool, in_windows: bool) -> None:
+        """Warn where reading an epoch of shuffled ``samples`` costs much more than reading them in order; files on disk do not."""
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": {}}  # another process maps the files itself
 

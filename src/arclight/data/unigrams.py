@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,11 @@ class Unigrams:
 def merge_counts(sources: list[Unigrams]) -> Unigrams:
     """Return the counts of all sources together."""
     return Unigrams("", sum(one.documents for one in sources), np.sum([one.counts for one in sources], 0, np.uint64))
+
+
+def count_tokens(corpora: Iterable[TokenShards]) -> npt.NDArray[np.uint64]:
+    """Count each token (V,) of ``corpora``, by the counts beside their shards. Raises FileNotFoundError for shards without counts."""
+    return merge_counts([one for shards in corpora for one in read_unigrams(shards)]).counts
 
 
 def write_unigrams(shards: TokenShards, sources: Mapping[str, int] | None = None) -> list[Unigrams]:

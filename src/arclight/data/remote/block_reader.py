@@ -10,14 +10,16 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Set
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from arclight.data.remote.block_folder import BlockFolder
+from arclight.data.remote.block_folder import MADE, BlockFolder
 from arclight.data.remote.ranges import ReadCancelledError
+from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.rank_zero import rank_zero_warn
 
 _IN_MEMORY = 64
 """Blocks that a process keeps in memory, since consecutive samples share a block."""
@@ -105,6 +107,29 @@ class BlockReader:
     def recount(self) -> int:
         """Return the bytes of the folder, counted again after files were added beside the blocks."""
         return self._state().recount()
+
+    def check_room(self, packed: Set[Path]) -> None:
+        """Raise MisconfigurationError if what is packed leaves no room for blocks; warn of what takes room and is not of ``packed``.
+
+        packed: the folders of packed samples that are read. Nothing is deleted: other runs may need it, and packing a large corpus takes long.
+        """
+        bound, used = self.bound_bytes, self.recount()
+        others = {
+            folder: sum(file.stat().st_size for file in folder.iterdir())
+            for folder in sorted((self.folder / MADE).glob("*/packed-*"))
+            if folder not in packed
+        }
+        listed = ", ".join(f"{folder} ({size:,} bytes)" for folder, size in others.items())
+        hint = (
+            f"what was packed for other runs takes room of blocks, delete what none needs: {listed}" if listed else ""
+        )
+        if used > bound:
+            raise MisconfigurationError(
+                f"remote_bytes = {bound:,} leaves no room for blocks: what is packed has {used:,} bytes; raise it, or set "
+                f'packing = "concat", which needs none{hint and "; " + hint}'
+            )
+        if sum(others.values()) > bound // 4:
+            rank_zero_warn(f"remote_bytes = {bound:,}: {hint}")
 
     def close(self) -> None:
         """End the threads and release all blocks."""

@@ -30,6 +30,7 @@ from arclight.data.token_shards import (
     TokenShards,
     read_listing,
 )
+from arclight.fabric.rank_zero import rank_zero_warn
 
 _SUMS = -1
 """Number of the pseudo-block that is a shard's file of digests."""
@@ -188,6 +189,22 @@ class RemoteTokenShards(TokenShards):
 
     def release(self, prefetched: Prefetch) -> None:
         self.reader.release(prefetched)
+
+    def warn_of_shuffling(self, samples: int, *, packed: bool, in_windows: bool) -> None:
+        """Warn where shuffling an epoch of ``samples`` fetches blocks again and again, more than twice what there is.
+
+        packed: samples are of documents from all over the corpus, so that windows do not keep them together.
+        """
+        size, bound = sum(facts.body_bytes for facts in self.facts), self.reader.bound_bytes
+        fetched = int(samples * BLOCK_BYTES * max(0.0, 1 - bound / max(1, size)))
+        if (in_windows and not packed) or fetched <= 2 * size:
+            return
+        also = 'packing = "concat" and ' if packed else ""
+        window = max(1, bound // 8 // max(1, size // max(1, samples)))
+        rank_zero_warn(
+            f"{self.place} has {size:,} bytes, remote_bytes = {bound:,}: shuffled as a whole, an epoch fetches up to {fetched:,} bytes, as each "
+            f"sample lies in another block of {BLOCK_BYTES // 1024} KiB; set {also}shuffle_window = {window}, or raise remote_bytes"
+        )
 
     def verify(self, *, again: bool = False) -> None:
         """Fetch and verify every block that is not in the local folder. Raises the errors of reading."""

@@ -225,6 +225,23 @@ def is_corpus(folder: str | Path) -> bool:
     return (Path(folder) / "tokenizer").is_dir() and any((Path(folder) / name / INDEX).is_file() for name in SPLITS)
 
 
+def corpora_among(sources: Iterable[str]) -> list[Path | str]:
+    """List the folders and addresses of those ``sources`` that are corpora."""
+    return [source if is_address(source) else Path(source) for source in sources if is_corpus(source)]
+
+
+def find_split(folder: Path | str, split: str, tokenizer: Tokenizer, reader: BlockReader) -> TokenShards | None:
+    """Open one split of a corpus as `open_split` does; None where it has none."""
+    if isinstance(folder, Path) and not (folder / split).is_dir():
+        return None
+    try:
+        return open_split(folder, split, tokenizer, reader)
+    except FileNotFoundError:
+        if isinstance(folder, Path):
+            raise
+        return None
+
+
 def open_split(
     folder: str | Path, split: str, tokenizer: Tokenizer | None = None, reader: BlockReader | None = None
 ) -> TokenShards:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -22,22 +19,18 @@ from arclight.data.computed_order import EpochOrder
 from arclight.data.fetching import identity
 from arclight.data.mixture import MixtureOrder
 from arclight.data.packing import Layout, Packed, Windows
-from arclight.data.remote.block_folder import MADE
 from arclight.data.remote.block_reader import BlockReader
-from arclight.data.remote.ranges import is_address
-from arclight.data.remote.remote_shards import RemoteTokenShards
 from arclight.data.token_samples import TokenSamples
-from arclight.data.token_shards import BLOCK_BYTES, TokenShards
-from arclight.data.unigrams import merge_counts, read_unigrams
+from arclight.data.token_shards import TokenShards
+from arclight.data.unigrams import count_tokens
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.text.data.corpus import held_out, is_corpus, open_split, open_tokenizer, with_tails, write_corpus
+from arclight.text.data import corpus
 from arclight.text.data.data_settings import BPE, Bytes, Pretrained, Text
 from arclight.text.data.site_split import SiteSplit
 from arclight.text.data.sources import STDLIB, Document, documents, fingerprint
 from arclight.text.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerError
 from arclight.trainer import DataModule
-from arclight.trainer.run.report import size_text
 
 _LOG = logging.getLogger("arclight")
 _FORMAT = 1  # of what is cached: another number rebuilds everything
@@ -60,14 +53,14 @@ class TextDataModule(DataModule):
             name: (source,) if isinstance(source, str) else tuple(source) for name, source in named.items()
         }
         self.selection = SiteSplit(settings.share, self.parts, settings.field)
-        self._ready = [_place(source) for sources in self.parts.values() for source in sources if is_corpus(source)]
-        if any(len(sources) > 1 and any(map(is_corpus, sources)) for sources in self.parts.values()):
+        self._ready = corpus.corpora_among(chain.from_iterable(self.parts.values()))
+        if any(len(sources) > 1 and any(map(corpus.is_corpus, sources)) for sources in self.parts.values()):
             raise MisconfigurationError(
                 "data: a folder of tokens cannot stand in a list; name the sources to mix them: data = {first = ..., second = ...}"
             )
         self.train: TokenSamples | None = None
         self.val: TokenSamples | None = None
-        self._packed_here: set[Path] = set()
+        self._packed_remote: set[Path] = set()
 
     # -- what is known before anything is read -------------------------------------------------------------------------
 
@@ -86,7 +79,7 @@ class TextDataModule(DataModule):
     def corpora(self) -> list[Path | str]:
         """List the folders and addresses of tokens that are this site's; all where no site is given."""
         names = self.selection.names if self._ready else ()
-        return [_place(source) for name in names for source in self.parts[name] if is_corpus(source)]
+        return corpus.corpora_among(source for name in names for source in self.parts[name])
 
     @property
     def root(self) -> Path:
@@ -108,7 +101,7 @@ class TextDataModule(DataModule):
     def tokenizer(self) -> Tokenizer:
         """Raises FileNotFoundError where it is to be learned and `prepare_data` has not run yet."""
         if self._ready:
-            return open_tokenizer((self.corpora or self._ready)[0], self._reader)
+            return corpus.open_tokenizer((self.corpora or self._ready)[0], self._reader)
         match self.settings.tokenizer:
             case Bytes():
                 return ByteTokenizer()
@@ -130,14 +123,14 @@ class TextDataModule(DataModule):
             self._prepare(self._corpus(name), self.parts[name], self.selection.documents(name), share)
         if (val := self.settings.val) is not None:
             self._prepare(self._corpus(None), (val,), documents(val, self.settings.field), 0.0)
-        if packed := self._packed_here:
-            self._check_room(packed)
+        if self._packed_remote:
+            self._reader.check_room(self._packed_remote)
 
     def _learn(self, settings: BPE) -> None:
         _LOG.info("learning %d tokens into %s", settings.vocab_size, self._learned)
         names = self.selection.names if settings.by_site else list(self.parts)
         share = settings.sample // len(names)
-        split = held_out(self.settings.held_out if self.settings.val is None else 0.0)
+        split = corpus.held_out(self.settings.held_out if self.settings.val is None else 0.0)
 
         def texts(name: str) -> Iterator[str]:
             left = share
@@ -149,78 +142,39 @@ class TextDataModule(DataModule):
                     left -= document.bytes
                     yield document.text
 
-        tokenizer = Tokenizer.train(chain.from_iterable(map(texts, names)), settings.vocab_size)
-        staging = self._learned.with_name(f".{self._learned.name}.{os.getpid()}.saving")
-        tokenizer.save(staging)
-        try:
-            staging.rename(self._learned)
-        except OSError:
-            shutil.rmtree(staging)
-            if not self._learned.is_dir():  # else another process was quicker, and learned the same
-                raise
+        Tokenizer.train(chain.from_iterable(map(texts, names)), settings.vocab_size).publish(self._learned)
 
     def _prepare(self, folder: Path | str, sources: tuple[str, ...], found: Iterator[Document], share: float) -> None:
-        if isinstance(folder, str):  # at an address, where nothing is written; blocks are verified as they come
-            if self.settings.packing == "pack":
-                for split in ("train", "val"):
-                    with suppress(FileNotFoundError):
-                        shards = open_split(folder, split, self.tokenizer, self._reader)
-                        self._packed_here.add(self._packed(shards).folder)
+        packs = self.settings.packing == "pack"
+        if isinstance(folder, str) and not packs:  # nothing is written; blocks are verified as they come
             return
-        if not folder.is_dir():
+        if isinstance(folder, Path) and not folder.is_dir():
             _LOG.info("tokenizing %s into %s", ", ".join(sources), folder)
             try:
-                write_corpus(
+                corpus.write_corpus(
                     folder,
                     self._divided(found) if share else found,
                     self.tokenizer,
-                    split=held_out(share),
+                    split=corpus.held_out(share),
                     shard_bytes=self.settings.shard_bytes,
                     workers=self.settings.prepare_workers,
                     about={"sources": list(sources)},
                 )
             except FileExistsError:
                 _LOG.info("another process has made %s meanwhile", folder)
-        for split in ("train", "val"):
-            if (folder / split).is_dir():
-                shards = open_split(folder, split, self.tokenizer)
+        for split in corpus.SPLITS:
+            if (shards := corpus.find_split(folder, split, self.tokenizer, self._reader)) is None:
+                continue
+            if isinstance(folder, Path):
                 shards.verify()
-                if self.settings.packing == "pack":
-                    self._packed(shards)
-
-    def _check_room(self, packed: set[Path]) -> None:
-        """Raise MisconfigurationError if what is packed leaves no room for blocks, and list what this run does not need of it.
-
-        Nothing is deleted: other runs may need it, and packing a large corpus takes long.
-        """
-        bound, used = self.settings.remote_bytes, self._reader.recount()
-        others = {
-            folder: sum(file.stat().st_size for file in folder.iterdir())
-            for folder in sorted((self._reader.folder / MADE).glob("*/packed-*"))
-            if folder not in packed
-        }
-        listed = ", ".join(f"{folder} ({size_text(size)})" for folder, size in others.items())
-        hint = (
-            f"what was packed for other runs takes room of blocks, delete what none needs: {listed}" if listed else ""
-        )
-        if used > bound:
-            raise MisconfigurationError(
-                f"remote_bytes = {bound:,} leaves no room for blocks: what is packed has {used:,} bytes; raise it, or set "
-                f'packing = "concat", which needs none{hint and "; " + hint}'
-            )
-        if sum(others.values()) > bound // 4:
-            rank_zero_warn(f"remote_bytes = {size_text(bound)}: {hint}")
-
-    def _packed(self, shards: TokenShards) -> Packed:
-        try:
-            return Packed(shards, self.settings.sequence_length)
-        except FileNotFoundError:
-            return Packed.build(shards, self.settings.sequence_length)
+            if packs:
+                packed = Packed.open(shards, self.settings.sequence_length)
+                self._packed_remote |= {packed.folder} if isinstance(folder, str) else set()
 
     def _divided(self, found: Iterator[Document]) -> Iterator[Document]:
         """Hold out the ends of documents where they are few. A site keeps whole ones, as it would beside others."""
         share = self.settings.held_out if self.settings.val is None and self.settings.share is None else 0.0
-        return with_tails(found, share) if share else found
+        return corpus.with_tails(found, share) if share else found
 
     def _documents(self, sources: tuple[str, ...]) -> Iterator[Document]:
         return chain.from_iterable(documents(source, self.settings.field) for source in sources)
@@ -230,61 +184,35 @@ class TextDataModule(DataModule):
     def setup(self, stage: str) -> None:
         """Open the shards. Raises MisconfigurationError if documents do not suffice for both splits."""
         names = self.selection.names
-        if bare := [str(folder) for folder in map(self._corpus, names) if self._split(folder, "train") is None]:
+        found = {name: self._find(name, "train") for name in names}
+        if bare := [str(self._corpus(name)) for name, shards in found.items() if shards is None]:
             raise MisconfigurationError(
                 f"held_out = {self.settings.held_out} leaves no documents to train with in {', '.join(bare)}: hold out less"
             )
-        trained = [self._split(self._corpus(name), "train") for name in names]
-        self.train = self._samples([shards for shards in trained if shards is not None])
-        self._warn_of_traffic(self.train)
+        self.train = self._samples([shards for shards in found.values() if shards is not None])
+        windows = self.settings.shuffle_window is not None
+        for layout in self.train.layouts:
+            layout.shards.warn_of_shuffling(len(layout), packed=isinstance(layout, Packed), in_windows=windows)
         if self.settings.val is not None:
-            self.val = self._samples([open_split(self._corpus(None), "train", self.tokenizer, self._reader)])
+            self.val = self._samples([corpus.open_split(self._corpus(None), "train", self.tokenizer, self._reader)])
         elif self.settings.held_out > 0:
-            held = [self._split(self._corpus(name), "val") for name in names]
-            folders = [shards for shards in held if shards is not None]
-            if not folders and (site := self.settings.share) is not None:
+            held = [shards for name in names if (shards := self._find(name, "val")) is not None]
+            if not held and (site := self.settings.share) is not None:
                 _LOG.warning("site %d of %d has no text to validate with", site.number, site.count)
                 return
-            if not folders:
+            if not held:
                 raise MisconfigurationError(
                     self._without_val(sum(part.shards.documents for part in self.train.layouts))
                 )
-            self.val = self._samples(folders)
-
-    def _warn_of_traffic(self, samples: TokenSamples) -> None:
-        """Warn where shuffling makes blocks of a corpus at an address be fetched again and again."""
-        settings = self.settings
-        for layout in samples.layouts:
-            if not isinstance(layout.shards, RemoteTokenShards):
-                continue
-            size, bound = sum(facts.body_bytes for facts in layout.shards.facts), settings.remote_bytes
-            concat = settings.packing == "concat"
-            fetched = int(len(layout) * BLOCK_BYTES * max(0.0, 1 - bound / max(1, size)))
-            if (settings.shuffle_window is not None and concat) or fetched <= 2 * size:
-                continue
-            also = "" if concat else 'packing = "concat" and '
-            window = max(1, bound // 8 // max(1, size // max(1, len(layout))))
-            rank_zero_warn(
-                f"{layout.shards.place} has {size_text(size)}, remote_bytes = {size_text(bound)}: shuffled as a whole, an epoch fetches up to "
-                f"{size_text(fetched)}, as each sample lies in another block of {BLOCK_BYTES // 1024} KiB; "
-                f"set {also}shuffle_window = {window}, or raise remote_bytes"
-            )
+            self.val = self._samples(held)
 
     def teardown(self, stage: str) -> None:
         """End the threads that fetch tokens at addresses; the next reading begins others."""
         if "_reader" in self.__dict__:
             self._reader.close()
 
-    def _split(self, folder: Path | str, split: str) -> TokenShards | None:
-        """Open a split of a corpus; None where it has none."""
-        if isinstance(folder, Path) and not (folder / split).is_dir():
-            return None
-        try:
-            return open_split(folder, split, self.tokenizer, self._reader)
-        except FileNotFoundError:
-            if isinstance(folder, Path):
-                raise
-            return None
+    def _find(self, name: str, split: str) -> TokenShards | None:
+        return corpus.find_split(self._corpus(name), split, self.tokenizer, self._reader)
 
     def _without_val(self, documents: int) -> str:
         if len(self._ready) == len(self.parts):
@@ -314,13 +242,8 @@ class TextDataModule(DataModule):
         weights = [
             self.settings.mixture.get(name, size) for name, size in zip(self.selection.names, sizes, strict=True)
         ]
-        order = MixtureOrder(
-            sizes,
-            weights,
-            at=self.settings.mixture_at,
-            samples=self.settings.epoch_samples,
-            window=self.settings.shuffle_window,
-        )
+        at, most, window = self.settings.mixture_at, self.settings.epoch_samples, self.settings.shuffle_window
+        order = MixtureOrder(sizes, weights, at=at, samples=most, window=window)
         return self._loader(samples, order)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
@@ -360,12 +283,8 @@ class TextDataModule(DataModule):
         return samples
 
     def unigram_counts(self) -> npt.NDArray[np.uint64]:
-        """Count each token (V,) of the training text, by the counts beside its shards.
-
-        Raises FileNotFoundError for shards without counts.
-        """
-        sources = [one for layout in self._opened(self.train).layouts for one in read_unigrams(layout.shards)]
-        return merge_counts(sources).counts
+        """Count each token (V,) of the training text; see `arclight.data.unigrams.count_tokens`."""
+        return count_tokens(layout.shards for layout in self._opened(self.train).layouts)
 
     def state_dict(self) -> dict[str, Any]:
         """Save the digests of vocabulary and tokens, and the state that the order of samples follows."""
@@ -378,12 +297,12 @@ class TextDataModule(DataModule):
                 f"the checkpoint was trained with another tokenizer (vocabulary {state_dict['vocabulary'][:12]}, this one is "
                 f"{self.tokenizer.digest[:12]}): set tokenizer to the one it was trained with"
             )
+        order = {"shuffle_window": "None", **state_dict.get("order", {})}  # none before they were recorded
         if self.train is not None and state_dict["tokens"] != self._digests():
             rank_zero_warn(
                 "the training text is not what the checkpoint was trained on: its order begins again with other samples"
             )
-
-        elif changed := [name for name, value in _order_of(state_dict).items() if value != self._order()[name]]:
+        elif changed := [name for name, value in order.items() if value != self._order()[name]]:
             rank_zero_warn(
                 f"{', '.join(changed)} is not what the checkpoint was trained with: until all text has been read once more, some of it "
                 "comes twice and some not at all"
@@ -415,8 +334,8 @@ class TextDataModule(DataModule):
         """Return the folder of a part of the training text; of the validation text for None."""
         settings = self.settings
         given = settings.val if name is None else self.parts[name][0]
-        if given is not None and is_corpus(given):
-            return _place(given)
+        if given is not None and (ready := corpus.corpora_among([given])):
+            return ready[0]
         if name is None:
             assert settings.val is not None
             first, found, share = settings.val, fingerprint(settings.val), 0.0
@@ -427,17 +346,6 @@ class TextDataModule(DataModule):
         divided = [] if name is None or settings.share is None else [repr(settings.share)]
         digest = _digest(found, settings.field, share, settings.shard_bytes, self.tokenizer.fingerprint, *divided)
         return self.root / f"{title}-{digest}"
-
-
-def _place(source: str) -> Path | str:
-    """Return the folder that a source is, or its address."""
-    return source if is_address(source) else Path(source)
-
-
-def _order_of(state_dict: dict[str, Any]) -> dict[str, str]:
-    """Return what the order of a checkpoint's samples followed: of one that was written before there were windows, that there were none."""
-    found: dict[str, str] = state_dict.get("order", {})
-    return {"shuffle_window": repr(None), **found} if found else {}
 
 
 def _digest(*parts: Any) -> str:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -103,6 +104,17 @@ class Tokenizer:
     def save(self, folder: str | Path) -> Path:
         """Write what `load` reads into ``folder``."""
         raise NotImplementedError(type(self).__name__)
+
+    def publish(self, folder: Path) -> None:
+        """Write what `load` reads into ``folder``, which appears when all is written; another process may have been quicker."""
+        staging = folder.with_name(f".{folder.name}.{os.getpid()}.saving")
+        self.save(staging)
+        try:
+            staging.rename(folder)
+        except OSError:
+            shutil.rmtree(staging)
+            if not folder.is_dir():  # else it is there, and was made of the same
+                raise
 
     def _encode(self, text: str, specials: bool) -> list[int]:
         raise NotImplementedError(type(self).__name__)
