@@ -17,6 +17,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, OutputKind
 from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path
 
+from arclight.deploy import failures
 from arclight.deploy.errors import ExportError
 
 Inputs = tuple[Tensor, ...]
@@ -223,16 +224,22 @@ def capture(
         example = resized(example, max(2, samples))  # torch.export takes a size of 1 for a constant
         batch = Dim("batch", min=1)
         shapes = tuple({0: batch} if value.dim() else {} for value in example)
-    try:
+
+    def exported_anew() -> ExportedProgram:
         with torch.no_grad(), quiet():
-            exported = torch.export.export(model, example, dynamic_shapes=_as_passed(model, shapes))
-            if functional and _writes_in_place(exported.graph_module.graph.nodes):
+            return torch.export.export(model, example, dynamic_shapes=_as_passed(model, shapes))
+
+    try:
+        exported = exported_anew()
+        if functional and _writes_in_place(exported.graph_module.graph.nodes):
+            with torch.no_grad(), quiet():
                 exported = exported.run_decompositions({})  # the same operators, none of them in place
     except Exception as error:  # torch.export raises many kinds, all of them about the model
-        hint = "; a model that needs a fixed batch size is exported with dynamic_batch=False" if dynamic_batch else ""
+        hint = "a model that needs a fixed batch size is exported with dynamic_batch=False"
         if free is not None:
-            hint = "; a dimension that the model fixes or bounds cannot be named in dynamic"
-        raise ExportError(f"torch.export cannot capture the model{hint}: {error}") from error
+            hint = "a dimension that the model fixes or bounds cannot be named in dynamic"
+        why = failures.not_captured(error, model, exported_anew, sizes=hint)
+        raise ExportError(f"torch.export cannot capture the model: {why}") from error
     return exported
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
+from arclight.deploy import failures
 from arclight.deploy.capture import FreeDimensions, quiet
 from arclight.deploy.errors import ExportError
 from arclight.deploy.formats import onnx_graph
@@ -125,7 +126,7 @@ def write_graph(exported: ExportedProgram, path: Path) -> None:
         with quiet():
             torch.export.save(exported, path)
     except Exception as error:  # torch raises many kinds, all of them about the graph
-        raise ExportError(f"torch.export cannot save the model: {error}") from error
+        raise ExportError(f"torch.export cannot save the model: {failures.plain(error)}") from error
     finally:
         exported.example_inputs = examples
 
@@ -147,7 +148,8 @@ def write_library(exported: ExportedProgram, path: Path) -> dict[str, Any]:
         with torch.no_grad(), quiet():
             aoti_compile_and_package(exported, package_path=str(path), inductor_configs={"freezing": True})
     except Exception as error:  # inductor raises many kinds
-        raise ExportError(f"AOTInductor cannot compile the model: {error}") from error
+        why = failures.not_converted(error, failures.OTHERWISE)
+        raise ExportError(f"AOTInductor cannot compile the model: {why}") from error
     names = [name for name in str(pick_vec_isa()).split() if name != "INVALID_VEC_ISA"]
     return {
         "requires": [_ISA.get(name, name) for name in names],
@@ -236,7 +238,7 @@ def _write_openvino(captured: Captured, path: Path, precision: str) -> dict[str,
         converted = openvino.convert_model(sources[-1])
         openvino.save_model(converted, path, compress_to_fp16=False)
     except RuntimeError as error:
-        raise ExportError(f"OpenVINO cannot convert the model: {error}") from error
+        raise ExportError(f"OpenVINO cannot convert the model: {failures.plain(error)}") from error
     finally:
         for source in sources:
             source.unlink()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.export import ExportedProgram
 
+from arclight.deploy import failures
 from arclight.deploy.capture import quiet
 from arclight.deploy.errors import ExportError
 from arclight.deploy.quantizing import bfloat16, linear
@@ -45,7 +46,8 @@ def convert(
             assert program is not None
             model: onnx.ModelProto = program.model_proto
     except Exception as error:  # the exporter raises many kinds, all of them about operators that ONNX does not have
-        raise ExportError(f"the model cannot be written as ONNX: {error}") from error
+        why = failures.not_converted(error, failures.IN_ONNX)
+        raise ExportError(f"the model cannot be written as ONNX: {why}") from error
     _tidy(model)
     if any(node.op_type == "DequantizeLinear" for node in model.graph.node):
         _select_in_two_steps(model)

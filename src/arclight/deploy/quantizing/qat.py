@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
+from arclight.deploy import failures
 from arclight.deploy.capture import (
     FreeDimensions,
     Inputs,
@@ -422,12 +423,19 @@ def capture_as(
     if free is not None:
         # batch norms in training refuse a single value
         inputs, shapes = dimensions_to_export(example, free, least=2)
-    try:
+
+    def exported_anew() -> ExportedProgram:
         with quiet():
-            exported = torch.export.export(model, inputs, dynamic_shapes=shapes)
+            return torch.export.export(model, inputs, dynamic_shapes=shapes)
+
+    try:
+        exported = exported_anew()
+        with quiet():
             graph = exported.module(check_guards=False)
     except Exception as error:  # torch.export raises many kinds, all of them about the model
-        raise ExportError(f"torch.export cannot capture the model for {kind}: {error}") from error
+        hint = "a dimension that the model fixes or bounds cannot be free"
+        why = failures.not_captured(error, model, exported_anew, sizes=hint)
+        raise ExportError(f"torch.export cannot capture the model for {kind}: {why}") from error
     assert isinstance(graph, GraphModule)
     for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs if free is None else ()):
         if value.dim() and len(value) == size and not _is_free(node.meta["val"].shape[0], exported.range_constraints):
