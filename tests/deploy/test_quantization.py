@@ -109,11 +109,31 @@ def test_skip_that_names_nothing_is_refused_with_the_nearest_name() -> None:
         ([torch.rand(0, 4, 16, 16)], "batch 0 is empty"),
         ([torch.rand(2, 4, 16, 16), torch.rand(0, 4, 16, 16)], r"batch 1 is empty, .*\(0, 4, 16, 16\)"),
         ([torch.zeros(2, 4, 16, 16)] * 2, "input .* is 0 in every calibration batch"),
+        ([torch.full((2, 4, 16, 16), 0.01)] * 2, r"input input is 0\.01 in every calibration batch"),
     ],
 )
 def test_calibration_data_is_checked(calibration: object, message: str) -> None:
     with pytest.raises(QuantizeError, match=message):
         quantize(small(), calibration)  # type: ignore[arg-type]
+
+
+def test_inputs_that_are_one_value_are_refused_where_the_stem_is_in_float(model: nn.Module) -> None:
+    with pytest.raises(QuantizeError, match="input images is 0 in every calibration batch"):
+        quantize(model, [torch.zeros(2, 3, 64, 64)])
+
+
+def test_a_batch_of_its_own_value_each_is_accepted() -> None:
+    quantize(small(), [torch.full((2, 4, 16, 16), value) for value in (-1.0, 0.5, 1.0)], recipe=Int8(min_sqnr_db=-100))
+
+
+def test_one_value_of_an_input_beside_others_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.rand(8, 3, 32, 32)
+    recipe = Int8(min_sqnr_db=-100)
+    quantize(Classifier().eval(), [(x, torch.full((8, 1), 0.5))], recipe=recipe)
+    assert "input scale is 0.5 in every calibration batch" in caplog.text
+    caplog.clear()
+    quantize(Classifier().eval(), [(x, torch.rand(8, 1))], recipe=recipe)
+    assert "calibration batch" not in caplog.text
 
 
 @pytest.mark.parametrize("observer", ["histogram", "minmax"])

@@ -139,7 +139,7 @@ def free_dimensions(
     ``{"tokens": {0: "batch", 1: "time"}}`` frees two dimensions of the input that ``forward`` calls tokens. Raises
     ExportError for an input or dimension that is not there, and for two sizes under one name.
     """
-    names = _input_names(model, len(example))
+    names = input_names(model, len(example))
     if unknown := sorted(set(dynamic) - set(names)):
         raise ExportError(
             f"dynamic names the inputs {unknown}; the model takes {list(dict.fromkeys(names))}: name these"
@@ -159,7 +159,7 @@ def free_dimensions(
     return [dict(dynamic.get(name, {})) for name in names]
 
 
-def _input_names(model: nn.Module, count: int) -> list[str]:
+def input_names(model: nn.Module, count: int) -> list[str]:
     """Name the first ``count`` positional inputs of ``model``; those of ``*past`` are all called past."""
     names: list[str] = []
     for parameter in inspect.signature(model.forward).parameters.values():

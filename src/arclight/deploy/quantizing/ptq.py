@@ -23,6 +23,7 @@ from arclight.deploy.capture import (
     free_dimensions,
     frozen_copy,
     in_float32,
+    input_names,
     quiet,
     trial_run,
 )
@@ -230,7 +231,7 @@ def quantize(
     integers in our stead; ``recipe`` then says how much is calibrated and how noisy an output may be, and ``target`` what runs the
     program (default: what the quantizer is for). ``model`` itself is not changed, whatever mode and device it is in.
 
-    Raises QuantizeError for calibration data that is empty, not finite, 0 throughout or not needed, a ``skip`` that names nothing,
+    Raises QuantizeError for calibration data that is empty, not finite, one value throughout or not needed, a ``skip`` that names nothing,
     a target without kernels for the recipe, signed activations for ONNX Runtime on an x86 processor without AVX-VNNI-INT8, a model
     that is quantized already or has no layer to quantize, a quantizer that rounds nothing, groups that do not divide a layer's
     inputs, an output or part noisier than ``min_sqnr_db``, and a metric that drops too far with all layers but one in float;
@@ -248,6 +249,7 @@ def quantize(
     inputs, batches = _inputs(recipe, calibration, example)
     reference = frozen_copy(model)
     as_outputs(trial_run(reference, batches[0] if batches else inputs, QuantizeError, _NOT_RUN))
+    check_varied(reference, batches)
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
     graph = fold_linear_weights(capture(frozen_copy(reference), inputs, free=free).module())
@@ -676,3 +678,25 @@ def _batches(calibration: Iterable[Tensor | Sequence[Tensor]], most: int) -> lis
     if not batches:
         raise QuantizeError("calibration data holds no batch; ranges of activations need at least one")
     return batches
+
+
+def check_varied(model: nn.Module, batches: Sequence[Inputs]) -> None:
+    """Raise QuantizeError where no input of ``batches`` varies; warn of a floating-point one that does not, as a mask may.
+
+    Ranges would fit that one value, and outputs on it would be close to the float model's, whatever real inputs make. A
+    single number may be what it is.
+    """
+    columns = [[value.flatten() for value in column] for column in zip(*batches)]
+    constant = [all(bool((part == column[0][0]).all()) for part in column) for column in columns]
+    names = input_names(model, len(columns))
+    found = [
+        f"{name} is {float(column[0][0]):g}"
+        for name, column, same in zip(names, columns, constant)
+        if same and column[0].is_floating_point() and sum(map(len, column)) > len(column)
+    ]
+    if not found:
+        return
+    said = f"input {', input '.join(found)} in every calibration batch"
+    if all(constant):
+        raise QuantizeError(f"{said}, so no range can be taken from it: give inputs like those that the model will see")
+    log.warning("%s: if the model will see other values there, calibrate with such inputs, too", said)
