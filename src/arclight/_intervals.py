@@ -14,7 +14,7 @@ import operator
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -209,6 +209,11 @@ def fits(hint: Any, value: Any) -> bool:
 def kind_of(cls: type) -> str:
     """Return the word that chooses a class in a recipe: its own ``recipe_kind``, or its name in lower case."""
     return str(vars(cls).get("recipe_kind", cls.__name__.lower()))
+
+
+def refused_kinds(classes: Iterable[type]) -> dict[str, str]:
+    """Map kinds that one of ``classes`` is taken in place of to the reason (its own ``in_place_of``)."""
+    return {kind: why for cls in classes for kind, why in vars(cls).get("in_place_of", {}).items()}
 
 
 def describe(hint: Any) -> str:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from arclight._installed import pip_install
-from arclight._intervals import describe, kind_of, renamed_value, todays_name, todays_value
+from arclight._intervals import describe, kind_of, refused_kinds, renamed_value, todays_name, todays_value
 from arclight._stored_names import current
 
 T = TypeVar("T")
@@ -317,7 +317,8 @@ def _select_variant(classes: list[Any], source: _Source, default: Any) -> Any:
         if isinstance(chosen, type):
             base = default if type(default) is chosen else None
             return _build(chosen, source.at("", file, flag), base)
-        source.problems.append(f"{place}: need a kind, got {_shown(chosen)}; {_nearest(str(chosen), kinds)}")
+        advice = refused_kinds(classes).get(str(chosen).lower()) or _nearest(str(chosen), kinds)
+        source.problems.append(f"{place}: need a kind, got {_shown(chosen)}; {advice}")
     except RecipeError as error:
         source.problems.append(f"{place}: {error}")
 

@@ -49,10 +49,24 @@ def test_recipes_are_kinds_files_and_flags(
         ("--recipe weightonly --recipe.bits 3", "bits must be 8 or 4, for which there are kernels, got 3"),
         ("--recipe weightonly --observer minmax", "--recipe.observer is not a field of WeightOnly"),
         ("--recipe weight", "need a kind, got 'weight'; did you mean weightonly"),
+        (
+            "--recipe int4",
+            "got 'int4'; torchao's int4 needs a package for NVIDIA's GPUs; take weightonly with bits = 4",
+        ),
+        (
+            "--recipe float8",
+            "got 'float8'; float8 has no kernels for CPUs here, where torchao's took 12 times as long as float32; take bfloat16",
+        ),
+        ("--recipe weightonly --recipe.kind int4", "--recipe weightonly --recipe.bits 4"),
+        ("--recipe float8.toml", "recipe.kind: need a kind, got 'float8'; float8 has no kernels for CPUs"),
         ("--recipe none.toml", "--recipe none.toml: there is no such file"),
     ],
 )
-def test_recipes_that_cannot_be_are_refused(words: str, wrong: str) -> None:
+def test_recipes_that_cannot_be_are_refused(
+    words: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("float8.toml").write_text('[recipe]\nkind = "float8"\n')
     with pytest.raises((UsageError, RecipeError)) as refused:
         parsed(f"RUN {words}")
     assert wrong in str(refused.value)

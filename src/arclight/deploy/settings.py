@@ -71,6 +71,10 @@ class WeightOnly(Checked):
     """
 
     needs_calibration: ClassVar[bool] = False
+    in_place_of: ClassVar[Mapping[str, str]] = {
+        "int4": "torchao's int4 needs a package for NVIDIA's GPUs; take weightonly with bits = 4 (--recipe weightonly --recipe.bits 4), or int8",
+    }
+    """Kinds that are refused in a recipe, with the reason and what to take."""
     GROUP_SIZES: ClassVar[tuple[int, ...]] = (16, 32, 64, 128, 256)
     bits: int = 8
     """Bits of a weight, 8 or 4."""
@@ -137,6 +141,10 @@ class BFloat16(Checked):
     """
 
     needs_calibration: ClassVar[bool] = False
+    in_place_of: ClassVar[Mapping[str, str]] = {
+        "float8": "float8 has no kernels for CPUs here, where torchao's took 12 times as long as float32; take bfloat16, or int8",
+    }
+    """Kinds that are refused in a recipe, with the reason and what to take."""
     min_sqnr_db: FiniteFloat = 25.0
     """Refuse a model one of whose outputs has a smaller signal-to-noise ratio than this, decibels."""
 
