@@ -7,8 +7,10 @@ import copy
 import inspect
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -285,29 +287,70 @@ def _writes_in_place(nodes: Iterable[torch.fx.Node]) -> bool:
     )
 
 
-_LOGGERS = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
+_LOGGERS = ("torch", "onnxscript", "onnx_ir")
+_PACKAGES = ("torch", "torchao", "onnxscript", "onnx_ir", "onnx", "openvino", "arclight.deploy")
+"""Packages whose warnings are about how they capture and convert."""
+_ANNOUNCERS = ("typing_extensions", "warnings", "copy", "copyreg")
+"""Modules that warn in the name of those that call them, as decorators for deprecated classes do where a graph is copied."""
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back what exporters print, warn and log; an error carries it along as a note."""
+    """Hold back what exporters print, warn and log; an error carries it along as a note.
+
+    Warnings of anybody else, such as the model, are issued afterwards, each once.
+    """
     output = io.StringIO()
     handler = logging.StreamHandler(output)
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    loggers = _loggers()
     before = [(logger.handlers, logger.propagate) for logger in loggers]
-    with warnings.catch_warnings(record=True) as warned, contextlib.ExitStack() as stack:
-        warnings.simplefilter("always")
-        stack.enter_context(contextlib.redirect_stdout(output))
-        stack.enter_context(contextlib.redirect_stderr(output))
-        for logger in loggers:
-            logger.handlers, logger.propagate = [handler], False
-        try:
-            yield
-        except Exception as error:
-            lines = [*output.getvalue().splitlines(), *(f"{w.category.__name__}: {w.message}" for w in warned)]
-            if lines:
-                error.add_note("\n".join(["What the exporter said before it failed:", *lines[-40:]]))
-            raise
-        finally:
-            for logger, (handlers, propagate) in zip(loggers, before):
-                logger.handlers, logger.propagate = handlers, propagate
+    others: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    said: list[str] = []
+
+    def keep(
+        message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        said.append(f"{category.__name__}: {message}")
+        if not _is_exporters(sys._getframe(1)):
+            others[str(message), category, filename, lineno] = (message, category, filename, lineno)
+
+    try:
+        with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+            warnings.simplefilter("always")
+            warnings.showwarning = keep
+            stack.enter_context(contextlib.redirect_stdout(output))
+            stack.enter_context(contextlib.redirect_stderr(output))
+            for logger in loggers:
+                logger.handlers, logger.propagate = [handler], False
+            try:
+                yield
+            except Exception as error:
+                if lines := [*output.getvalue().splitlines(), *said]:
+                    error.add_note("\n".join(["What the exporter said before it failed:", *lines[-40:]]))
+                raise
+            finally:
+                for logger, (handlers, propagate) in zip(loggers, before):
+                    logger.handlers, logger.propagate = handlers, propagate
+    finally:
+        for warned in others.values():
+            warnings.warn_explicit(*warned)
+
+
+def _loggers() -> list[logging.Logger]:
+    """Return the exporters' loggers that write by themselves, but for those of torch.distributed and those that were asked for details."""
+    named = [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]
+    loggers = [logging.getLogger(name) for name in (*_LOGGERS, *named) if not name.startswith("torch.distributed")]
+    return [
+        logger
+        for logger in loggers
+        if (logger.name in _LOGGERS or logger.handlers or not logger.propagate)
+        and (logger.level == logging.NOTSET or logger.level >= logging.WARNING)
+    ]
+
+
+def _is_exporters(frame: FrameType | None) -> bool:
+    """Return True if code of an exporter warns in ``frame``, whatever line the warning is about."""
+    while frame is not None and frame.f_globals.get("__name__") in _ANNOUNCERS:
+        frame = frame.f_back
+    name = "" if frame is None else str(frame.f_globals.get("__name__"))
+    return f"{name}.".startswith(tuple(f"{package}." for package in _PACKAGES))
