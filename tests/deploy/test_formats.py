@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import zipfile
 from pathlib import Path
@@ -13,9 +14,9 @@ import torch
 from tests.exports import compare_here
 from torch import Tensor, nn
 
-from arclight.deploy import ExportError, Program, ProgramError, QuantizedModel, export, quantize
+from arclight.deploy import ExportError, Program, ProgramError, QuantizedModel, benchmark, export, quantize
 from arclight.deploy.capture import capture
-from arclight.deploy.formats import onnx_graph
+from arclight.deploy.formats import formats, onnx_graph
 from arclight.deploy.formats.formats import destination, write_graph
 from arclight.deploy.programs.fresh import run_fresh
 from arclight.deploy.programs.torch_runtime import _THREADS, TorchSession
@@ -355,3 +356,150 @@ def test_conversions_share_torch_s_tables(two_heads: nn.Module) -> None:
         assert onnx_graph._operators() > known
     finally:
         library._destroy()
+
+
+# -- several formats, and the fastest ------------------------------------------------------------------------------
+
+
+def test_several_formats_are_written_of_one_capture(
+    two_heads: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(options["functional"])
+        return capture(*arguments, **options)
+
+    monkeypatch.setattr("arclight.deploy.formats.export.capture", counted)
+    images = torch.randn(4, 3, 8, 8)
+    found = export(two_heads, tmp_path / "all", example_inputs=images, format=["onnx", "openvino"])
+    assert (list(found), calls) == (["onnx", "openvino"], [False])
+    with torch.no_grad():
+        wanted = two_heads(images)
+    for form, program in found.items():
+        assert (program.format, program.path) == (form, tmp_path / "all" / form)
+        for given, expected in zip(program(images), wanted):
+            torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
+    assert sorted(entry.name for entry in (tmp_path / "all").iterdir()) == ["onnx", "openvino"]
+    # again, over what is there
+    again = export(two_heads, tmp_path / "all", example_inputs=images, format=("openvino",))
+    assert list(again) == ["openvino"]
+
+
+@pytest.mark.slow
+def test_every_format_is_written_of_one_capture(
+    two_heads: nn.Module, key: SigningKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(options["functional"])
+        return capture(*arguments, **options)
+
+    monkeypatch.setattr("arclight.deploy.formats.export.capture", counted)
+    images = torch.randn(4, 3, 8, 8)
+    forms: Any = ["aoti", "pt2", "onnx", "openvino"]
+    found = export(two_heads, tmp_path / "all", example_inputs=images, format=forms, sign=key)
+    assert (list(found), calls) == (forms, [True])
+    for program in found.values():
+        for given, expected in zip(program(images), two_heads(images)):
+            torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("path", "forms", "message"),
+    [
+        ("p", [], "format names nothing: name each format once, and one at least"),
+        ("p", ["onnx", "onnx"], "format names onnx, onnx: name each format once"),
+        ("p", ["onnx", "caffe"], "'caffe' is not known; there are onnx"),
+        ("p", ["onnx", "aoti"], "aoti programs are loaded only if somebody who is trusted signed them"),
+        ("p.onnx", ["onnx", "openvino"], "p.onnx names a file, and several formats are folders in one: call it .*p$"),
+        ("program", ["onnx"], "program is a program itself, and would hold others"),
+    ],
+)
+def test_several_formats_are_written_all_or_none(
+    two_heads: nn.Module, tmp_path: Path, path: str, forms: Any, message: str
+) -> None:
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "program.json").write_text("{}")
+    with pytest.raises(ExportError, match=message):
+        export(two_heads, tmp_path / path, example_inputs=torch.randn(2, 3, 8, 8), format=forms)
+    assert [entry.name for entry in tmp_path.rglob("*")] == ["program", "program.json"]
+
+
+def test_one_format_that_fails_leaves_the_others_unwritten(
+    two_heads: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise ExportError("OpenVINO cannot convert the model: no")
+
+    monkeypatch.setitem(formats._WRITERS, "openvino", refused)
+    with pytest.raises(ExportError, match="OpenVINO cannot convert"):
+        export(two_heads, tmp_path / "all", example_inputs=torch.randn(2, 3, 8, 8), format=["onnx", "openvino"])
+    assert not list((tmp_path / "all").glob("*"))
+
+
+def wall_ms(monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
+    """Let timing give ``times`` of programs by name."""
+    real = benchmark
+
+    def timed(programs: Any, inputs: Any, **options: Any) -> Any:
+        table = real(programs, inputs, **options)
+        return dataclasses.replace(
+            table, rows=tuple(dataclasses.replace(row, wall_ms=times[row.name]) for row in table.rows)
+        )
+
+    monkeypatch.setattr("arclight.deploy.formats.export.benchmark", timed)
+
+
+@pytest.mark.parametrize(("onnx_ms", "kept"), [(1.0, "onnx"), (3.0, "openvino")])
+def test_the_fastest_format_is_kept(
+    two_heads: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, onnx_ms: float, kept: str
+) -> None:
+    compare_here(monkeypatch, rounds=2)
+    wall_ms(monkeypatch, {"onnx": onnx_ms, "openvino": 2.0})
+    program = export(two_heads, tmp_path / "p", example_inputs=torch.randn(4, 3, 8, 8), format="fastest")
+    assert (program.format, program.path) == (kept, tmp_path / "p")
+    assert program.metadata["fastest"] == {
+        "wall_ms": {"openvino": 2.0, "onnx": onnx_ms}, "threads": 1, "shapes": [[1, 3, 8, 8]], "left_out": {},
+    }  # fmt: skip
+    assert [entry.name for entry in tmp_path.iterdir()] == ["p"]
+
+
+def test_the_fastest_format_is_measured(two_heads: nn.Module, tmp_path: Path) -> None:
+    program = export(two_heads, tmp_path / "p", example_inputs=torch.randn(4, 3, 8, 8), format="fastest")
+    times = program.metadata["fastest"]["wall_ms"]
+    assert times[program.format] == min(times.values()) > 0
+    assert list(times) == ["openvino", "onnx"]
+
+
+def test_a_format_that_cannot_be_written_is_left_out_of_the_fastest(
+    two_heads: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = torch.randn(2, 3, 8, 8)
+    program = export(
+        two_heads, tmp_path / "p", example_inputs=images, format="fastest", candidates=["aoti", "onnx"]
+    )  # fmt: skip
+    assert program.format == "onnx"
+    assert "aoti programs are loaded only if" in program.metadata["fastest"]["left_out"]["aoti"]
+    assert "format aoti is left out of what is timed: aoti programs" in caplog.text
+    with pytest.raises(ExportError, match="aoti programs are loaded only if"):
+        export(two_heads, tmp_path / "q", example_inputs=images, format="fastest", candidates=["aoti"])
+    for path, options, message in [
+        ("q.onnx", {"format": "fastest"}, "names an ONNX file, and the fastest format is known afterwards"),
+        (
+            "q",
+            {"format": "onnx", "candidates": ["onnx"]},
+            "candidates are of format='fastest', and the format is 'onnx'",
+        ),
+        ("q", {"format": "fastest", "candidates": ["onnx", "onnx"]}, "format names onnx, onnx: name each format once"),
+    ]:
+        with pytest.raises(ExportError, match=message):
+            export(two_heads, tmp_path / path, example_inputs=images, **options)  # type: ignore[call-overload]
+
+
+def test_a_quantized_model_has_no_fastest_format(tmp_path: Path) -> None:
+    model, images = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), torch.rand(4, 4, 8, 8)
+    quantized = quantize(model, [images])
+    with pytest.raises(ExportError, match=r"was quantized for onnxruntime, .* `arclight quantize --format fastest`"):
+        export(quantized, tmp_path / "p", example_inputs=images, format="fastest")

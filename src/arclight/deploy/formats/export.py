@@ -15,10 +15,10 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,18 @@ from arclight.deploy.capture import (
 )
 from arclight.deploy.errors import ExportError, ProgramError
 from arclight.deploy.formats import onnx_graph
-from arclight.deploy.formats.formats import LONE, Captured, Format, check_replaceable, destination, runtime_of, write
+from arclight.deploy.formats.formats import (
+    LONE,
+    Captured,
+    Fastest,
+    Format,
+    Several,
+    check_replaceable,
+    destination,
+    destination_in,
+    runtime_of,
+    write,
+)
 from arclight.deploy.parity import Parity, Parts, compare, to_json, worst
 from arclight.deploy.programs import folder, torch_runtime
 from arclight.deploy.programs.benchmark import benchmark
@@ -62,10 +73,14 @@ from arclight.deploy.programs.session import NAMES, Runtime
 from arclight.deploy.quantizing.ptq import QuantizedModel
 from arclight.deploy.settings import BFloat16, DynamicInt8, Int8, LowBit, Quantization, WeightOnly
 from arclight.fabric.atomic_replace import DISK_FULL
-from arclight.fabric.extras import require
+from arclight.fabric.extras import MissingExtraError, require
 from arclight.fabric.signing import SigningError, SigningKey
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CANDIDATES: tuple[Format, ...] = ("openvino", "onnx")
+"""Formats among which the fastest is looked for; aoti is native code, and only taken if it is named."""
 
 BATCH_SIZES = (1, 2, 3)
 """Sizes at which a program with a free batch dimension is compared with its model."""
@@ -85,12 +100,14 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
 """Runtime: what writing and running its programs takes beside torch."""
 
 
+@overload
 def export(
     model: nn.Module | QuantizedModel,
     path: str | os.PathLike[str],
     *,
     example_inputs: Tensor | Sequence[Tensor],
-    format: Format | None = None,
+    format: Format | Fastest | None = None,
+    candidates: Sequence[Format] | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_batch: bool = True,
@@ -100,51 +117,264 @@ def export(
     max_difference: float | None = None,
     parts: Parts | None = None,
     sign: str | os.PathLike[str] | SigningKey | None = None,
-) -> Program:
+) -> Program: ...
+
+
+@overload
+def export(
+    model: nn.Module | QuantizedModel,
+    path: str | os.PathLike[str],
+    *,
+    example_inputs: Tensor | Sequence[Tensor],
+    format: Several,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_batch: bool = True,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    comparisons: Mapping[str, Tensor | Sequence[Tensor]] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    max_difference: float | None = None,
+    parts: Parts | None = None,
+    sign: str | os.PathLike[str] | SigningKey | None = None,
+) -> dict[Format, Program]: ...
+
+
+def export(
+    model: nn.Module | QuantizedModel,
+    path: str | os.PathLike[str],
+    *,
+    example_inputs: Tensor | Sequence[Tensor],
+    format: Format | Fastest | Several | None = None,
+    candidates: Sequence[Format] | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_batch: bool = True,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    comparisons: Mapping[str, Tensor | Sequence[Tensor]] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    max_difference: float | None = None,
+    parts: Parts | None = None,
+    sign: str | os.PathLike[str] | SigningKey | None = None,
+) -> Program | dict[Format, Program]:
     """Write ``model`` as a program at ``path``, compare it with the model in a fresh process, and return it.
 
-    A ``path`` that ends in .onnx is that one file, any other a folder. ``format``: onnx, openvino, pt2 or aoti; by default that of the target that the
-    model was quantized for, or openvino. ``example_inputs``: the positional inputs, batch first; the more samples, the more is compared. A program computes
-    in float32: inputs in another type that the model's weights have are taken in that. ``dynamic`` names the dimensions of any size, by the parameters of
+    A ``path`` that ends in .onnx is that one file, any other a folder. ``format``: onnx, openvino, pt2 or aoti; by default that of the target that the model
+    was quantized for, or openvino. Several of them are written of one capture, each as the folder ``path/FORMAT``, all or none, and returned by format;
+    "fastest" times ``candidates`` (default: openvino and onnx; aoti only if named) in turns on the example, and keeps the one with the lowest median, with
+    the times as its ``fastest``. ``example_inputs``: the positional inputs, batch first; the more samples, the more is compared. A program computes in
+    float32: inputs in another type that the model's weights have are taken in that. ``dynamic`` names the dimensions of any size, by the parameters of
     ``forward``, in place of the batch: ``{"tokens": {0: "batch", 1: "time"}}``, equal names for equal sizes (those of ``*past`` are all called past);
-    ``comparisons`` are further inputs of other sizes that the program is compared on (with fewer than two, other sizes of the example are), and what is
-    empty there may be so in the program. ``metadata`` is stored in the program beside what the exporter knows (precision, parity, versions).
-    ``max_difference`` is the largest absolute difference to the model that is accepted, in the unit of the outputs; by default 1e-4 of the largest value
-    for float32, and 30 dB between the program and the simulation of a quantized model. Every output is judged by itself, or every tensor that ``parts``
-    takes out of them: ``lambda predictions: {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}``. The program records each, and what is None
-    and left out as ``absent_outputs``. ``sign``: an Ed25519 key, or its file.
+    ``comparisons`` are further inputs of other sizes that the program is compared on (with fewer than two, other sizes of the example are), and what is empty
+    there may be so in the program. ``metadata`` is stored in the program beside what the exporter knows (precision, parity, versions). ``max_difference`` is
+    the largest absolute difference to the model that is accepted, in the unit of the outputs; by default 1e-4 of the largest value for float32, and 30 dB
+    between the program and the simulation of a quantized model. Every output is judged by itself, or every tensor that ``parts`` takes out of them: ``lambda
+    predictions: {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}``. The program records each, and what is None and left out as
+    ``absent_outputs``. ``sign``: an Ed25519 key, or its file.
 
     Raises ExportError, and leaves whatever was at ``path`` as it was, where the model cannot be captured or converted,
     the program differs by more than the bound, or quantized layers would not run on integer kernels, for which 4-bit
     activations have none; QuantizeError where the program's metric drops further than the model was quantized with.
     """
-    quantized = model if isinstance(model, QuantizedModel) else None
-    target = quantized.target if quantized else None
+    request = Request(
+        example_inputs=example_inputs, input_names=input_names, output_names=output_names, dynamic_batch=dynamic_batch, dynamic=dynamic,
+        comparisons=comparisons or {}, metadata=metadata or {}, max_difference=max_difference, parts=parts, sign=sign,
+    )  # fmt: skip
+    if format == "fastest":
+        if isinstance(model, QuantizedModel):
+            raise ExportError(
+                f"the model was quantized for {model.target}, where alone its integers are fast, so there is nothing to choose from: leave format "
+                "out, or let `arclight quantize --format fastest` quantize it for each runtime"
+            )
+        return export_fastest(each_format(candidates or CANDIDATES, model), path, request)
+    if candidates is not None:
+        raise ExportError(f"candidates are of format='fastest', and the format is {format!r}: leave them out")
+    if isinstance(format, list | tuple):
+        return export_each(each_format(format, model), path, request)
+    plan = _plan(model, path, format, sign)
+    source = _Source(model, request)
+    with ExitStack() as stack:
+        draft = source.drafted(plan, source.captured([plan.format]), stack)
+        draft.publish()
+    return _opened(plan)
+
+
+def each_format(formats: Sequence[Format], value: T) -> dict[Format, T]:
+    """Return ``value`` for each of ``formats``; ExportError where there is none, or one is named twice."""
+    if not formats or len(set(formats)) < len(formats):
+        named = ", ".join(map(str, formats)) or "nothing"
+        raise ExportError(f"format names {named}: name each format once, and one at least")
+    return dict.fromkeys(formats, value)
+
+
+def export_each(
+    models: Mapping[Format, nn.Module | QuantizedModel], path: str | os.PathLike[str], request: Request
+) -> dict[Format, Program]:
+    """Write each of ``models``, by format, as a folder in ``path``, all of them or none; a model in several formats is captured once."""
+    plans = {form: _plan(model, destination_in(path, form), form, request.sign) for form, model in models.items()}
+    sources = _Source.of_each(models, request)
+    captures = _captures(sources)
+    with ExitStack() as stack:
+        drafts = [sources[form].drafted(plan, captures[form], stack) for form, plan in plans.items()]
+        for draft in drafts:
+            draft.publish()
+    return {form: _opened(plan) for form, plan in plans.items()}
+
+
+def _captures(sources: Mapping[Format, _Source]) -> dict[Format, Captured]:
+    """Capture each source once, for all of its formats; return the captures by format."""
+    formats: dict[_Source, list[Format]] = {}
+    for form, source in sources.items():
+        formats.setdefault(source, []).append(form)
+    made = {source: source.captured(own) for source, own in formats.items()}
+    return {form: made[source] for form, source in sources.items()}
+
+
+def export_fastest(
+    models: Mapping[Format, nn.Module | QuantizedModel], path: str | os.PathLike[str], request: Request
+) -> Program:
+    """Write ``models``, by format, where ``path`` is to be, time them in turns, and keep the fastest there, with the times of all.
+
+    A format that this machine cannot write or run is left out, with a warning and the reason in the program; the first reason is raised where none is left.
+    """
+    if Path(path).suffix == LONE:
+        raise ExportError(
+            f"{path} names an ONNX file, and the fastest format is known afterwards: name a folder, without {LONE}"
+        )
+    sources = _Source.of_each(models, request)
+    captures = _captures(sources)
+    drafts: dict[Format, _Draft] = {}
+    refused: dict[Format, Exception] = {}
+    with ExitStack() as stack:
+        for form, model in models.items():
+            try:
+                plan = _plan(model, path, form, request.sign)
+                drafts[form] = sources[form].drafted(plan, captures[form], stack)
+            except (ExportError, MissingExtraError) as error:
+                refused[form] = error
+        if not drafts:
+            raise next(iter(refused.values()))
+        for form, reason in refused.items():
+            log.warning("format %s is left out of what is timed: %s", form, reason)
+        source = sources[next(iter(drafts))]
+        table = benchmark(
+            {form: draft.program for form, draft in drafts.items()},
+            source.sizes.one(source.inputs),
+            rounds=TIMED_ROUNDS,
+        )
+        fastest = min(drafts, key=lambda form: table[form].wall_ms)
+        drafts[fastest].described["fastest"] = {
+            "wall_ms": {form: table[form].wall_ms for form in drafts},
+            "threads": table.threads,
+            "shapes": [list(shape) for shape in table.shapes],
+            "left_out": {form: str(reason) for form, reason in refused.items()},
+        }
+        drafts[fastest].publish()
+    return _opened(drafts[fastest].plan)
+
+
+def _opened(plan: _Plan) -> Program:
+    """Open the program that was published."""
+    program = Program.load(plan.path, device="cpu", trusted=[plan.key.public] if plan.key else None)
+    log.info("%s: %s", plan.path, program.metadata["parity"])
+    return program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `export` is told of all programs of a model; see there."""
+
+    example_inputs: Tensor | Sequence[Tensor]
+    input_names: Sequence[str] | None = None
+    output_names: Sequence[str] | None = None
+    dynamic_batch: bool = True
+    dynamic: Mapping[str, Mapping[int, str]] | None = None
+    comparisons: Mapping[str, Tensor | Sequence[Tensor]] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    max_difference: float | None = None
+    parts: Parts | None = None
+    sign: str | os.PathLike[str] | SigningKey | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """Where one program goes, in what format and runtime, and who signs it."""
+
+    path: Path
+    format: Format
+    runtime: Runtime
+    key: SigningKey | None
+
+
+def _plan(
+    model: nn.Module | QuantizedModel,
+    path: str | os.PathLike[str],
+    format: Format | None,
+    sign: str | os.PathLike[str] | SigningKey | None,
+) -> _Plan:
+    """Plan a program of ``model``; ExportError for a format that does not hold it, and for a place where it cannot be."""
+    target = model.target if isinstance(model, QuantizedModel) else None
     path, form = destination(path, format, target)
     key = _signing_key(sign, path, form)
-    described, inputs = _callers_metadata(metadata), _taken(model, example_inputs)
-    compared = {name: _taken(model, batch) for name, batch in (comparisons or {}).items()}
-    precision = precision_of(quantized.recipe) if quantized else "fp32"
-    runtime = _required(runtime_of(form, precision, target))
-    module = copy.deepcopy(quantized).cpu().graph if quantized else frozen_copy(model)
-    sizes = _Sizes.of(quantized.reference if quantized else module, inputs, compared, dynamic, dynamic_batch)
-    described |= _tried(module, inputs, input_names, output_names)
-    captured = Captured(sizes.capture(module, form), sizes.names(), input_names, output_names)
+    runtime = _required(runtime_of(form, _precision(model), target))
+    return _Plan(path=path, format=form, runtime=runtime, key=key)
 
-    with _disk_named(path), _staging(path) as staging:
-        draft = _Draft(captured, staging, path, form, runtime, key)
-        described |= draft.write(precision)
-        program = draft.opened()
-        parity = _parity(program, module, sizes.batches, parts, fresh=True)
-        _accept(parity, max_difference, precision, _way_out(quantized))
-        against = f"simulated {precision}" if quantized else "fp32"
-        described |= {"parity": {"against": against, **sizes.described(), **_described(parity)}, "precision": precision}
+
+def _precision(model: nn.Module | QuantizedModel) -> str:
+    return precision_of(model.recipe) if isinstance(model, QuantizedModel) else "fp32"
+
+
+class _Source:
+    """A model that programs are made of: a copy, its inputs, and what is said of it in every program."""
+
+    def __init__(self, model: nn.Module | QuantizedModel, request: Request) -> None:
+        self._request = request
+        self._quantized = model if isinstance(model, QuantizedModel) else None
+        self._precision = _precision(model)
+        self._described = _callers_metadata(request.metadata)
+        self.inputs = _taken(model, request.example_inputs)
+        compared = {name: _taken(model, batch) for name, batch in request.comparisons.items()}
+        self._module = copy.deepcopy(self._quantized).cpu().graph if self._quantized else frozen_copy(model)
+        shaped = self._quantized.reference if self._quantized else self._module
+        self.sizes = _Sizes.of(shaped, self.inputs, compared, request.dynamic, request.dynamic_batch)
+        self._described |= _tried(self._module, self.inputs, request.input_names, request.output_names)
+
+    @classmethod
+    def of_each(cls, models: Mapping[Format, nn.Module | QuantizedModel], request: Request) -> dict[Format, _Source]:
+        """Return the source of each model, by format; equal models have the same one."""
+        made: dict[int, _Source] = {}
+        for model in models.values():
+            if id(model) not in made:
+                made[id(model)] = cls(model, request)
+        return {form: made[id(model)] for form, model in models.items()}
+
+    def captured(self, formats: Sequence[Format]) -> Captured:
+        """Capture the model for ``formats``."""
+        return Captured(
+            self.sizes.capture(self._module, formats), self.sizes.names(), self._request.input_names, self._request.output_names
+        )  # fmt: skip
+
+    def drafted(self, plan: _Plan, captured: Captured, stack: ExitStack) -> _Draft:
+        """Write the program, unpublished until ``stack`` is left, and accept it by its outputs, kernels and scores."""
+        quantized, request = self._quantized, self._request
+        stack.enter_context(_disk_named(plan.path))
+        draft = _Draft(captured, stack.enter_context(_staging(plan.path)), plan)
+        needs = draft.write(self._precision)
+        draft.program = program = draft.opened()
+        parity = _parity(program, self._module, self.sizes.batches, request.parts, fresh=True)
+        _accept(parity, request.max_difference, self._precision, _way_out(quantized))
+        against = f"simulated {self._precision}" if quantized else "fp32"
+        draft.described = {
+            **self._described,
+            **needs,
+            "parity": {"against": against, **self.sizes.described(), **_described(parity)},
+            "precision": self._precision,
+        }
         if quantized:
-            described["quantization"] = _quantization_report(quantized, program, inputs, parts, sizes)
-        described |= _environment(program.runtime, draft.lone)
-        draft.publish(described)
-    log.info("%s: %s", path, described["parity"])
-    return Program.load(path, device="cpu", trusted=[key.public] if key else None)
+            draft.described["quantization"] = _quantization_report(
+                quantized, program, self.inputs, request.parts, self.sizes
+            )
+        draft.described |= _environment(program.runtime, draft.lone)
+        return draft
 
 
 def _taken(model: nn.Module | QuantizedModel, batch: Tensor | Sequence[Tensor]) -> Inputs:
@@ -195,65 +425,66 @@ def _required(runtime: Runtime) -> Runtime:
 
 
 class _Draft:
-    """A program under construction in the folder ``staging``, which is to be at ``path``."""
+    """A program under construction in the folder ``staging``, which is to be at the path of its plan."""
 
-    def __init__(
-        self, captured: Captured, staging: Path, path: Path, form: Format, runtime: Runtime, key: SigningKey | None
-    ) -> None:  # fmt: skip
-        self._captured, self._staging, self._path, self._format, self._runtime, self._key = (
-            captured, staging, path, form, runtime, key,
-        )  # fmt: skip
-        self._trusted = [key.public] if key else None
-        self.lone = path.suffix == LONE
+    program: Program
+    """The program in staging, once it is opened."""
+
+    def __init__(self, captured: Captured, staging: Path, plan: _Plan) -> None:
+        self._captured, self._staging, self.plan = captured, staging, plan
+        self._trusted = [plan.key.public] if plan.key else None
+        self.described: dict[str, Any] = {}
+        self.lone = plan.path.suffix == LONE
         self._main = ""
 
     def write(self, precision: str) -> dict[str, Any]:
         """Write the files; return what they need of the machine that runs them."""
-        stem = self._path.stem if self.lone else "model"
-        self._main, needs = write(self._captured, self._staging, self._format, precision, stem)
+        stem = self.plan.path.stem if self.lone else "model"
+        self._main, needs = write(self._captured, self._staging, self.plan.format, precision, stem)
         return needs
 
     def opened(self) -> Program:
         """Open the program, which is described so far by what runs it."""
         try:
             if self.lone:
-                return Program.load(self._staging / self._main, device="cpu", runtime=self._runtime)
-            self._describe({"runtime": self._runtime})
+                return Program.load(self._staging / self._main, device="cpu", runtime=self.plan.runtime)
+            self._describe({"runtime": self.plan.runtime})
             return Program.load(self._staging, device="cpu", trusted=self._trusted)
         except ProgramError as error:
             raise ExportError(f"the exported model cannot be run here: {error}") from error
 
-    def publish(self, described: Mapping[str, Any]) -> None:
+    def publish(self) -> None:
         """Describe and check the program, and put it where it belongs in one step."""
         if self.lone:
-            self._publish_file(self._staging / self._main, dict(described))
+            self._publish_file(self._staging / self._main, dict(self.described))
             return
-        self._describe(described)
+        self._describe(self.described)
         folder.read(self._staging, self._trusted)
-        check_replaceable(self._path)  # again, as the export took a while
-        files.publish(self._staging, self._path)
+        check_replaceable(self.plan.path)  # again, as the export took a while
+        files.publish(self._staging, self.plan.path)
 
     def _publish_file(self, draft: Path, described: dict[str, Any]) -> None:
         """Put the file in place in one step; weights beside it come before it, under a name that is theirs alone."""
+        path = self.plan.path
         seal(draft, described)
         unseal(draft)
-        check_replaceable(self._path)
-        former = _weights_of(self._path)
+        check_replaceable(path)
+        former = _weights_of(path)
         beside = [file for file in sorted(self._staging.iterdir()) if file != draft]
         for file in (*beside, draft):
             with file.open("rb") as written:
                 os.fsync(written.fileno())
         for file in beside:
-            files.replace_file(self._path.with_name(file.name), file)
-        files.replace_file(self._path, draft)
-        for file in former - {self._path.with_name(file.name) for file in beside}:
+            files.replace_file(path.with_name(file.name), file)
+        files.replace_file(path, draft)
+        for file in former - {path.with_name(file.name) for file in beside}:
             files.discard(file)
 
     def _describe(self, described: Mapping[str, Any]) -> None:
         inputs, outputs = self._captured.specs()
         folder.write(
-            self._staging, format=self._format, main=self._main, inputs=inputs, outputs=outputs, description=described,
-            key=self._key,
+            self._staging, format=self.plan.format, main=self._main, inputs=inputs, outputs=outputs, description=described,
+            key=self.plan.key,
         )  # fmt: skip
 
 
@@ -340,8 +571,8 @@ class _Sizes:
         batches = {f"batch size {n}": resized(inputs, n) if dynamic_batch else inputs for n in batch_sizes}
         return cls(example, None, dynamic_batch, {**batches, **compared})
 
-    def capture(self, module: nn.Module, form: Format) -> ExportedProgram:
-        functional = form in ("pt2", "aoti")  # others are written by way of ONNX
+    def capture(self, module: nn.Module, formats: Sequence[Format]) -> ExportedProgram:
+        functional = not {"pt2", "aoti"}.isdisjoint(formats)  # others are written by way of ONNX
         exported = capture(
             module, self.example, dynamic_batch=self.dynamic_batch, free=self.free, functional=functional
         )
@@ -376,7 +607,16 @@ def _other_sizes(inputs: Inputs, free: FreeDimensions) -> dict[str, Inputs]:
 
 def _callers_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     described = dict(metadata or {})
-    reserved = {"precision", "parity", "quantization", "runtime", "versions", "instruction_sets", "absent_outputs"}
+    reserved = {
+        "precision",
+        "parity",
+        "quantization",
+        "runtime",
+        "versions",
+        "instruction_sets",
+        "absent_outputs",
+        "fastest",
+    }
     check_metadata(described, reserved=reserved | {"requires", "requires_machine", "precision_hint", "passes"})
     if "processing" in described:
         check_name(described["processing"])
@@ -533,7 +773,7 @@ def _kernels(quantized: QuantizedModel, program: Program) -> dict[str, int]:
 
 def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
     """Time the program against the float32 program of the same model, on one sample where the batch is free."""
-    exported = sizes.capture(frozen_copy(quantized.reference), "onnx")
+    exported = sizes.capture(frozen_copy(quantized.reference), ["onnx"])
     place = program.path if program.path.is_dir() else program.path.parent  # where the program is being made
     size = sum(file.stat().st_size for file in place.iterdir() if file.name != folder.NAME)
     # bfloat16 and AOTInductor are for speed over what runs anywhere, which is ONNX Runtime

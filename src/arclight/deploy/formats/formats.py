@@ -24,6 +24,9 @@ from arclight.deploy.settings import Target
 from arclight.fabric.extras import require
 
 Format = Literal["onnx", "openvino", "pt2", "aoti"]
+Several = list[Format] | tuple[Format, ...]
+Fastest = Literal["fastest"]
+"""In place of a format: the one whose program takes the least time here."""
 DEFAULT: Format = "openvino"
 """The format of a folder, if none is given."""
 LONE = ".onnx"
@@ -178,6 +181,20 @@ def destination(path: str | os.PathLike[str], format: str | None, target: Target
         raise ExportError(f"{path} names an ONNX file, and the format is {named!r}: name a folder, without {LONE}")
     check_replaceable(path)
     return path, named  # type: ignore[return-value]
+
+
+def destination_in(path: str | os.PathLike[str], format: Format) -> Path:
+    """Return where a program goes that is one of several in the folder ``path``; ExportError where that is no such folder."""
+    path = Path(path)
+    if path.suffix == LONE or path.suffix in _SUFFIXES:
+        raise ExportError(
+            f"{path} names a file, and several formats are folders in one: call it {path.with_suffix('')}"
+        )
+    if (path / NAME).exists():
+        raise ExportError(f"{path} is a program itself, and would hold others: name another folder for several formats")
+    if path.exists() and not path.is_dir():
+        raise ExportError(f"{path} is a file, and several formats are folders in one: name a folder")
+    return path / format
 
 
 def check_replaceable(path: Path) -> None:
