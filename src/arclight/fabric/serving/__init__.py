@@ -1,4 +1,4 @@
-"""What every server needs before it serves: an address to listen on, bounded requests, a certificate.
+"""Prepare a server: an address to listen on, bounded requests, a certificate.
 
 In: host, port, files of a certificate; out: a bound socket and uvicorn's protocol (`listening`), checked or new certificates (`certificates`).
 Open `listening` first.
