@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from arclight import recipe
+from arclight.federated.clients.node import Node
 from arclight.federated.coordination.coordinator import settings_digest
 from arclight.federated.coordination.sampling import Roster
 from arclight.federated.coordination.settings import Buffered, Waiting
@@ -15,6 +16,7 @@ from arclight.federated.privacy.settings import SecureSum
 from arclight.federated.server.secure_sums import secure_sum_for_clients
 from arclight.federated.settings import Federation
 from arclight.federated.simulation.fleet import Costs, Links, Speeds
+from arclight.federated.transports.http_client import HttpLink
 from arclight.recipe import RecipeError
 
 
@@ -84,3 +86,11 @@ def test_secure_sums_have_their_former_names_on_the_wire() -> None:
 def test_renamed_fields_are_read_under_their_former_names(kind: type[Any], former: str, today: str) -> None:
     with pytest.warns(FutureWarning, match=f"{kind.__name__}.{former} is called {today} now"):
         assert kind(**{former: 7}) == kind(**{today: 7})
+
+
+def test_nodes_and_links_take_their_timeout_under_the_former_name(tmp_path: Path) -> None:
+    with pytest.warns(FutureWarning, match="HttpLink.patience is called retry_timeout_s now"):
+        link = HttpLink("http://127.0.0.1:1", tmp_path / "cache", patience=3.0)  # type: ignore[call-arg]
+    with pytest.warns(FutureWarning, match="Node.patience is called retry_timeout_s now"):
+        Node(link, [], tmp_path / "node", "n", patience=3.0)  # type: ignore[call-arg]
+    link.close()

@@ -123,11 +123,11 @@ def noise_scale(
         return None
     together = math.fsum(weights)
     shares = [weight / together for weight in weights]
-    apart = math.fsum(p / b for p, b in zip(shares, samples, strict=True))
+    own_share = math.fsum(p / b for p, b in zip(shares, samples, strict=True))
     joint = math.fsum(p * p / b for p, b in zip(shares, samples, strict=True))
     ratios = [norm / mean_norm for norm in norms]  # both estimates in units of |mean|^2
     spread = math.fsum(p * ratio * ratio for p, ratio in zip(shares, ratios, strict=True)) - 1
-    variance = spread / (apart - joint)
+    variance = spread / (own_share - joint)
     signal = 1 - variance * joint
     if not (signal > 0 and math.isfinite(variance)):
         return None

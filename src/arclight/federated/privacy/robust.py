@@ -171,15 +171,15 @@ def closest(contributions: Iterable[Contribution], settings: Krum, threads: int 
         raise FederatedError(
             f"Krum cannot keep {settings.keep} of {count} updates of which {settings.byzantine} may be anything"
         )
-    apart = _distances(given, threads)
-    nearest = np.sort(apart, axis=1)[:, 1 : count - settings.byzantine - 1]  # the first is its own
+    distances = _distances(given, threads)
+    nearest = np.sort(distances, axis=1)[:, 1 : count - settings.byzantine - 1]  # the first is its own
     scores = [total(row) for row in nearest.tolist()]
     return [given[k] for k in sorted(range(count), key=lambda k: (scores[k], given[k].client))[: settings.keep]]
 
 
 def _distances(given: list[Contribution], threads: int | None) -> Array:
     """Return squared L2 distances, (n, n)."""
-    apart = np.zeros((len(given), len(given)))
+    distances = np.zeros((len(given), len(given)))
     clients = [one.client for one in given]
     if strangers := uneven(given, PREFIX):
         why = f"Krum compares whole updates: {', '.join(strangers)} sent other tensors than the others"
@@ -193,8 +193,8 @@ def _distances(given: list[Contribution], threads: int | None) -> Array:
                 continue
 
             for found in workers.map_chunks(tensors[0].elements, partial(_pairs, key, clients, tensors)):
-                apart += found
-    return apart + apart.T
+                distances += found
+    return distances + distances.T
 
 
 def _pairs(

@@ -174,8 +174,8 @@ class PublishedWeights:
 
     def _split(self, number: int, own: Manifest, kept: Set[str]) -> Manifest:
         """Write a round's weights as blobs in which no ``kept`` tensor is beside others, and return their manifest."""
-        rest, apart = (self._write_without(number, own, out) for out in (kept, own.tensors.keys() - kept))
-        return Manifest(kind="weights", tensors=rest.tensors | apart.tensors, blobs=rest.blobs | apart.blobs)
+        rest, kept_once = (self._write_without(number, own, out) for out in (kept, own.tensors.keys() - kept))
+        return Manifest(kind="weights", tensors=rest.tensors | kept_once.tensors, blobs=rest.blobs | kept_once.blobs)
 
     def _write_without(self, number: int, own: Manifest, left_out: Set[str]) -> Manifest:
         """Return the manifest of a round's weights but those ``left_out``: the others of their files are written as blobs."""
@@ -194,7 +194,7 @@ class PublishedWeights:
         return {key for key in own.tensors if self._federation.masks.begins_at_client(key.partition("/")[2])}
 
     def _kept_by_clients(self, own: Manifest) -> set[str]:
-        """Return the tensors that clients keep after the first round, if they are large enough to be written apart.
+        """Return the tensors that clients keep after the first round, if they are large enough to be written separately.
 
         Lossy chains need no such blobs: a node's first weights come whole, and then changes, of which these are none.
         """

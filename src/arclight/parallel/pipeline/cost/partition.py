@@ -91,8 +91,8 @@ def partition(
         raise PlanError(f"stages = {stages} and micro_batches = {micro_batches} must be 1 or more")
     places = count - len({unit for unit in closed if 0 < unit < count})
     if places < stages:
-        apart = f", which can be cut in {places - 1} places," if places < count else ""
-        raise PlanError(f"{count} units{apart} are too few for {stages} stages: use {places} or less")
+        where = f", which can be cut in {places - 1} places," if places < count else ""
+        raise PlanError(f"{count} units{where} are too few for {stages} stages: use {places} or less")
     if memory_limit is not None and len(memory_limit.in_flight) != stages:
         raise PlanError(
             f"memory_limit tells what {len(memory_limit.in_flight)} stages hold in flight, and there are {stages} stages"
@@ -161,10 +161,10 @@ class _Table:
             inside = ranges([float(unit in tie.units) for unit in range(count)])
             parameters -= tie.parameters * np.maximum(inside - 1, 0)
             # Charged where the first user is, unless the last one is there too.
-            apart = (begin <= tie.units[0]) & (end > tie.units[0]) & (end <= tie.units[-1])
+            charged = (begin <= tie.units[0]) & (end > tie.units[0]) & (end <= tie.units[-1])
             if together and len(tie.units) == 2 and tie.units[-1] == count - 1:
-                apart &= begin > 0
-            extra += np.where(apart, 2 * link.seconds(tie.parameters), 0.0)
+                charged &= begin > 0
+            extra += np.where(charged, 2 * link.seconds(tie.parameters), 0.0)
         held = ranges([float(unit.saved_activation_bytes) for unit in units]) + between[:, None]
         return cls(valid, waits, extra, parameters, held)
 

@@ -155,7 +155,7 @@ def held_at_most(order: Order) -> list[int]:
 
 
 def splits_backward(order: Order) -> bool:
-    """Return True for orders that compute gradients of weights apart."""
+    """Return True for orders that compute gradients of weights in actions of their own."""
     return Counter(action.kind for actions in order for action in actions)["I"] > 0
 
 

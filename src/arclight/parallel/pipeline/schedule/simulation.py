@@ -197,8 +197,8 @@ class _Run:
         for turn in turns:
             action, rank = turn.action, turn.rank
             start = free = self.clocks[rank]
-            for number, elsewhere in turn.before:
-                if not elsewhere:
+            for number, remote in turn.before:
+                if not remote:
                     ready = ends[number]
                 elif self.early:
                     ready = arrived[number]
