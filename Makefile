@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+ALL_READY := $(VENV)/.ready-all
 FLOWER := .flower-venv
 EXTRAS := vision,text,deploy,serve,federated,tune,dev
+# Triton has a folder that only tests of kernels see, in an interpreter: torch.compile would take it, and knows one version of it.
+TRITON := $(CURDIR)/$(VENV)/triton-site
 
-.PHONY: setup demo test test-all check format bench bench-peers flower-venv clean
+.PHONY: setup setup-all demo test test-all check format bench bench-peers flower-venv clean
 
 setup: $(READY)
 
@@ -20,6 +23,15 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
 	@touch $@
 
+setup-all: $(ALL_READY)
+
+# The clients of tracking services and Ray, whose tests are skipped without them. torch stays the build that is there, or pip ends.
+$(ALL_READY): $(READY)
+	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' > $(VENV)/torch.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/torch.txt --editable ".[$(EXTRAS),track,ray]"
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TRITON) "triton>=3.4"
+	@touch $@
+
 demo: setup
 	$(BIN)/arclight demo
 
@@ -29,7 +41,8 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	$(BIN)/pytest -m "not slow and not gpu" -n 3 --dist worksteal --durations 10
 
-test-all: setup
+test-all: export TRITON_SITE := $(TRITON)
+test-all: setup-all
 	$(BIN)/pytest -n 3 --dist worksteal --durations 20
 
 check: setup

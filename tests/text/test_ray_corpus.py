@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,11 @@ def test_the_shards_are_those_of_one_process_when_a_node_is_killed(
     monkeypatch.setattr("arclight.data.packing._GROUP", 50)
     Packed.build(TokenShards(tmp_path / "here" / "train"), 64)
     Packed.build(TokenShards(tmp_path / "ray" / "train"), 64, "ray")
-    assert sum(node["Alive"] for node in _nodes(cluster)) == 1
+    ray.init(address=cluster.address, log_to_driver=False)
+    deadline = time.monotonic() + 60.0
+    while (alive := sum(node["Alive"] for node in ray.nodes())) > 1 and time.monotonic() < deadline:
+        time.sleep(0.2)  # the cluster finds out by health checks that a node is gone, which take seconds
+    assert alive == 1
     here, there = files(tmp_path / "here"), files(tmp_path / "ray")
     assert here.keys() == there.keys()
     for name, content in here.items():
@@ -83,8 +88,3 @@ def test_an_error_of_a_task_is_raised_as_here(cluster: Any, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"token ids outside 0\.\.299"):
         write_corpus(tmp_path / "ray", wrong, tokenizer, engine="ray")
     assert not (tmp_path / "ray").exists()
-
-
-def _nodes(cluster: Any) -> list[dict[str, Any]]:
-    ray.init(address=cluster.address, log_to_driver=False)
-    return list(ray.nodes())
