@@ -209,13 +209,13 @@ class TransferMask:
         for (period, fragment), key in turns.items():
             if not any(self._is_turn(period, fragment, number) for number in range(1, self.cycle + 1)):
                 raise SettingsError(
-                    f"{key} would never transfer_mask: the rounds of its period ({period}) are never those of its fragment; "
+                    f"{key} would never travel: the rounds of its period ({period}) are never those of its fragment; "
                     "choose a period that has no divisor in common with streaming.fragments"
                 )
         for number in range(1, self.cycle + 1):
             if not any(self._is_turn(*turn, number) for turn in turns):
                 raise SettingsError(
-                    f"nothing would transfer_mask in round {number}: some part of masks.periods must be due in each"
+                    f"nothing would travel in round {number}: some part of masks.periods must be due in each"
                 )
 
 
