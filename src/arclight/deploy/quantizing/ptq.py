@@ -23,7 +23,6 @@ from arclight.deploy.capture import (
     free_dimensions,
     frozen_copy,
     in_float32,
-    input_names,
     quiet,
     trial_run,
 )
@@ -249,7 +248,6 @@ def quantize(
     inputs, batches = _inputs(recipe, calibration, example)
     reference = frozen_copy(model)
     as_outputs(trial_run(reference, batches[0] if batches else inputs, QuantizeError, _NOT_RUN))
-    check_varied(reference, batches)
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
     graph = fold_linear_weights(capture(frozen_copy(reference), inputs, free=free).module())
@@ -573,11 +571,13 @@ class Calibration(torch.fx.Interpreter):
         self._nodes = tuple(prepared.graph.nodes)
         self._batch = -1
         self._not_finite: set[Node] = set()
+        self._inputs: list[tuple[Any, ...]] = []
         self._zero: dict[Node, bool] = {}
         """Observed tensors, and whether they were 0 throughout."""
 
     def run(self, *inputs: Any, **options: Any) -> Any:
         self._batch += 1
+        self._inputs.append(inputs)
         self._not_finite.clear()
         return super().run(*inputs, **options)
 
@@ -599,6 +599,7 @@ class Calibration(torch.fx.Interpreter):
         All that differs from 0 would be cut off later, and no batch at hand shows it. A layer may be 0 for good, such as the
         last batch norm of a residual branch that starts from 0.
         """
+        check_varied([str(node.target) for node in self._nodes if node.op == "placeholder"], self._inputs)
         zero = [node for node, always in self._zero.items() if always]
         inputs = [node.name for node in zero if node.op == "placeholder"]
         if inputs:
@@ -680,15 +681,14 @@ def _batches(calibration: Iterable[Tensor | Sequence[Tensor]], most: int) -> lis
     return batches
 
 
-def check_varied(model: nn.Module, batches: Sequence[Inputs]) -> None:
-    """Raise QuantizeError where no input of ``batches`` varies; warn of a floating-point one that does not, as a mask may.
+def check_varied(names: Sequence[str], batches: Sequence[Inputs]) -> None:
+    """Raise QuantizeError where none of the inputs ``names`` varies; warn of a floating-point one that does not, as a mask may.
 
     Ranges would fit that one value, and outputs on it would be close to the float model's, whatever real inputs make. A
     single number may be what it is.
     """
     columns = [[value.flatten() for value in column] for column in zip(*batches)]
-    constant = [all(bool((part == column[0][0]).all()) for part in column) for column in columns]
-    names = input_names(model, len(columns))
+    constant = [all(bool((part == column[0][:1]).all()) for part in column) for column in columns]
     found = [
         f"{name} is {float(column[0][0]):g}"
         for name, column, same in zip(names, columns, constant)

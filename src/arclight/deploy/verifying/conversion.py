@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from arclight.deploy.capture import FreeDimensions, Inputs, as_outputs, capture, frozen_copy, quiet
+from arclight.deploy.capture import FreeDimensions, Inputs, as_outputs, capture, frozen_copy, input_names, quiet
 from arclight.deploy.errors import QuantizeError, VerificationError
 from arclight.deploy.quantizing import batch_norm, pt2e
 from arclight.deploy.quantizing.ptq import Calibration, check_varied
@@ -54,7 +54,6 @@ class Conversion:
 def post_training(model: nn.Module, batches: Sequence[Inputs], quantizer: Any, free: FreeDimensions) -> Conversion:
     """Quantize ``model`` with ranges of all of ``batches``; QuantizeError where they make NaN or infinite values."""
     reference = frozen_copy(model)
-    check_varied(reference, batches)
     graph = capture(frozen_copy(model), batches[0], free=free).module(check_guards=False)
     assert isinstance(graph, GraphModule)
     with quiet():
@@ -79,7 +78,7 @@ def trained(
     """
     model = copy.deepcopy(model).cpu().float().requires_grad_(True)
     reference = frozen_copy(model)
-    check_varied(reference, batches)
+    check_varied(input_names(model, len(batches[0])), batches)
     with torch.no_grad():
         targets = [as_outputs(reference(*batch)) for batch in batches]
     graph = capture_as("training", model.train(), batches[0], free=free)
