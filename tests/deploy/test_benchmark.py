@@ -163,6 +163,14 @@ def test_percentiles_and_throughput_are_of_the_calls(monkeypatch: pytest.MonkeyP
     assert row.samples_per_s == pytest.approx(4 / 0.051)
 
 
+def test_build_time_is_that_of_the_description(fp32_program: Program, images: Tensor) -> None:
+    table = benchmark({"program": fp32_program, "model": nn.Identity()}, images[:1], rounds=1)
+    steps = fp32_program.metadata["build_s"]
+    assert table.json()["program/build_s"] == pytest.approx(steps["capture"] + steps["writing"])
+    assert "model/build_s" not in table.json()
+    assert "build s" in [column.header for column in table.__rich__().columns]
+
+
 def test_load_time_and_memory_are_those_of_a_process_of_its_own(fp32_program: Program, images: Tensor) -> None:
     hoard = torch.ones(1 << 28, dtype=torch.uint8)  # 268 MB that this process holds, and the other one does not
     started = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,29 @@ def test_a_program_is_replaced_in_one_step_or_not_at_all(tmp_path: Path) -> None
 def test_the_default_format_of_a_folder_is_that_of_the_target(target: Target | None, form: str, tmp_path: Path) -> None:
     assert destination(tmp_path / "p", None, target) == (tmp_path / "p", form)
     assert destination(tmp_path / "p.onnx", None, target) == (tmp_path / "p.onnx", "onnx")
+
+
+@pytest.mark.parametrize("name", ["int8.onnx", "int8"])
+def test_programs_that_openvino_runs_record_what_it_computes_in(
+    name: str, two_heads: nn.Module, tmp_path: Path
+) -> None:  # fmt: skip
+    images = torch.randn(4, 3, 8, 8)
+    quantized = quantize(two_heads, [images], target="openvino")
+    program = export(quantized, tmp_path / name, format="onnx", example_inputs=images)
+    assert (program.runtime, program.metadata["precision_hint"]) == ("openvino", "f32")
+    steps = program.metadata["build_s"]
+    assert steps.keys() == {"capture", "quantization", "writing"}
+    assert steps["quantization"] == quantized.seconds
+    assert min(steps.values()) > 0
+
+
+def test_programs_of_onnx_runtime_record_no_hint(two_heads: nn.Module, tmp_path: Path) -> None:
+    started = time.perf_counter()
+    program = export(two_heads, tmp_path / "p.onnx", example_inputs=torch.randn(4, 3, 8, 8))
+    steps = program.metadata["build_s"]
+    assert steps.keys() == {"capture", "writing"}
+    assert 0 < sum(steps.values()) < time.perf_counter() - started
+    assert "precision_hint" not in program.metadata
 
 
 @pytest.mark.slow

@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import errno
 import logging
+import math
 import os
 import platform
 import re
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -65,7 +67,7 @@ from arclight.deploy.programs.fresh import run_fresh
 from arclight.deploy.programs.metadata import check as check_metadata
 from arclight.deploy.programs.metadata import seal, unseal
 from arclight.deploy.programs.onnx_runtime import INTEGER_KERNELS, LINEAR_KERNELS
-from arclight.deploy.programs.openvino import INTEGERS, LAYERS, check_bfloat16
+from arclight.deploy.programs.openvino import INTEGERS, LAYERS, PRECISION_HINTS, check_bfloat16
 from arclight.deploy.programs.processing import check_name
 from arclight.deploy.programs.processor import instruction_sets, overflows
 from arclight.deploy.programs.program import Program
@@ -331,6 +333,8 @@ class _Source:
         self._quantized = model if isinstance(model, QuantizedModel) else None
         self._precision = _precision(model)
         self._described = _callers_metadata(request.metadata)
+        seconds = self._quantized.seconds if self._quantized else math.nan
+        self._build_s = {"quantization": seconds} if math.isfinite(seconds) else {}
         self.inputs = _taken(model, request.example_inputs)
         compared = {name: _taken(model, batch) for name, batch in request.comparisons.items()}
         self._module = copy.deepcopy(self._quantized).cpu().graph if self._quantized else frozen_copy(model)
@@ -349,16 +353,19 @@ class _Source:
 
     def captured(self, formats: Sequence[Format]) -> Captured:
         """Capture the model for ``formats``."""
-        return Captured(
-            self.sizes.capture(self._module, formats), self.sizes.names(), self._request.input_names, self._request.output_names
-        )  # fmt: skip
+        start = time.perf_counter()
+        exported = self.sizes.capture(self._module, formats)
+        self._build_s["capture"] = time.perf_counter() - start
+        return Captured(exported, self.sizes.names(), self._request.input_names, self._request.output_names)
 
     def drafted(self, plan: _Plan, captured: Captured, stack: ExitStack) -> _Draft:
         """Write the program, unpublished until ``stack`` is left, and accept it by its outputs, kernels and scores."""
         quantized, request = self._quantized, self._request
         stack.enter_context(_disk_named(plan.path))
         draft = _Draft(captured, stack.enter_context(_staging(plan.path)), plan)
+        start = time.perf_counter()
         needs = draft.write(self._precision)
+        build_s = {**self._build_s, "writing": time.perf_counter() - start}
         draft.program = program = draft.opened()
         parity = _parity(program, self._module, self.sizes.batches, request.parts, fresh=True)
         _accept(parity, request.max_difference, self._precision, _way_out(quantized))
@@ -368,6 +375,7 @@ class _Source:
             **needs,
             "parity": {"against": against, **self.sizes.described(), **_described(parity)},
             "precision": self._precision,
+            "build_s": build_s,
         }
         if quantized:
             draft.described["quantization"] = _quantization_report(
@@ -617,7 +625,9 @@ def _callers_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         "absent_outputs",
         "fastest",
     }
-    check_metadata(described, reserved=reserved | {"requires", "requires_machine", "precision_hint", "passes"})
+    check_metadata(
+        described, reserved=reserved | {"requires", "requires_machine", "precision_hint", "passes", "build_s"}
+    )
     if "processing" in described:
         check_name(described["processing"])
     return described
@@ -823,9 +833,10 @@ def _described(found: Mapping[str, Parity]) -> dict[str, Any]:
 
 
 def _environment(runtime: Runtime, lone: bool) -> dict[str, Any]:
-    """Name the runtime where a program does not go without saying, the versions, and this processor's instruction sets."""
+    """Name the runtime where a program does not go without saying, OpenVINO's precision, versions, and instruction sets of this machine."""
     named = {} if lone and runtime == "onnxruntime" else {"runtime": runtime}
-    return {**named, "versions": _versions(runtime), "instruction_sets": sorted(instruction_sets())}
+    hint = {"precision_hint": PRECISION_HINTS[runtime]} if runtime in PRECISION_HINTS else {}
+    return {**named, **hint, "versions": _versions(runtime), "instruction_sets": sorted(instruction_sets())}
 
 
 def _versions(runtime: Runtime) -> dict[str, str]:

@@ -259,7 +259,7 @@ def _write_openvino(captured: Captured, path: Path, precision: str) -> dict[str,
     finally:
         for source in sources:
             source.unlink()
-    return {"precision_hint": "bf16" if precision == "bf16" else "f32"}
+    return {}
 
 
 def _write_pt2(captured: Captured, path: Path, precision: str) -> dict[str, Any]:

@@ -59,6 +59,8 @@ class Row:
     """90th percentile of the same."""
     nbytes: int | None
     """Size of the file, or of a model's weights; none where unknown."""
+    build_s: float | None = None
+    """Seconds that capture, quantization and writing of a program took together, as its description says; none where it does not."""
     load_s: float | None = None
     """Seconds to check and load a program in a process of its own; none where that was not asked for, or there is no program."""
     peak_bytes: int | None = None
@@ -70,7 +72,7 @@ class Row:
     def figures(self) -> dict[str, float]:
         """Return the numbers by name; those that there are none of are left out."""
         names = (
-            "wall_ms", "p99_ms", "cpu_ms", "samples_per_s", "speedup", "speedup_low", "speedup_high", "nbytes", "load_s", "peak_bytes",
+            "wall_ms", "p99_ms", "cpu_ms", "samples_per_s", "speedup", "speedup_low", "speedup_high", "nbytes", "build_s", "load_s", "peak_bytes",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names} | dict(self.extra)
         on_cuda = {} if self.device is None else {"cuda": int(self.device.startswith("cuda"))}
@@ -151,6 +153,7 @@ class Table:
             column("samples/s", lambda row: f"{row.samples_per_s:.4g}"),
             column("speed-up", lambda row: f"{row.speedup:.2f} x"),
             column("10-90 %", lambda row: f"{row.speedup_low:.2f}-{row.speedup_high:.2f}"),
+            column("build s", lambda row: "" if row.build_s is None else f"{row.build_s:.2f}"),
             column("load s", lambda row: "" if row.load_s is None else f"{row.load_s:.2f}"),
             column("peak MB", lambda row: megabytes(row.peak_bytes, 0)),
         ]  # fmt: skip
@@ -243,8 +246,14 @@ def _rows(
             speedup_low=float(np.quantile(speedup[:, i], 0.1)),
             speedup_high=float(np.quantile(speedup[:, i], 0.9)),
             nbytes=_nbytes(program),
+            build_s=_build_s(program),
             **_cost(cost),
         )
+
+
+def _build_s(program: Callable[..., Any]) -> float | None:
+    steps = program.metadata.get("build_s") if isinstance(program, Program) else None
+    return sum(steps.values()) if steps else None
 
 
 def _cost(run: FreshRun | None) -> dict[str, Any]:

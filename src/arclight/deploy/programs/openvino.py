@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ LAYERS = {"FullyConnected", "Convolution", "Deconvolution", "MatMul"}
 """OpenVINO's kernels of layers with weights."""
 INTEGERS = {"i8", "u8"}
 """OpenVINO's names of the precisions that multiply 8-bit integers."""
+PRECISION_HINTS: Mapping[str, str] = {"openvino": "f32", "openvino-bf16": "bf16"}
+"""Runtime: what OpenVINO is told to compute in, which it would choose itself."""
 _DTYPES = {
     "f32": "float32", "f64": "float64", "f16": "float16", "i64": "int64", "i32": "int32", "i8": "int8", "u8": "uint8", "boolean": "bool",
 }  # fmt: skip
@@ -44,7 +46,8 @@ class OpenVinoSession:
     def __init__(self, path: Path, *, threads: int | None, bfloat16: bool) -> None:
         if bfloat16:
             check_bfloat16()
-        options = {"INFERENCE_PRECISION_HINT": "bf16" if bfloat16 else "f32", "NUM_STREAMS": 1}
+        hint = PRECISION_HINTS["openvino-bf16" if bfloat16 else "openvino"]
+        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": hint, "NUM_STREAMS": 1}
         if threads is not None:
             options["INFERENCE_NUM_THREADS"] = threads
         core = _core()

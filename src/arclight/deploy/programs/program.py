@@ -273,7 +273,7 @@ def _check_file(path: Path, trusted: Trusted | None) -> None:
 
 
 _TYPES: Mapping[str, type] = {
-    "runtime": str, "precision": str, "requires": list, "requires_machine": str, "quantization": dict, "processing_args": dict,
+    "runtime": str, "precision": str, "requires": list, "requires_machine": str, "quantization": dict, "processing_args": dict, "build_s": dict,
 }  # fmt: skip
 """What loading a program reads of its description."""
 
@@ -287,6 +287,8 @@ def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
             )
     if not all(isinstance(name, str) for name in metadata.get("requires", [])):
         raise ProgramError(f"{path} requires {str(metadata['requires'])[:60]}, and instruction sets have names")
+    if not all(isinstance(seconds, int | float) for seconds in metadata.get("build_s", {}).values()):
+        raise ProgramError(f"{path} describes its build_s as {str(metadata['build_s'])[:60]}, and seconds are numbers")
 
 
 def _check_described(path: Path, contents: folder.Contents, session: Session) -> None:
