@@ -127,7 +127,7 @@ def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb
         ("predict runs/none photos", "arclight: there is no run folder runs/none, nor images of this name\n"),
         (
             "export runs/none --out .",
-            "arclight: --out .: a program is an ONNX file; call it program.onnx\n",
+            "arclight: --out .: a program is an ONNX file or a folder; call it program.onnx or program\n",
         ),
         (
             "serve --program x.onnx --host a..b --insecure",

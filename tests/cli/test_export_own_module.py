@@ -144,6 +144,41 @@ def test_a_trained_network_is_quantized_and_its_checkpoints_are_named(trained: A
         torch.testing.assert_close(again(x[:2]), trained.model(x[:2]).detach())
 
 
+def test_several_formats_are_named_with_commas(own: Path, typed: Typed) -> None:
+    status, out, err = typed("export own_net:Tagger --out tags --format onnx,openvino")
+    assert status == 0, err
+    for form in ("onnx", "openvino"):
+        assert f"wrote tags/{form}: fp32" in out
+        assert Program.load(f"tags/{form}").format == form
+
+
+def test_a_folder_without_a_format_is_of_openvino_and_the_fastest_is_measured(own: Path, typed: Typed) -> None:
+    status, out, err = typed("export own_net:Tagger --out tags")
+    assert status == 0, err
+    assert Program.load("tags").format == "openvino"
+    status, out, err = typed("export own_net:Tagger --out fast --format fastest --candidates onnx,openvino")
+    assert status == 0, err
+    program = Program.load("fast")
+    times = program.metadata["fastest"]["wall_ms"]
+    assert set(times) == {"onnx", "openvino"}
+    assert (
+        f"kept {program.format}, the fastest here on one thread: {program.format} {min(times.values()):.2f} ms" in out
+    )
+
+
+@pytest.mark.slow
+def test_int8_without_a_format_is_placed_for_openvino(trained: Any, typed: Typed) -> None:
+    status, _, err = typed("quantize runs/net/1 --out int8 --calibration-batches 2")
+    assert status == 0, err
+    program = Program.load("int8")
+    assert (program.format, program.metadata["quantization"]["target"]) == ("openvino", "openvino")
+    status, _, err = typed("quantize runs/net/1 --out best --format fastest --calibration-batches 2")
+    assert status == 0, err
+    best = Program.load("best")
+    assert set(best.metadata["fastest"]["wall_ms"]) == {"onnx", "openvino"}
+    assert best.metadata["quantization"]["target"] == {"onnx": "onnxruntime", "openvino": "openvino"}[best.format]
+
+
 @pytest.mark.slow
 def test_a_module_says_what_it_ships(own: Path, typed: Typed) -> None:
     status, out, err = typed("export own_net:Tagger --out tags --format onnx")
@@ -179,6 +214,10 @@ def test_a_module_says_what_it_ships(own: Path, typed: Typed) -> None:
         ("export own_net:Net --out p --format coreml", "coremltools is missing"),
         ("export own_net:Net --out p --format litert", "litert-torch is missing"),
         ("export own_net:Net --out p --format hf", "--format hf is for runs of language models"),
+        ("export own_net:Net --out p --format onnx,hf", "onnx,hf has hf in it, which stands alone"),
+        ("export own_net:Net --out p --format onnx,caffe", "'caffe' is not known"),
+        ("export own_net:Net --out p --format onnx --candidates onnx", "candidates are of format='fastest'"),
+        ("export own_net:Net --out p.onnx --format fastest", "--format writes a folder; call it p"),
         ("quantize own_net:Net --out p --format pt2 --sign k", "so there is no int8 pt2"),
         ("quantize own_net:Net --out p --format openvino --recipe weightonly", "does not run openvino programs"),
         ("quantize own_net:Net --data own_net:Points --out p.onnx --max-drop 1", "max_drop bounds a metric, and the module has none"),

@@ -286,7 +286,10 @@ def test_a_read_only_disk_is_no_fault_of_ours(typed: Typed, monkeypatch: pytest.
 @pytest.mark.parametrize("verb", ["export", "quantize"])
 def test_a_program_is_called_what_it_is(ranked: Path, typed: Typed, verb: str) -> None:
     status, _, err = typed(f"{verb} runs/tiny/1 --out mine.pt")
-    assert (status, err) == (2, "arclight: --out mine.pt: a program is an ONNX file; call it mine.onnx\n")
+    assert (status, err) == (
+        2,
+        "arclight: --out mine.pt: a program is an ONNX file or a folder; call it mine.onnx or mine\n",
+    )
     (ranked / "tokenizer").mkdir()  # now it looks like a language model's
     status, _, err = typed(f"{verb} runs/tiny/1 --out mine.pt")
     assert status == 2

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import arclight as al
-from arclight.deploy import ExportError
-from arclight.deploy.deployment import configured, ship
+from arclight.deploy import ExportError, Int8, WeightOnly
+from arclight.deploy.deployment import Deployment, configured, ship
 
 
 class Batches(al.DataModule):
@@ -103,3 +103,43 @@ def test_an_example_that_is_none_is_refused(example: Any) -> None:
     module.example_input_array = example
     with pytest.raises(ExportError, match="example_input_array"):
         configured(module)
+
+
+def convolutions() -> Deployment:
+    """A network with integer layers in every runtime, whose calibration batches can be read once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 16, 3), nn.SiLU(), nn.Conv2d(16, 16, 3), nn.SiLU(), nn.Conv2d(16, 8, 1))
+    images = torch.rand(8, 4, 16, 16)
+    return Deployment(model=model, example_inputs=images[:3], calibration=iter([images]))
+
+
+def test_several_formats_are_each_quantized_for_what_runs_them(tmp_path: Path) -> None:
+    found = ship(convolutions(), tmp_path / "p", Int8(calibration_batches=1), format=["onnx", "openvino"])
+    targets = {form: program.metadata["quantization"]["target"] for form, program in found.items()}
+    assert targets == {"onnx": "onnxruntime", "openvino": "openvino"}
+    assert [program.path for program in found.values()] == [tmp_path / "p" / "onnx", tmp_path / "p" / "openvino"]
+
+
+def test_the_fastest_of_a_recipe_is_looked_for_in_every_placement(tmp_path: Path) -> None:
+    program = ship(convolutions(), tmp_path / "p", Int8(calibration_batches=1), format="fastest")
+    times = program.metadata["fastest"]["wall_ms"]
+    assert set(times) == {"onnx", "openvino"}
+    assert times[program.format] == min(times.values())
+    targets = {"onnx": "onnxruntime", "openvino": "openvino"}
+    assert program.metadata["quantization"]["target"] == targets[program.format]
+
+
+def test_a_folder_of_int8_is_of_openvino(tmp_path: Path) -> None:
+    program = ship(convolutions(), tmp_path / "p", Int8(calibration_batches=1))
+    assert (program.format, program.metadata["quantization"]["target"]) == ("openvino", "openvino")
+
+
+def test_formats_that_do_not_hold_a_recipe_are_no_candidates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = Masked()
+    module.layer = nn.Linear(32, 32)
+    deployment = Deployment(model=module, example_inputs=torch.randn(3, 32))
+    program = ship(deployment, tmp_path / "p", WeightOnly(), format="fastest")
+    assert (program.format, list(program.metadata["fastest"]["wall_ms"])) == ("onnx", ["onnx"])
+    assert "a format is left out of what is timed: the model was quantized for onnxruntime" in caplog.text
+    with pytest.raises(ExportError, match="does not run openvino programs"):
+        ship(deployment, tmp_path / "q", WeightOnly(), format="fastest", candidates=["openvino"])

@@ -10,7 +10,7 @@ from tests.test_readme import block
 
 from arclight.deploy import Program
 
-PLACES = {"python": 0, "targets": 1, "recipes": 2, "formats": 3, "comparing": 5, "verifying": 6}
+PLACES = {"python": 0, "targets": 1, "recipes": 2, "several": 3, "formats": 4, "comparing": 6, "verifying": 7}
 RUN_ALL = """
 import os, runpy, sys, traceback
 import onnxscript, torchao
@@ -71,6 +71,14 @@ def test_recipes(ran: Path) -> None:
 
 
 @pytest.mark.slow
+def test_several_formats(ran: Path) -> None:
+    first, second = (ran / "several" / "said.txt").read_text().splitlines()
+    assert first == "programs/onnx programs/openvino"
+    kept = Program.load(ran / "several" / "program")
+    assert second == f"{kept.format} {kept.metadata['fastest']['wall_ms']}"
+
+
+@pytest.mark.slow
 def test_formats(ran: Path) -> None:
     printed = (ran / "formats" / "said.txt").read_text()
     assert printed.startswith("openvino Counter({"), printed
@@ -78,7 +86,7 @@ def test_formats(ran: Path) -> None:
 
 
 def test_a_module_ships(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 4))
+    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 5))
     printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
     assert printed.startswith("torch.Size([3, 7, 5]) {'example': {'batch': 8, 'time': 20}, 'batch 1, time 1'"), printed
 

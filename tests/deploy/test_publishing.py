@@ -96,7 +96,7 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     publish = exporting._Draft.publish
 
-    def publish_in_part(self: Any, described: Any) -> None:
+    def publish_in_part(self: Any) -> None:
         for place, name in (
             (atomic_replace, "sync_folder"),
             (atomic_replace, "_exchange"),
@@ -107,7 +107,7 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             patch.setattr(place, name, counted(getattr(place, name)))
         patch.setattr(files, "discard", lambda path: None)
         patch.setattr(atomic_replace, "discard", lambda path: None)
-        publish(self, described)
+        publish(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(exporting._Draft, "publish", publish_in_part)

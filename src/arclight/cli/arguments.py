@@ -267,17 +267,20 @@ def check_writable(place: Path, named: str) -> None:
 
 
 def check_program_name(path: Path, is_folder: bool = False) -> None:
-    """Raise UsageError for a name of another format than ONNX, or a place that cannot be written.
+    """Raise UsageError for a file of another format than ONNX, or a place that cannot be written.
 
-    is_folder: a folder is to be written.
+    is_folder: a folder is to be written, whatever its name; else its name has no suffix, as that of a file has.
     """
     if is_folder and path.suffix == ".onnx":
         raise UsageError(
             f"--out {path}: --format writes a folder; call it {path.with_suffix('')}, or leave --format out"
         )
-    if path.suffix != ".onnx" and not is_folder:
-        name = path.with_suffix(".onnx") if path.name and path.name != ".." else path / "program.onnx"
-        raise UsageError(f"--out {path}: a program is an ONNX file; call it {name}")
+    nameless = path.name in ("", "..")
+    if nameless or (path.suffix not in ("", ".onnx") and not is_folder):
+        name = path / "program.onnx" if nameless else path.with_suffix(".onnx")
+        raise UsageError(
+            f"--out {path}: a program is an ONNX file or a folder; call it {name} or {name.with_suffix('')}"
+        )
     check_writable(path, "--out")
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -21,18 +22,40 @@ from torch.utils.data import DataLoader
 from arclight.deploy.capture import Inputs, as_inputs, resized
 from arclight.deploy.comparison import Evaluation
 from arclight.deploy.errors import ExportError, QuantizeError
-from arclight.deploy.formats.export import check_signed, export, precision_of
-from arclight.deploy.formats.formats import Format, destination, runtime_of
+from arclight.deploy.formats.export import (
+    CANDIDATES,
+    Request,
+    check_candidates,
+    check_folder,
+    check_signed,
+    each_format,
+    export_each,
+    export_fastest,
+    export_one,
+    precision_of,
+)
+from arclight.deploy.formats.formats import (
+    DEFAULT,
+    LONE,
+    Fastest,
+    Format,
+    Several,
+    destination,
+    destination_in,
+    runtime_of,
+)
 from arclight.deploy.parity import Parts
 from arclight.deploy.programs.processing import Processing
 from arclight.deploy.programs.program import Program
 from arclight.deploy.quantizing.ptq import Metric, chosen_target, quantize
-from arclight.deploy.settings import BFloat16, Quantization, Target, is_calibrated
+from arclight.deploy.settings import BFloat16, Quantization, Target, calibration_batches, is_calibrated
 from arclight.fabric.signing import SigningKey
 from arclight.trainer.datamodule import DataHooks
 
 if TYPE_CHECKING:
     from arclight.trainer import DataModule, Module
+
+log = logging.getLogger(__name__)
 
 EXAMPLES = 3
 """Samples of a training batch on which a program is compared with its model."""
@@ -127,57 +150,129 @@ def evaluation_of(deployment: Deployment) -> Evaluation:
     return found
 
 
+@overload
 def ship(
     deployment: Deployment,
     path: str | os.PathLike[str],
     recipe: Quantization | None = None,
     *,
-    format: Format | None = None,
+    format: Format | Fastest | None = None,
+    candidates: Sequence[Format] | None = None,
     batch_size: int | None = None,
     max_drop: float | None = None,
     sign: str | os.PathLike[str] | SigningKey | None = None,
-) -> Program:
+) -> Program: ...
+
+
+@overload
+def ship(
+    deployment: Deployment,
+    path: str | os.PathLike[str],
+    recipe: Quantization | None = None,
+    *,
+    format: Several,
+    batch_size: int | None = None,
+    max_drop: float | None = None,
+    sign: str | os.PathLike[str] | SigningKey | None = None,
+) -> dict[Format, Program]: ...
+
+
+def ship(
+    deployment: Deployment,
+    path: str | os.PathLike[str],
+    recipe: Quantization | None = None,
+    *,
+    format: Format | Fastest | Several | None = None,
+    candidates: Sequence[Format] | None = None,
+    batch_size: int | None = None,
+    max_drop: float | None = None,
+    sign: str | os.PathLike[str] | SigningKey | None = None,
+) -> Program | dict[Format, Program]:
     """Write what ``deployment`` says as a program at ``path``: in float32, or quantized by ``recipe`` for what runs ``format``.
 
     ``batch_size`` fixes the first dimension, which may else be of any size. ``max_drop``: how much less the quantized model and its program may
-    score than the float model by the deployment's metric. ``format`` and ``sign`` as in `export`. Raises ExportError or QuantizeError where
-    the program would not compute what the model does, and before any work where ``format`` does not hold the recipe.
+    score than the float model by the deployment's metric. ``format``, ``candidates`` and ``sign`` as in `export`; several formats, and those among which
+    the fastest is looked for, are each quantized for what runs them. Raises ExportError or QuantizeError where the program would not compute what the
+    model does, and before any work where ``format`` does not hold the recipe.
     """
-    path, form, target = planned(path, recipe, format, signed=sign is not None)
+    plans = planned(path, recipe, format, candidates, signed=sign is not None)
     if max_drop is not None and deployment.metric is None:
         raise QuantizeError("max_drop bounds a metric, and the module has none: let its configure_deployment give one")
     if batch_size is not None:
         deployment = _with_batch_size(deployment, batch_size)
-    model: Any = deployment.model if recipe is None else _quantized(deployment, recipe, target, max_drop)
-    program = export(
-        model,
-        path,
-        example_inputs=deployment.example_inputs,
-        format=form,
-        input_names=deployment.input_names,
-        output_names=deployment.output_names,
-        dynamic_batch=deployment.dynamic_batch,
-        dynamic=deployment.dynamic,
-        comparisons=deployment.comparisons,
-        metadata={**deployment.metadata, **_named(deployment.processing)},
-        parts=deployment.parts,
-        sign=sign,
-    )
+    if recipe is not None and len(plans) > 1:  # read once for each target
+        batches = list(islice(deployment.calibration, calibration_batches(recipe))) if is_calibrated(recipe) else ()
+        deployment = dataclasses.replace(deployment, calibration=batches)
+    models: dict[Format, Any] = dict.fromkeys(plans, deployment.model)
+    if recipe is not None:
+        made = {target: _quantized(deployment, recipe, target, max_drop) for target in dict.fromkeys(plans.values())}
+        models = {form: made[target] for form, target in plans.items()}
+    request = Request(
+        example_inputs=deployment.example_inputs, input_names=deployment.input_names, output_names=deployment.output_names,
+        dynamic_batch=deployment.dynamic_batch, dynamic=deployment.dynamic, comparisons=deployment.comparisons,
+        metadata={**deployment.metadata, **_named(deployment.processing)}, parts=deployment.parts, sign=sign,
+    )  # fmt: skip
+    if isinstance(format, list | tuple):
+        written = export_each(models, path, request)
+        return {form: _processed(program, deployment) for form, program in written.items()}
+    if format == "fastest":
+        return _processed(export_fastest(models, path, request), deployment)
+    ((form, model),) = models.items()
+    return _processed(export_one(model, path, form, request), deployment)
+
+
+def _processed(program: Program, deployment: Deployment) -> Program:
     return program if deployment.processing is None else program.with_processing(deployment.processing)
 
 
 def planned(
-    path: str | os.PathLike[str], recipe: Quantization | None, format: Format | None, *, signed: bool
-) -> tuple[Path, Format, Target | None]:
-    """Return where a program goes, its format, and the target that ``recipe`` is for; ExportError or QuantizeError where these do not fit."""
+    path: str | os.PathLike[str],
+    recipe: Quantization | None,
+    format: Format | Fastest | Several | None,
+    candidates: Sequence[Format] | None = None,
+    *,
+    signed: bool,
+) -> dict[Format, Target | None]:
+    """Return the formats of programs at ``path``, and for each the target that ``recipe`` is for; ExportError or QuantizeError where these do not fit.
+
+    Of those among which the fastest is looked for, the ones that hold the recipe; the first reason is raised where there are none.
+    """
+    check_candidates(format, candidates)
+    if isinstance(format, list | tuple):
+        return dict(_planned(destination_in(path, form), recipe, form, signed) for form in each_format(format, None))
+    if format != "fastest":
+        return dict([_planned(path, recipe, format, signed)])
+    check_folder(path)
+    found: dict[Format, Target | None] = {}
+    refused: list[ExportError | QuantizeError] = []
+    for form in each_format(candidates or CANDIDATES, None):
+        try:
+            found |= [_planned(path, recipe, form, signed)]
+        except (ExportError, QuantizeError) as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    for reason in refused:
+        log.warning("a format is left out of what is timed: %s", reason)
+    return found
+
+
+def _planned(
+    path: str | os.PathLike[str], recipe: Quantization | None, format: Format | None, signed: bool
+) -> tuple[Format, Target | None]:
     target = None
     if recipe is not None:
-        target = chosen_target(recipe, _TARGETS.get(format or "") if is_calibrated(recipe) else None)
+        target = chosen_target(recipe, _target(path, format) if is_calibrated(recipe) else None)
     path, form = destination(path, format, target)
     if recipe is not None:
         runtime_of(form, precision_of(recipe), target)
     check_signed(path, form, signed=signed)
-    return path, form, target
+    return form, target
+
+
+def _target(path: str | os.PathLike[str], format: Format | None) -> Target | None:
+    """Return what runs ``format``, or the program at ``path`` if none is given: a folder is OpenVINO's; None for ONNX Runtime."""
+    return _TARGETS.get(format or ("onnx" if Path(path).suffix == LONE else DEFAULT))
 
 
 _TARGETS: Mapping[str, Target] = {"openvino": "openvino", "aoti": "inductor"}

@@ -103,11 +103,12 @@ def export_embedding_model(
     from arclight.deploy.deployment import ship
 
     if isinstance(model, Decoder):
-        return ship(embedding_deployment(model, batches, tokenizer), path, recipe, **options)
-    about = {"model": model.settings.model}
-    return ship(
-        embedding_deployment(model.model, batches, tokenizer or model.tokenizer, about), path, recipe, **options
-    )
+        deployment = embedding_deployment(model, batches, tokenizer)
+    else:
+        about = {"model": model.settings.model}
+        deployment = embedding_deployment(model.model, batches, tokenizer or model.tokenizer, about)
+    program: Program = ship(deployment, path, recipe, **options)
+    return program
 
 
 class Embedder:

@@ -202,9 +202,12 @@ def export_language_model(
     from arclight.deploy.deployment import ship
 
     if isinstance(model, Decoder):
-        return ship(language_deployment(model, batches, tokenizer), path, recipe, **options)
-    about = {"model": model.settings.model}
-    return ship(language_deployment(model.model, batches, tokenizer or model.tokenizer, about), path, recipe, **options)
+        deployment = language_deployment(model, batches, tokenizer)
+    else:
+        about = {"model": model.settings.model}
+        deployment = language_deployment(model.model, batches, tokenizer or model.tokenizer, about)
+    program: Program = ship(deployment, path, recipe, **options)
+    return program
 
 
 @torch.no_grad()

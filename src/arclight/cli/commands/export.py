@@ -5,6 +5,7 @@ What is named first (`opened`: a run, a checkpoint, a class) becomes a module an
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import tomllib
 from argparse import Namespace
@@ -91,13 +92,23 @@ def _parser(verb: str, about: str) -> Parser:
         type=Path,
         required=True,
         metavar="PATH",
-        help="the program to write: a file (.onnx), or a folder with --format",
+        help="the program to write: a file (.onnx), or a folder",
     )
     hf = ", or hf for a Hugging Face folder (the default of a language model where --out does not end in .onnx)"
     parser.add_argument(
         "--format",
-        help="write a folder: onnx, openvino, pt2 or aoti (the last two only with --sign); a quantized model is placed for what runs it"
-        + hf * (verb == "export"),
+        type=formats,
+        metavar="FORMAT,FORMAT|fastest",
+        help="write a folder: onnx, openvino (the default), pt2 or aoti (the last two only with --sign), or several of them, each as a folder in it; "
+        "fastest keeps what takes the least time here; a quantized model is placed for what runs it"
+        + hf
+        * (verb == "export"),
+    )
+    parser.add_argument(
+        "--candidates",
+        type=formats,
+        metavar="FORMAT,FORMAT",
+        help="formats that --format fastest times (default: openvino,onnx)",
     )
     parser.add_argument(
         "--data", metavar="PATH|TARGET",
@@ -129,6 +140,14 @@ def _parser(verb: str, about: str) -> Parser:
     return parser
 
 
+def formats(text: str) -> str | list[str]:
+    """Read a format, or several with commas between them, as the ``type`` of an argument."""
+    names = text.split(",")
+    if len(names) > 1 and (wrong := {"hf", "fastest"}.intersection(names)):
+        raise argparse.ArgumentTypeError(f"{text} has {', '.join(sorted(wrong))} in it, which stands alone")
+    return names if len(names) > 1 else text
+
+
 def _ship(parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quantization | None) -> None:
     """Write the program that ``options`` ask for; UsageError or ExportError, before any work, for what cannot be written."""
     check_program_name(options.out, is_folder=options.format is not None)
@@ -136,7 +155,10 @@ def _ship(parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quant
     from arclight.deploy.parity import parity_summary, speed_summary
     from arclight.text.language_model import LanguageModel
 
-    planned(options.out, recipe, options.format, signed=options.sign is not None)
+    named: Any = options.candidates
+    candidates: Any = [named] if isinstance(named, str) else named
+    form: Any = options.format
+    planned(options.out, recipe, form, candidates, signed=options.sign is not None)
     module, data = opened(parser, options, rest)
     if options.embedding and not isinstance(module, LanguageModel):
         raise UsageError(
@@ -151,14 +173,25 @@ def _ship(parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quant
             else configured(module, data, batches)
         )
         sign = None if options.sign is None else _signing_key(options.sign)
-        program = ship(
-            deployment, options.out, recipe, format=options.format, batch_size=options.batch_size,
+        written: Any = ship(
+            deployment, options.out, recipe, format=form, candidates=candidates, batch_size=options.batch_size,
             max_drop=getattr(options, "max_drop", None), sign=sign,
         )  # fmt: skip
-    proof = parity_summary(program.metadata) + speed_summary(program.metadata)
-    print(f"wrote {options.out}: {program.precision}, {_size(program)}, {proof}")
-    if program.signer is not None:
-        print(f"signed: it is loaded with --trust {program.signer}")
+    programs: Sequence[Program] = list(written.values()) if isinstance(written, dict) else [written]
+    for program in programs:
+        proof = parity_summary(program.metadata) + speed_summary(program.metadata)
+        print(f"wrote {program.path}: {program.precision}, {_size(program)}, {proof}")
+        if "fastest" in program.metadata:
+            print(_timed(program))
+    if programs[0].signer is not None:
+        print(f"signed: it is loaded with --trust {programs[0].signer}")
+
+
+def _timed(program: Program) -> str:
+    """Say which formats were timed."""
+    times = program.metadata["fastest"]["wall_ms"]
+    told = ", ".join(f"{form} {time:.2f} ms" for form, time in sorted(times.items(), key=lambda one: one[1]))
+    return f"kept {program.format}, the fastest here on one thread: {told}"
 
 
 def _size(program: Program) -> str:

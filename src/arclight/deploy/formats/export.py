@@ -181,6 +181,7 @@ def export(
         example_inputs=example_inputs, input_names=input_names, output_names=output_names, dynamic_batch=dynamic_batch, dynamic=dynamic,
         comparisons=comparisons or {}, metadata=metadata or {}, max_difference=max_difference, parts=parts, sign=sign,
     )  # fmt: skip
+    check_candidates(format, candidates)
     if format == "fastest":
         if isinstance(model, QuantizedModel):
             raise ExportError(
@@ -188,16 +189,34 @@ def export(
                 "out, or let `arclight quantize --format fastest` quantize it for each runtime"
             )
         return export_fastest(each_format(candidates or CANDIDATES, model), path, request)
-    if candidates is not None:
-        raise ExportError(f"candidates are of format='fastest', and the format is {format!r}: leave them out")
     if isinstance(format, list | tuple):
         return export_each(each_format(format, model), path, request)
-    plan = _plan(model, path, format, sign)
+    return export_one(model, path, format, request)
+
+
+def export_one(
+    model: nn.Module | QuantizedModel, path: str | os.PathLike[str], format: Format | None, request: Request
+) -> Program:
+    """Write ``model`` in one format at ``path``."""
+    plan = _plan(model, path, format, request.sign)
     source = _Source(model, request)
     with ExitStack() as stack:
-        draft = source.drafted(plan, source.captured([plan.format]), stack)
-        draft.publish()
+        source.drafted(plan, source.captured([plan.format]), stack).publish()
     return _opened(plan)
+
+
+def check_candidates(format: Format | Fastest | Several | None, candidates: Sequence[Format] | None) -> None:
+    """Raise ExportError for candidates where the fastest is not asked for."""
+    if candidates is not None and format != "fastest":
+        raise ExportError(f"candidates are of format='fastest', and the format is {format!r}: leave them out")
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Raise ExportError for a file in place of the folder of the fastest format."""
+    if Path(path).suffix == LONE:
+        raise ExportError(
+            f"{path} names an ONNX file, and the fastest format is known afterwards: name a folder, without {LONE}"
+        )
 
 
 def each_format(formats: Sequence[Format], value: T) -> dict[Format, T]:
@@ -238,10 +257,7 @@ def export_fastest(
 
     A format that this machine cannot write or run is left out, with a warning and the reason in the program; the first reason is raised where none is left.
     """
-    if Path(path).suffix == LONE:
-        raise ExportError(
-            f"{path} names an ONNX file, and the fastest format is known afterwards: name a folder, without {LONE}"
-        )
+    check_folder(path)
     sources = _Source.of_each(models, request)
     captures = _captures(sources)
     drafts: dict[Format, _Draft] = {}

@@ -32,7 +32,8 @@ def export_module(
     module: VisionModule, path: Path | str, images: Any, recipe: Quantization | None = None, **options: Any
 ) -> Program:  # fmt: skip
     """Write ``module`` as a program, compared (and calibrated) on ``images``; see `VisionModule.deployment`, and `ship` for options and errors."""
-    return ship(module.deployment(images, calibration_batches(recipe)), path, recipe, **options)
+    program: Program = ship(module.deployment(images, calibration_batches(recipe)), path, recipe, **options)
+    return program
 
 
 def evaluate_program(program: Program, images: Any, batch_size: int = 8) -> Any:
