@@ -35,9 +35,12 @@ LONE = ".onnx"
 _REFUSED: Mapping[str, str] = {
     "executorch": "executorch 1.5.1 lowers no int8 model that was placed for it (target='executorch'): install it beside torch, and lower format "
     "'pt2' of the float model with its XnnpackPartitioner, or the graph of quantize(quantizer=) with its XNNPACKQuantizer",
-    "tensorrt": "NVIDIA's tensorrt package and a GPU are missing here: run trtexec on the .onnx file where both are",
-    "coreml": "coremltools is missing, and macOS to compare the program on: convert format 'pt2' there",
-    "litert": "litert-torch is missing, which converts format 'pt2'",
+    "tensorrt": "nothing here runs tensorrt programs, whatever is installed, so none could be compared with its model: run trtexec on the .onnx file "
+    "where the GPU is",
+    "coreml": "nothing here runs coreml programs, whatever is installed, so none could be compared with its model: convert format 'pt2' with coremltools, "
+    "and compare it on macOS",
+    "litert": "nothing here runs litert programs, whatever is installed, so none could be compared with its model: convert format 'pt2' with litert-torch, "
+    "and compare it there",
     "torchscript": "TorchScript is deprecated by torch and never written here: take 'pt2'",
 }
 _SUFFIXES: Mapping[str, str] = {
