@@ -37,8 +37,6 @@ Rows = list[tuple[str, ...]]
 HEADER = ("what", "value", f"beside; of times: {SPREAD}")
 ANY_NOISE = -50.0
 """Least decibels of models that are scored by their metric instead."""
-QAT_RATE = 3e-3
-"""Peak rate of training with 4 bits: that of the training before."""
 
 
 def main(options: argparse.Namespace) -> None:
@@ -205,7 +203,7 @@ def _low_bits(task: Task, quick: bool) -> tuple[Rows, Figures]:
     before, after = task.score(task.model), task.score(quantize(task.model, task.calibration, recipe=recipe))
     torch.manual_seed(0)
     prepared = prepare_qat(copy.deepcopy(task.model).train().requires_grad_(True), task.train[0][:BATCH], recipe=recipe)
-    task.fit(prepared, 1 if quick else 4, QAT_RATE)
+    task.fit(prepared, 1 if quick else 4, 1e-3)
     trained = task.score(convert(prepared))
     rows = [
         ("scenes, 4-bit weights and activations: points", f"{after:.2f}", f"{before:.2f} in float32"),
