@@ -44,7 +44,7 @@ IN_ONNX = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where something happens in a model."""
+    """The operator, module and line of a model at which something happens."""
 
     operator: str
     module: str
