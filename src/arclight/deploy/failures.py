@@ -44,7 +44,7 @@ IN_ONNX = (
 
 @dataclass(frozen=True)
 class Place:
-    """The operator, module and line of a model at which something happens."""
+    """Name an operator, its module and the line of source that it is written in."""
 
     operator: str
     module: str
