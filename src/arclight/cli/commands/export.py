@@ -115,13 +115,8 @@ def _parser(verb: str, about: str) -> Parser:
         help="images or texts to verify (and calibrate) with, or package.module:Class for a module of your own (default: what it was trained on)",
     )  # fmt: skip
     parser.add_argument(
-        "--config",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="settings of a module of your own, as in arclight train",
-    )
+        "--config", type=Path, action="append", default=[], metavar="FILE", help="settings of a module of your own, as in arclight train"
+    )  # fmt: skip
     parser.add_argument(
         "--ckpt_path", metavar="last|PATH",
         help="weights of a module of your own: last for the best of its newest run, or the PATH of a run folder or checkpoint",

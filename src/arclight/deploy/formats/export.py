@@ -299,7 +299,7 @@ def _opened(plan: _Plan) -> Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What `export` is told of all programs of a model; see there."""
+    """Arguments of `export` that all programs of a model share; see there."""
 
     example_inputs: Tensor | Sequence[Tensor]
     input_names: Sequence[str] | None = None
@@ -315,7 +315,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Where one program goes, in what format and runtime, and who signs it."""
+    """Path, format, runtime and key of one program."""
 
     path: Path
     format: Format
