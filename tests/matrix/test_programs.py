@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cli.test_federate_detector import ROUND, SITES
 from tests.exports import compare_here
 from tests.ranks import Ranks
 from tests.text.test_heads import sequences, tokens
 from tests.text.test_language_program import TEXT
 from tests.text.test_language_program import model as language_model
+from tests.vision.conftest import SMALL
 from tests.vision.test_tasks import CASES, SHALLOW, built, trainer
 from torch import nn
 from torch.utils.data import DataLoader
@@ -358,6 +360,32 @@ def test_shards_trained_with_rounding_are_a_program(
     assert sum(program.metadata["quantization"]["integer_kernels"].values()) >= 0.9 * len(quantized.quantized_layers)
     sqnr_db = program.metadata["parity"]["sqnr_db"]
     assert sqnr_db is None or sqnr_db > 30
+
+
+# -- a round of a federation ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_federated_detector_is_an_int8_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from arclight.vision.qris.scenes.generate import generate
+
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(SMALL)
+    Path("sites.toml").write_text(SITES)
+    generate(tmp_path / "photos", 12, 3, size=96, val_share=0.25, workers=1, merchants=4)
+    assert main(["federate", "sites.toml"]) == 0, capsys.readouterr().err
+    words = ["quantize", ROUND, "--out", "int8", "--format", "onnx,openvino", "--calibration-batches", "1"]
+    words += ["--recipe.min_sqnr_db", "-50"]  # one step has taught it nothing, so little of its outputs is left of int8
+    assert main(words) == 0, capsys.readouterr().err
+    for form, target in (("onnx", "onnxruntime"), ("openvino", "openvino")):
+        program = Program.load(tmp_path / "int8" / form)
+        report = program.metadata["quantization"]
+        assert (program.precision, program.metadata["names"], report["target"]) == ("int8", ["qr_code"], target)
+        assert sum(report["integer_kernels"].values()) >= 0.9 * report["quantized_layers"] > 0
+        sqnr_db = program.metadata["parity"]["sqnr_db"]
+        assert sqnr_db is None or sqnr_db > 30
 
 
 def test_every_format_and_precision_is_quick_in_a_cell() -> None:
