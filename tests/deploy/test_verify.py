@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 )
 from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
 
-from arclight.deploy import ExportError, QuantizeError, verify_quantizer
+from arclight.deploy import ExportError, QuantizeError, benchmark, verify_quantizer
 from arclight.deploy.errors import VerificationError
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.placement import PlacementQuantizer
@@ -178,7 +179,7 @@ def test_outputs_that_are_none_are_left_out_and_doubles_judged_in_float32(
     monkeypatch.setattr(f"{rewriting.__name__}._get_aten_graph_module_for_pattern", trace)
     seven = PlacementQuantizer(weight_bits=7)  # of which no processor's sums overflow
     model, batch = copy.deepcopy(Absent(net)).double(), batches[0].double()
-    report = verify_quantizer(model, [batch], seven, backends=["onnxruntime"])
+    report = verify_quantizer(model, [batch], seven, backends=["onnxruntime"], bounds={"speedup": 0})
     assert list(report.outputs) == ["0"]
     assert report.outputs["0"].sqnr_db > 20
     assert report.backends["onnxruntime"].outputs["0"].sqnr_db > 40
@@ -188,13 +189,33 @@ def test_outputs_that_are_none_are_left_out_and_doubles_judged_in_float32(
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
 def test_our_placement_in_a_runtime(net: nn.Module, batches: list[Tensor], backend: Any) -> None:
     report = verify_quantizer(
-        net, batches[:1], PlacementQuantizer(weight_bits=7), backends=[backend], bounds={"speedup": 0.001},
+        net, batches[:1], PlacementQuantizer(weight_bits=7), backends=[backend], bounds={"speedup": 0},
         qparams={"cat.input0": "cat.output", "cat.input1": "cat.output", "conv2.bias": ("conv2.input", "conv2.weight")},
     )  # fmt: skip
     found = report.backends[backend]
     assert found.integer_kernels == len(report.integer_layers) == 4
     assert found.outputs["0"].sqnr_db > 40
     assert found.speedup is not None
+
+
+@pytest.mark.parametrize("ratio", [0.9, 1.0, 1.1])
+def test_a_program_must_be_faster_than_float(
+    net: nn.Module, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch, ratio: float
+) -> None:
+    def timed(*arguments: Any, **options: Any) -> Any:
+        table = benchmark(*arguments, **{**options, "rounds": 1})
+        return dataclasses.replace(table, rows=tuple(dataclasses.replace(row, speedup=ratio) for row in table.rows))
+
+    monkeypatch.setattr("arclight.deploy.verifying.verify.benchmark", timed)
+    how: Any = {"quantizer": PlacementQuantizer(weight_bits=7), "backends": ["onnxruntime"]}
+    if ratio > 1:
+        assert verify_quantizer(net, batches[:1], **how).backends["onnxruntime"].speedup == ratio
+        return
+    told = rf"speedup: in onnxruntime the quantized program is {ratio:.2f} x as fast .* more than 1\.00 x.* bounds=\{{'speedup': "
+    error = fails(told, net, batches[:1], **how)
+    assert (len(error.report.failures), error.report.backends["onnxruntime"].speedup) == (1, ratio)
+    report = verify_quantizer(net, batches[:1], **how, bounds={"speedup": 0.5})
+    assert report.backends["onnxruntime"].speedup == ratio
 
 
 @pytest.mark.slow
@@ -213,7 +234,9 @@ def test_training(net: nn.Module, batches: list[Tensor], make: Callable[[], Any]
 @pytest.mark.slow
 def test_trained_placement_runs_on_integers(net: nn.Module, batches: list[Tensor]) -> None:
     quantizer = PlacementQuantizer(qat=True)
-    report = verify_quantizer(net, batches[:1], quantizer, mode="qat", qat_steps=1, backends=["onnxruntime"])
+    report = verify_quantizer(
+        net, batches[:1], quantizer, mode="qat", qat_steps=1, backends=["onnxruntime"], bounds={"speedup": 0}
+    )
     assert report.backends["onnxruntime"].integer_kernels == 4
 
 
