@@ -140,7 +140,7 @@ def test_token_ids_in_several_batches_and_threads(tagger_program: Program) -> No
     assert table["model"].batch == 1
     flat = table.json()
     assert flat["program/batch 5/threads 2/speedup"] == 1
-    assert len(flat) == 4 * (9 + 9 + 7), "a callable has no size and no device"
+    assert len(flat) == 4 * (10 + 9 + 7), "a model has no build time, a callable no size and no device, either"
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(table)
     text = console.export_text()
