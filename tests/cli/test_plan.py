@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -152,6 +153,17 @@ def test_what_cannot_be_planned_is_one_sentence(words: str, message: str, recipe
     assert status == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("value", ["independent", "apart"])
+def test_independent_replicas_leave_no_stages_to_choose(recipe: str, typed: Typed, value: str) -> None:
+    words = f"plan {recipe} --gpus 4 --gpu cpu --fix dp_replicate=2 --fix tp=1 --fix cp=1 --fix replicas={value} --json plan.json"
+    with pytest.warns(FutureWarning, match="apart") if value == "apart" else contextlib.nullcontext():
+        assert typed(words)[0] == 0
+    plans = json.loads(Path("plan.json").read_text())["plans"]
+    assert {(one["plan"]["replicas"], one["plan"]["pp"]) for one in plans} == {("independent", 1)}
+    with pytest.warns(FutureWarning, match="apart") if value == "apart" else contextlib.nullcontext():
+        assert "is not done for pipelines yet" in typed(f"{words} --fix pp=2")[2]
 
 
 @pytest.mark.slow

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import arclight as al
-from arclight.deploy import ExportError, Int8, WeightOnly
+from arclight.deploy import ExportError, Int8, QuantizeError, WeightOnly, quantize
 from arclight.deploy.deployment import Deployment, configured, ship
+from arclight.deploy.settings import Target
 
 
 class Batches(al.DataModule):
@@ -140,6 +141,23 @@ def test_formats_that_do_not_hold_a_recipe_are_no_candidates(tmp_path: Path, cap
     deployment = Deployment(model=module, example_inputs=torch.randn(3, 32))
     program = ship(deployment, tmp_path / "p", WeightOnly(), format="fastest")
     assert (program.format, list(program.metadata["fastest"]["wall_ms"])) == ("onnx", ["onnx"])
-    assert "a format is left out of what is timed: the model was quantized for onnxruntime" in caplog.text
+    assert "format openvino is left out of what is timed: the model was quantized for onnxruntime" in caplog.text
+    assert "onnxruntime" in program.metadata["fastest"]["left_out"]["openvino"]
     with pytest.raises(ExportError, match="does not run openvino programs"):
         ship(deployment, tmp_path / "q", WeightOnly(), format="fastest", candidates=["openvino"])
+
+
+def test_a_target_that_loses_too_much_is_left_out_of_the_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*arguments: Any, target: Target | None, **options: Any) -> Any:
+        if target == "openvino":
+            raise QuantizeError("it loses 3 points")
+        return quantize(*arguments, target=target, **options)
+
+    monkeypatch.setattr("arclight.deploy.deployment.quantize", refusing)
+    program = ship(convolutions(), tmp_path / "p", Int8(calibration_batches=1), format="fastest")
+    assert program.format == "onnx"
+    assert program.metadata["fastest"]["left_out"] == {"openvino": "it loses 3 points"}
+    with pytest.raises(QuantizeError, match="loses 3 points"):
+        ship(convolutions(), tmp_path / "q", Int8(calibration_batches=1), format=["onnx", "openvino"])

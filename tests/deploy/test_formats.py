@@ -535,3 +535,14 @@ def test_a_quantized_model_has_no_fastest_format(tmp_path: Path) -> None:
     quantized = quantize(model, [images])
     with pytest.raises(ExportError, match=r"was quantized for onnxruntime, .* `arclight quantize --format fastest`"):
         export(quantized, tmp_path / "p", example_inputs=images, format="fastest")
+
+
+@pytest.mark.parametrize(
+    "candidates, message",
+    [(["onnx", "opnvino"], "candidates name 'opnvino': there is onnx"), ([], "candidates are empty")],
+)
+def test_candidates_are_formats(two_heads: nn.Module, tmp_path: Path, candidates: list[Any], message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        export(
+            two_heads, tmp_path / "p", example_inputs=torch.randn(4, 3, 8, 8), format="fastest", candidates=candidates
+        )

@@ -110,3 +110,24 @@ def test_a_branch_is_refused_without_a_line_of_torchs_log(tmp_path: Path) -> Non
 def test_a_recipe_without_calibration_lets_warnings_through() -> None:
     with pytest.warns(UserWarning, match="inputs are not normalized"):
         quantize(nn.Sequential(Warns(), nn.Flatten(), nn.Linear(64, 4)), recipe=DynamicInt8(), example=X)
+
+
+def test_a_failure_is_not_replaced_by_a_warning_that_is_an_error() -> None:
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="of the model") as caught:
+        warnings.simplefilter("error")
+        with quiet():
+            warnings.warn("inputs are not normalized", stacklevel=1)
+            raise ValueError("of the model")
+    assert "inputs are not normalized" in str(caught.value.__notes__)
+
+
+def test_warnings_pass_nested_calls_once_and_heed_filters_by_module() -> None:
+    with pytest.warns(UserWarning, match="one") as caught, quiet(), quiet():
+        warnings.warn("one", stacklevel=1)
+    assert len(caught) == 1
+    with warnings.catch_warnings(record=True) as kept:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", module=__name__.replace(".", r"\."))
+        with quiet():
+            warnings.warn("two", stacklevel=1)
+    assert not kept

@@ -244,3 +244,14 @@ def test_an_error_is_of_every_kind_that_people_catch() -> None:
     assert isinstance(caught.value, (ValueError, TypeError))
     with cuda_devices(0), pytest.raises(RuntimeError, match="can not run on your system"):
         select(accelerator=CUDAAccelerator())
+
+
+def test_methods_of_a_strategy_are_still_overridden_by_their_former_names() -> None:
+    with pytest.warns(FutureWarning, match="Wrapping.bare is called unwrap now"):
+
+        class Wrapping(SingleDeviceStrategy):
+            def bare(self, module: torch.nn.Module) -> torch.nn.Module:
+                return next(module.children())
+
+    inner = torch.nn.Linear(2, 2)
+    assert Wrapping().unwrap(torch.nn.Sequential(inner)) is inner

@@ -18,7 +18,8 @@ from arclight.text.settings import LanguageTask
 def test_export_leaves_mode_and_device_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(
-        "arclight.deploy.deployment.export", lambda cached, *_, **__: given.append(cached.decoder) or SimpleNamespace()
+        "arclight.deploy.deployment.export_one",
+        lambda cached, *_, **__: given.append(cached.decoder) or SimpleNamespace(),
     )
     moved: list[Any] = []
     apply = nn.Module._apply

@@ -298,7 +298,7 @@ _ANNOUNCERS = ("typing_extensions", "warnings", "copy", "copyreg")
 def quiet() -> Iterator[None]:
     """Hold back what exporters print, warn and log; an error carries it along as a note.
 
-    Warnings of anybody else, such as the model, are issued afterwards, each once.
+    Warnings of anybody else, such as the model, are issued afterwards, each once; beside an error they are in its note.
     """
     output = io.StringIO()
     handler = logging.StreamHandler(output)
@@ -314,26 +314,34 @@ def quiet() -> Iterator[None]:
         if not _is_exporters(sys._getframe(1)):
             others[str(message), category, filename, lineno] = (message, category, filename, lineno)
 
-    try:
-        with warnings.catch_warnings(), contextlib.ExitStack() as stack:
-            warnings.simplefilter("always")
-            warnings.showwarning = keep
-            stack.enter_context(contextlib.redirect_stdout(output))
-            stack.enter_context(contextlib.redirect_stderr(output))
-            for logger in loggers:
-                logger.handlers, logger.propagate = [handler], False
-            try:
-                yield
-            except Exception as error:
-                if lines := [*output.getvalue().splitlines(), *said]:
-                    error.add_note("\n".join(["What the exporter said before it failed:", *lines[-40:]]))
-                raise
-            finally:
-                for logger, (handlers, propagate) in zip(loggers, before):
-                    logger.handlers, logger.propagate = handlers, propagate
-    finally:
-        for warned in others.values():
-            warnings.warn_explicit(*warned)
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("always")
+        warnings.showwarning = keep
+        stack.enter_context(contextlib.redirect_stdout(output))
+        stack.enter_context(contextlib.redirect_stderr(output))
+        for logger in loggers:
+            logger.handlers, logger.propagate = [handler], False
+        try:
+            yield
+        except Exception as error:
+            if lines := [*output.getvalue().splitlines(), *said]:
+                error.add_note("\n".join(["What the exporter said before it failed:", *lines[-40:]]))
+            raise
+        finally:
+            for logger, (handlers, propagate) in zip(loggers, before):
+                logger.handlers, logger.propagate = handlers, propagate
+    for warned in others.values():
+        _issue(*warned)
+
+
+def _issue(message: Any, category: type[Warning], filename: str, lineno: int) -> None:
+    """Issue a warning as its module would: filters go by its name, and it keeps what was shown once."""
+    module = next((one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == filename), None)
+    if module is None:
+        warnings.warn_explicit(message, category, filename, lineno)
+    else:
+        registry = vars(module).setdefault("__warningregistry__", {})
+        warnings.warn_explicit(message, category, filename, lineno, module.__name__, registry)
 
 
 def _loggers() -> list[logging.Logger]:
@@ -352,5 +360,7 @@ def _is_exporters(frame: FrameType | None) -> bool:
     """Return True if code of an exporter warns in ``frame``, whatever line the warning is about."""
     while frame is not None and frame.f_globals.get("__name__") in _ANNOUNCERS:
         frame = frame.f_back
+    if frame is not None and frame.f_code is _issue.__code__:  # of an inner `quiet`, which has judged it
+        return False
     name = "" if frame is None else str(frame.f_globals.get("__name__"))
     return f"{name}.".startswith(tuple(f"{package}." for package in _PACKAGES))

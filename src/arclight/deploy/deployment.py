@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +54,6 @@ from arclight.trainer.datamodule import DataHooks
 if TYPE_CHECKING:
     from arclight.trainer import DataModule, Module
 
-log = logging.getLogger(__name__)
 
 EXAMPLES = 3
 """Samples of a training batch on which a program is compared with its model."""
@@ -195,7 +193,8 @@ def ship(
     the fastest is looked for, are each quantized for what runs them. Raises ExportError or QuantizeError where the program would not compute what the
     model does, and before any work where ``format`` does not hold the recipe.
     """
-    plans = planned(path, recipe, format, candidates, signed=sign is not None)
+    left_out: dict[Format, Exception] = {}
+    plans = planned(path, recipe, format, candidates, signed=sign is not None, left_out=left_out)
     if max_drop is not None and deployment.metric is None:
         raise QuantizeError("max_drop bounds a metric, and the module has none: let its configure_deployment give one")
     if batch_size is not None:
@@ -205,8 +204,17 @@ def ship(
         deployment = dataclasses.replace(deployment, calibration=batches)
     models: dict[Format, Any] = dict.fromkeys(plans, deployment.model)
     if recipe is not None:
-        made = {target: _quantized(deployment, recipe, target, max_drop) for target in dict.fromkeys(plans.values())}
-        models = {form: made[target] for form, target in plans.items()}
+        made: dict[Target | None, Any] = {}
+        for target in dict.fromkeys(plans.values()):
+            try:
+                made[target] = _quantized(deployment, recipe, target, max_drop)
+            except QuantizeError as error:
+                if format != "fastest":
+                    raise
+                left_out |= {form: error for form, own in plans.items() if own == target}
+        if not made:
+            raise next(iter(left_out.values()))
+        models = {form: made[target] for form, target in plans.items() if target in made}
     request = Request(
         example_inputs=deployment.example_inputs, input_names=deployment.input_names, output_names=deployment.output_names,
         dynamic_batch=deployment.dynamic_batch, dynamic=deployment.dynamic, comparisons=deployment.comparisons,
@@ -216,7 +224,7 @@ def ship(
         written = export_each(models, path, request)
         return {form: _processed(program, deployment) for form, program in written.items()}
     if format == "fastest":
-        return _processed(export_fastest(models, path, request), deployment)
+        return _processed(export_fastest(models, path, request, left_out), deployment)
     ((form, model),) = models.items()
     return _processed(export_one(model, path, form, request), deployment)
 
@@ -232,10 +240,12 @@ def planned(
     candidates: Sequence[Format] | None = None,
     *,
     signed: bool,
+    left_out: dict[Format, Exception] | None = None,
 ) -> dict[Format, Target | None]:
     """Return the formats of programs at ``path``, and for each the target that ``recipe`` is for; ExportError or QuantizeError where these do not fit.
 
-    Of those among which the fastest is looked for, the ones that hold the recipe; the first reason is raised where there are none.
+    Of those among which the fastest is looked for, the ones that hold the recipe, and in ``left_out`` why the others do not; the first reason is
+    raised where there are none.
     """
     check_candidates(format, candidates)
     if isinstance(format, list | tuple):
@@ -244,16 +254,14 @@ def planned(
         return dict([_planned(path, recipe, format, signed)])
     check_folder(path)
     found: dict[Format, Target | None] = {}
-    refused: list[ExportError | QuantizeError] = []
-    for form in each_format(candidates or CANDIDATES, None):
+    refused: dict[Format, Exception] = {} if left_out is None else left_out
+    for form in each_format(CANDIDATES if candidates is None else candidates, None):
         try:
             found |= [_planned(path, recipe, form, signed)]
         except (ExportError, QuantizeError) as error:
-            refused.append(error)
+            refused[form] = error
     if not found:
-        raise refused[0]
-    for reason in refused:
-        log.warning("a format is left out of what is timed: %s", reason)
+        raise next(iter(refused.values()))
     return found
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arclight._intervals import renamed_value, todays_value
 from arclight.cli.arguments import Parser, UsageError, read_recipe, recipe_parser, write_json
 from arclight.cli.user_module import names_target
 from arclight.parallel.plan import Plan, bytes_of
@@ -177,10 +179,12 @@ def _limits(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpus:
             raise UsageError(
                 "diloco leaves open how many independent replicas train: set plan.dp_replicate, or add --fix dp_replicate=2"
             )
-        fixed["replicas"] = "apart"
+        fixed["replicas"] = "independent"
     if not options.eager and device.kind != "cpu":
         fixed.setdefault("compile", "inductor")
-    open_to_choice = {"ep", "micro_batches"} if fixed.get("replicas") == "apart" else {"pp", "ep", "micro_batches"}
+    open_to_choice = (
+        {"ep", "micro_batches"} if fixed.get("replicas") == "independent" else {"pp", "ep", "micro_batches"}
+    )
     alone = fixed | dict.fromkeys(fixed.keys() & open_to_choice, 1)
     Plan(**alone)  # what contradicts itself is said at once
     return Limits(gpus, bytes_of(options.memory) if options.memory else 0.95 * device.memory * 2**30, fixed)
@@ -194,7 +198,10 @@ def _fixed(word: str) -> tuple[str, Any]:
         raise UsageError(f"--fix {word}: write a field of the plan and its value, as tp=8; there is {', '.join(known)}")
     if isinstance(known[name], bool):
         return name, {"true": True, "false": False}.get(text.lower(), text)
-    return name, int(text) if text.isdigit() else text
+    value = todays_value(Plan, name, text)
+    if value != text:
+        warnings.warn(renamed_value(f"--fix {name}", text, value), FutureWarning, stacklevel=2)
+    return name, int(value) if value.isdigit() else value
 
 
 def as_json(chain: Chain, device: Hardware, found: SearchResult) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from types import MappingProxyType
+from typing import Any, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ from arclight.deploy.capture import (
     with_sizes,
     without_absent_outputs,
 )
-from arclight.deploy.errors import ExportError, ProgramError
+from arclight.deploy.errors import ExportError, ProgramError, QuantizeError
 from arclight.deploy.formats import onnx_graph
 from arclight.deploy.formats.formats import (
     LONE,
@@ -188,7 +189,7 @@ def export(
                 f"the model was quantized for {model.target}, where alone its integers are fast, so there is nothing to choose from: leave format "
                 "out, or let `arclight quantize --format fastest` quantize it for each runtime"
             )
-        return export_fastest(each_format(candidates or CANDIDATES, model), path, request)
+        return export_fastest(each_format(CANDIDATES if candidates is None else candidates, model), path, request)
     if isinstance(format, list | tuple):
         return export_each(each_format(format, model), path, request)
     return export_one(model, path, format, request)
@@ -206,7 +207,11 @@ def export_one(
 
 
 def check_candidates(format: Format | Fastest | Several | None, candidates: Sequence[Format] | None) -> None:
-    """Raise ExportError for candidates where the fastest is not asked for."""
+    """Raise ExportError for candidates where the fastest is not asked for, for none of them, and for what is no format."""
+    if unknown := [name for name in candidates or () if name not in get_args(Format)]:
+        raise ExportError(f"candidates name {unknown[0]!r}: there is {', '.join(get_args(Format))}")
+    if candidates is not None and not candidates:
+        raise ExportError("candidates are empty: name formats, or leave them out")
     if candidates is not None and format != "fastest":
         raise ExportError(f"candidates are of format='fastest', and the format is {format!r}: leave them out")
 
@@ -230,7 +235,7 @@ def each_format(formats: Sequence[Format], value: T) -> dict[Format, T]:
 def export_each(
     models: Mapping[Format, nn.Module | QuantizedModel], path: str | os.PathLike[str], request: Request
 ) -> dict[Format, Program]:
-    """Write each of ``models``, by format, as a folder in ``path``, all of them or none; a model in several formats is captured once."""
+    """Write each of ``models``, by format, as a folder in ``path``, once all are accepted; a model in several formats is captured once."""
     plans = {form: _plan(model, destination_in(path, form), form, request.sign) for form, model in models.items()}
     sources = _Source.of_each(models, request)
     captures = _captures(sources)
@@ -251,23 +256,27 @@ def _captures(sources: Mapping[Format, _Source]) -> dict[Format, Captured]:
 
 
 def export_fastest(
-    models: Mapping[Format, nn.Module | QuantizedModel], path: str | os.PathLike[str], request: Request
+    models: Mapping[Format, nn.Module | QuantizedModel],
+    path: str | os.PathLike[str],
+    request: Request,
+    left_out: Mapping[Format, Exception] = MappingProxyType({}),
 ) -> Program:
     """Write ``models``, by format, where ``path`` is to be, time them in turns, and keep the fastest there, with the times of all.
 
-    A format that this machine cannot write or run is left out, with a warning and the reason in the program; the first reason is raised where none is left.
+    A format that this machine cannot write or run is left out, with a warning and the reason in the program, beside those ``left_out`` before; the
+    first reason is raised where none is left.
     """
     check_folder(path)
     sources = _Source.of_each(models, request)
     captures = _captures(sources)
     drafts: dict[Format, _Draft] = {}
-    refused: dict[Format, Exception] = {}
+    refused: dict[Format, Exception] = dict(left_out)
     with ExitStack() as stack:
         for form, model in models.items():
             try:
                 plan = _plan(model, path, form, request.sign)
                 drafts[form] = sources[form].drafted(plan, captures[form], stack)
-            except (ExportError, MissingExtraError) as error:
+            except (ExportError, QuantizeError, MissingExtraError) as error:
                 refused[form] = error
         if not drafts:
             raise next(iter(refused.values()))

@@ -216,7 +216,9 @@ class LeastErrorMovingRange(MovingRange):
         lows, highs = (one.flatten() for one in torch.meshgrid(low * shares, high * shares, indexing="ij"))
         rounded = _rounded(centers, lows[:, None], highs[:, None], self.quant_max - self.quant_min)
         best = ((rounded - centers).abs().pow(POWER) * counts).sum(1).argmin()
-        return lows[best], highs[best]
+        return lows.gather(0, best[None])[0], highs.gather(0, best[None])[
+            0
+        ]  # no index, which would wait for the device
 
 
 class PerChannelWeightRange(pt2e.ObserverBase):
@@ -258,13 +260,14 @@ class PerChannelWeightRange(pt2e.ObserverBase):
 class PerChannelLeastErrorRange(PerChannelWeightRange):
     """Fake-quantize a weight of few bits in the range of least squared error, which may cut its largest values."""
 
-    CANDIDATES = 13
+    SHARES = tuple(1 - step / 20 for step in range(13))
+    """Shares of the largest value that are tried as the end of the range."""
 
     def _scale_of(self, weight: Tensor, others: list[int]) -> Tensor:
         largest = super()._scale_of(weight, others)
         shape = [-1 if dim == self.ch_axis else 1 for dim in range(weight.dim())]
         best, least = largest, torch.full_like(largest, torch.inf)
-        for share in torch.linspace(1, 0.4, self.CANDIDATES).tolist():
+        for share in self.SHARES:
             scale = (share * largest).clamp(min=self.eps)
             steps = scale.view(shape)
             rounded = (weight / steps).round().clamp(self.quant_min, self.quant_max) * steps

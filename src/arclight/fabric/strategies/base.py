@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -35,6 +36,19 @@ class Strategy:
     """Whether a forward of one process needs all others to do as many: they exchange weights or activations in it."""
     contributes_logs = True
     """Whether values logged on this rank are added to those of all; False where another rank logs the same ones."""
+
+    FORMER: ClassVar[dict[str, str]] = {
+        "bare": "unwrap", "settle": "sync_module_attributes", "check_alike": "verify_same_across_ranks",
+        "over_replicas": "replicate_mesh",
+    }  # fmt: skip
+    """Former names of methods, which a subclass may still override for one release."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for former, name in Strategy.FORMER.items():
+            if former in vars(cls) and name not in vars(cls):
+                warnings.warn(f"{cls.__name__}.{former} is called {name} now: rename it", FutureWarning, stacklevel=2)
+                setattr(cls, name, vars(cls)[former])
 
     def __init__(
         self, accelerator: Accelerator | None = None, checkpoint_io: Any = None, precision: Precision | None = None,

@@ -165,6 +165,8 @@ class BaseRouter(nn.Module):
 
     def count(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """Return ``scores``, in whose backward pass ``chosen``, choices of each row's expert, is added to `counts`."""
+        if scores.is_meta:  # nothing is chosen there
+            return scores
         counted: Tensor = _Count.apply(scores, chosen, self.counts)
         return counted
 
