@@ -304,13 +304,12 @@ def test_large_weights_lie_beside_one_file_and_in_the_folder(
             Program.load(path)
 
 
-def test_aoti_needs_a_compiler(
-    two_heads: nn.Module, key: SigningKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_aoti_needs_a_compiler(two_heads: nn.Module, key: SigningKey, tmp_path: Path) -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ExportError, match="install g\\+\\+ or clang\\+\\+"):
+    # pytest's monkeypatch would leave the setting hidden for the tests after this one
+    missing = config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, pytest.raises(ExportError, match="install g\\+\\+ or clang\\+\\+"):
         export(two_heads, tmp_path / "p", example_inputs=torch.randn(2, 3, 8, 8), format="aoti", sign=key)
     assert list(tmp_path.iterdir()) == []
 
@@ -393,19 +392,23 @@ def test_conversions_share_torch_s_tables(two_heads: nn.Module) -> None:
 # -- several formats, and the fastest ------------------------------------------------------------------------------
 
 
-def test_several_formats_are_written_of_one_capture(
-    two_heads: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """List for each capture, in their order, whether it is functional."""
+    calls: list[bool] = []
 
     def counted(*arguments: Any, **options: Any) -> Any:
         calls.append(options["functional"])
         return capture(*arguments, **options)
 
     monkeypatch.setattr("arclight.deploy.formats.export.capture", counted)
+    return calls
+
+
+def test_several_formats_are_written_of_one_capture(two_heads: nn.Module, tmp_path: Path, captures: list[bool]) -> None:
     images = torch.randn(4, 3, 8, 8)
     found = export(two_heads, tmp_path / "all", example_inputs=images, format=["onnx", "openvino"])
-    assert (list(found), calls) == (["onnx", "openvino"], [False])
+    assert (list(found), captures) == (["onnx", "openvino"], [False])
     with torch.no_grad():
         wanted = two_heads(images)
     for form, program in found.items():
@@ -420,19 +423,12 @@ def test_several_formats_are_written_of_one_capture(
 
 @pytest.mark.slow
 def test_every_format_is_written_of_one_capture(
-    two_heads: nn.Module, key: SigningKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_heads: nn.Module, key: SigningKey, tmp_path: Path, captures: list[bool]
 ) -> None:
-    calls = []
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        calls.append(options["functional"])
-        return capture(*arguments, **options)
-
-    monkeypatch.setattr("arclight.deploy.formats.export.capture", counted)
     images = torch.randn(4, 3, 8, 8)
     forms: Any = ["aoti", "pt2", "onnx", "openvino"]
     found = export(two_heads, tmp_path / "all", example_inputs=images, format=forms, sign=key)
-    assert (list(found), calls) == (forms, [True])
+    assert (list(found), captures) == (forms, [True])
     for program in found.values():
         for given, expected in zip(program(images), two_heads(images)):
             torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
