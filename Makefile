@@ -9,7 +9,7 @@ EXTRAS := vision,text,deploy,serve,federated,tune,dev
 # Triton has a folder that only tests of kernels see, in an interpreter: torch.compile would take it, and knows one version of it.
 TRITON := $(CURDIR)/$(VENV)/triton-site
 
-.PHONY: setup setup-all demo test test-all check format bench bench-peers flower-venv clean
+.PHONY: setup setup-all demo test test-extras test-all check format bench bench-peers flower-venv clean
 
 setup: $(READY)
 
@@ -41,7 +41,10 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	$(BIN)/pytest -m "not slow and not gpu" -n 3 --dist worksteal --durations 10
 
-test-all: export TRITON_SITE := $(TRITON)
+test-extras test-all: export TRITON_SITE := $(TRITON)
+test-extras: setup-all
+	$(BIN)/pytest tests/trainer/test_hosted_loggers.py tests/text/test_expert_paths.py tests/text/test_ray_corpus.py
+
 test-all: setup-all
 	$(BIN)/pytest -n 3 --dist worksteal --durations 20
 

@@ -22,9 +22,8 @@ from arclight.deploy.capture import Inputs, as_inputs, resized
 from arclight.deploy.comparison import Evaluation
 from arclight.deploy.errors import ExportError, QuantizeError
 from arclight.deploy.formats.export import (
-    CANDIDATES,
     Request,
-    check_candidates,
+    candidates_of,
     check_folder,
     check_signed,
     each_format,
@@ -247,7 +246,7 @@ def planned(
     Of those among which the fastest is looked for, the ones that hold the recipe, and in ``left_out`` why the others do not; the first reason is
     raised where there are none.
     """
-    check_candidates(format, candidates)
+    tried = candidates_of(format, candidates)
     if isinstance(format, list | tuple):
         return dict(_planned(destination_in(path, form), recipe, form, signed) for form in each_format(format, None))
     if format != "fastest":
@@ -255,7 +254,7 @@ def planned(
     check_folder(path)
     found: dict[Format, Target | None] = {}
     refused: dict[Format, Exception] = {} if left_out is None else left_out
-    for form in each_format(CANDIDATES if candidates is None else candidates, None):
+    for form in each_format(tried, None):
         try:
             found |= [_planned(path, recipe, form, signed)]
         except (ExportError, QuantizeError) as error:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from arclight.deploy.capture import frozen_copy
 from arclight.deploy.errors import ProgramError
 from arclight.text.data.tokenizer import Tokenizer
-from arclight.text.language_program import described, tokenizer_of
+from arclight.text.language_program import deployment_by, described, tokenizer_of
 from arclight.text.model.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -102,11 +102,7 @@ def export_embedding_model(
     """Write ``model``, a `LanguageModel` or its decoder, as one embedding program; see `embedding_deployment`, and `ship` for options and errors."""
     from arclight.deploy.deployment import ship
 
-    if isinstance(model, Decoder):
-        deployment = embedding_deployment(model, batches, tokenizer)
-    else:
-        about = {"model": model.settings.model}
-        deployment = embedding_deployment(model.model, batches, tokenizer or model.tokenizer, about)
+    deployment = deployment_by(embedding_deployment, model, batches, tokenizer)
     program: Program = ship(deployment, path, recipe, **options)
     return program
 

@@ -201,13 +201,18 @@ def export_language_model(
     """Write ``model``, a `LanguageModel` or its decoder, as one program; see `language_deployment`, and `ship` for options and errors."""
     from arclight.deploy.deployment import ship
 
-    if isinstance(model, Decoder):
-        deployment = language_deployment(model, batches, tokenizer)
-    else:
-        about = {"model": model.settings.model}
-        deployment = language_deployment(model.model, batches, tokenizer or model.tokenizer, about)
+    deployment = deployment_by(language_deployment, model, batches, tokenizer)
     program: Program = ship(deployment, path, recipe, **options)
     return program
+
+
+def deployment_by(
+    make: Callable[..., Deployment], model: Any, batches: Sequence[Tensor], tokenizer: Tokenizer | None
+) -> Deployment:
+    """Let ``make`` describe what ``model`` ships, a `LanguageModel`, by its name and tokenizer, or a decoder alone."""
+    if isinstance(model, Decoder):
+        return make(model, batches, tokenizer)
+    return make(model.model, batches, tokenizer or model.tokenizer, {"model": model.settings.model})
 
 
 @torch.no_grad()

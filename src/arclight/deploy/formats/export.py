@@ -182,14 +182,14 @@ def export(
         example_inputs=example_inputs, input_names=input_names, output_names=output_names, dynamic_batch=dynamic_batch, dynamic=dynamic,
         comparisons=comparisons or {}, metadata=metadata or {}, max_difference=max_difference, parts=parts, sign=sign,
     )  # fmt: skip
-    check_candidates(format, candidates)
+    tried = candidates_of(format, candidates)
     if format == "fastest":
         if isinstance(model, QuantizedModel):
             raise ExportError(
                 f"the model was quantized for {model.target}, where alone its integers are fast, so there is nothing to choose from: leave format "
                 "out, or let `arclight quantize --format fastest` quantize it for each runtime"
             )
-        return export_fastest(each_format(CANDIDATES if candidates is None else candidates, model), path, request)
+        return export_fastest(each_format(tried, model), path, request)
     if isinstance(format, list | tuple):
         return export_each(each_format(format, model), path, request)
     return export_one(model, path, format, request)
@@ -206,14 +206,20 @@ def export_one(
     return _opened(plan)
 
 
-def check_candidates(format: Format | Fastest | Several | None, candidates: Sequence[Format] | None) -> None:
-    """Raise ExportError for candidates where the fastest is not asked for, for none of them, and for what is no format."""
-    if unknown := [name for name in candidates or () if name not in get_args(Format)]:
+def candidates_of(format: Format | Fastest | Several | None, candidates: Sequence[Format] | None) -> Sequence[Format]:
+    """Return the formats among which the fastest is looked for: ``candidates``, or the usual ones.
+
+    Raises ExportError for candidates where the fastest is not asked for, for none of them, and for what is no format.
+    """
+    if candidates is None:
+        return CANDIDATES
+    if unknown := [name for name in candidates if name not in get_args(Format)]:
         raise ExportError(f"candidates name {unknown[0]!r}: there is {', '.join(get_args(Format))}")
-    if candidates is not None and not candidates:
+    if not candidates:
         raise ExportError("candidates are empty: name formats, or leave them out")
-    if candidates is not None and format != "fastest":
+    if format != "fastest":
         raise ExportError(f"candidates are of format='fastest', and the format is {format!r}: leave them out")
+    return candidates
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:

@@ -199,6 +199,13 @@ def _round_bias(graph: GraphModule, layer: Node) -> None:
     ranges = [graph.get_submodule(str(source.target)) for source in sources]
     observer = pt2e.range_of_bias(spec, ranges)
     observer(stored_tensor(graph, bias))
+    insert_bias_range(graph, layer, observer)
+
+
+def insert_bias_range(graph: GraphModule, layer: Node, observer: torch.nn.Module) -> None:
+    """Let ``layer`` read its bias through ``observer``."""
+    bias = layer.args[2]
+    assert isinstance(bias, Node)
     name = f"bias_range_{layer.name}"
     graph.add_submodule(name, observer)
     with graph.graph.inserting_before(layer):

@@ -99,8 +99,9 @@ def least_error_range(
     return best
 
 
-def _centers(bins: int, low: float, high: float) -> Tensor:
-    return low + (torch.arange(bins) + 0.5) * ((high - low) / bins)
+def _centers(bins: int, low: float | Tensor, high: float | Tensor) -> Tensor:
+    device = low.device if isinstance(low, Tensor) else None
+    return low + (torch.arange(bins, device=device) + 0.5) * ((high - low) / bins)
 
 
 def _magnitudes(counts: Tensor, low: float, high: float) -> tuple[Tensor, float, float]:
@@ -211,7 +212,7 @@ class LeastErrorMovingRange(MovingRange):
         counts = torch.zeros(self.HISTOGRAM_BINS, device=x.device).index_add_(0, bins, torch.ones_like(values))
         if self.synchronized:
             dist.all_reduce(counts)
-        centers = low + (torch.arange(self.HISTOGRAM_BINS, device=x.device) + 0.5) * width
+        centers = _centers(self.HISTOGRAM_BINS, low, high)
         shares = torch.linspace(0.3, 1, self.CANDIDATES, device=x.device)
         lows, highs = (one.flatten() for one in torch.meshgrid(low * shares, high * shares, indexing="ij"))
         rounded = _rounded(centers, lows[:, None], highs[:, None], self.quant_max - self.quant_min)

@@ -547,13 +547,7 @@ def round_biases(graph: GraphModule) -> None:
             unit = source.calculate_qparams()[0]
             bias = stored_tensor(graph, node.args[2]).abs()
             weight.scale = torch.maximum(weight.scale, bias / (unit * LARGEST_BIAS))  # dead channels: 0, and a bias
-            scale = unit * weight.scale
-            name = f"bias_range_{node.name}"
-            graph.add_submodule(name, PerChannelBiasRange(scale))
-            with graph.graph.inserting_before(node):
-                rounded = graph.graph.call_module(name, (node.args[2],))
-            rounded.meta = dict(node.args[2].meta)
-            node.update_arg(2, rounded)
+            batch_norm.insert_bias_range(graph, node, PerChannelBiasRange(unit * weight.scale))
     graph.recompile()
 
 
