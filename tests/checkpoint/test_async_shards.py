@@ -163,7 +163,7 @@ def test_a_trainer_saves_shards_in_the_background_and_goes_on_on_any_number_of_p
             torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-6 if devices != 2 else 0)
 
 
-def test_whether_it_is_in_the_background_can_be_chosen(tmp_path: Path) -> None:
+def test_asynchronous_false_saves_synchronously(tmp_path: Path) -> None:
     ranks, _, _ = fit(2, tmp_path, 1, asynchronous=False)
     assert not any(kind for _, _, kind in ranks)
     assert checkpoint.verify(tmp_path / "c/step=1.ckpt") == []

@@ -50,7 +50,7 @@ class Dangerous:
         return (Path.touch, (Path("/tmp/arclight_was_unpickled"),))
 
 
-def test_what_would_need_unpickling_is_refused_with_the_class_and_the_way_out(tmp_path) -> None:
+def test_pickled_classes_are_refused_with_a_way_to_convert(tmp_path) -> None:
     torch.save({"model": Dangerous()}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"class getattr.*torch\.save\(model\.state_dict"):
         convert(tmp_path / "a.pt", tmp_path / "out")

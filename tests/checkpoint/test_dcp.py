@@ -62,7 +62,7 @@ def test_torch_reads_what_is_written(tmp_path: Path) -> None:
     same(weights, {name: state()["model"][name] for name in weights})
 
 
-def test_what_torch_wrote_is_read(tmp_path: Path) -> None:
+def test_checkpoints_written_by_torch_dcp_are_read(tmp_path: Path) -> None:
     dcp.save(
         {"model": state()["model"], "lists": [{"x": torch.ones(2)}, 5], "text": "hi"},
         checkpoint_id=tmp_path / "a.dcp",
@@ -99,7 +99,7 @@ class Evil:
         return os.system, ("touch evil",)
 
 
-def test_nothing_of_a_pickle_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dcp_checkpoints_are_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dcp.save({"model": state()["model"], "x": 5}, checkpoint_id=tmp_path / "a", no_dist=True)
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Evil()))

@@ -332,7 +332,7 @@ def test_steps_of_every_sort_are_steps(tmp_path: Path, newest: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [True, 5.5, float("nan"), "5", [5], torch.ones(2), None])
-def test_what_is_no_count_is_no_step(tmp_path: Path, wrong: Any) -> None:
+def test_inspect_ignores_invalid_steps(tmp_path: Path, wrong: Any) -> None:
     checkpoint.save(tmp_path / "a", {"step": wrong})
     assert checkpoint.inspect(tmp_path / "a").step is None
 

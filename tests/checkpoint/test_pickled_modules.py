@@ -113,7 +113,7 @@ def pickled(value: Any) -> bytes:
     return pickle.dumps(value, protocol=2)
 
 
-def test_nothing_is_called(tmp_path: Path) -> None:
+def test_reading_modules_calls_no_pickled_function(tmp_path: Path) -> None:
     marker = tmp_path / "called"
     for name, hostile in (
         ("a.pt", Calling(Path.touch, marker)),
@@ -166,7 +166,7 @@ def test_a_forged_file_is_one_sentence(change: Callable[[dict[str, bytes]], Any]
 @pytest.mark.parametrize(
     "content", [pickled({"model": 3}), pickled([1]), b"\x80\x02" + b"(" * 100_000 + b"t" * 100_000 + b"."]
 )
-def test_what_is_no_module_is_none(content: bytes, tmp_path: Path) -> None:
+def test_pickles_without_modules_give_no_modules(content: bytes, tmp_path: Path) -> None:
     assert read_modules(rewritten(tmp_path / "a.pt", lambda parts: parts.update({"data.pkl": content}))) == {}
 
 
@@ -237,7 +237,7 @@ def test_a_tensor_is_what_is_stored_whatever_is_done_to_it_later(tmp_path: Path)
     ],
     ids=["classes", "copied dicts", "copied bytes", "huge sizes", "number as a name", "half a character", "kind of tensor"],
 )  # fmt: skip
-def test_what_costs_more_than_its_size_or_has_no_name_is_refused(text: bytes, message: str, tmp_path: Path) -> None:
+def test_oversized_pickles_and_unnamed_tensors_are_refused(text: bytes, message: str, tmp_path: Path) -> None:
     path = rewritten(tmp_path / "a.pt", lambda parts: parts.update({"data.pkl": text}))
     with pytest.raises(CheckpointError, match=message) as caught:
         read_modules(path)

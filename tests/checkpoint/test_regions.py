@@ -65,7 +65,7 @@ def test_regions_are_what_torch_cuts(mesh: tuple[int, ...], placements: list[Any
         assert covered.min() == covered.max()
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_local_regions_refuse_partial_and_mismatched_placements() -> None:
     from torch.distributed.tensor import Partial
 
     whole = torch.zeros(4, 4)

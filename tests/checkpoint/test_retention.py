@@ -48,7 +48,7 @@ def test_find_last_falls_back_and_says_so(how, tmp_path) -> None:
         assert find_last(tmp_path) == good
 
 
-def test_nothing_sound(tmp_path) -> None:
+def test_find_last_returns_none_if_every_checkpoint_is_damaged(tmp_path) -> None:
     damage(make(tmp_path, "one", 1))
     with pytest.warns(UserWarning, match="damaged"):
         assert find_last(tmp_path) is None

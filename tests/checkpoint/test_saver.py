@@ -21,7 +21,7 @@ def state(value: float) -> dict:
     }
 
 
-def test_what_changes_after_save_returns_is_not_saved(tmp_path, monkeypatch) -> None:
+def test_changes_after_save_returns_are_not_saved(tmp_path, monkeypatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(async_saver, "write", lambda *a, write=async_saver.write: release.wait(60) and write(*a))
     current = state(1.0)
@@ -95,7 +95,7 @@ def test_errors_of_the_background_surface_once_with_the_path(tmp_path, monkeypat
             another.wait()
 
 
-def test_what_cannot_be_kept_is_refused_at_once(tmp_path) -> None:
+def test_unsupported_values_are_refused_before_writing(tmp_path) -> None:
     with AsyncSaver() as background, pytest.raises(CheckpointError, match="a is a object"):
         background.save(tmp_path / "a", {"a": object()})
     assert list(tmp_path.iterdir()) == []

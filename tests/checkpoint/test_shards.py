@@ -110,7 +110,7 @@ def load_and_save(fabric: al.Fabric, source: Path, target: Path) -> bool:
     ],
     ids=" ".join,
 )
-def test_nothing_changes_from_mesh_to_mesh(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+def test_state_is_unchanged_from_mesh_to_mesh(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     launch(kinds[0], train_and_save, tmp_path / "0")
     first = checkpoint.load(tmp_path / "0")
     assert set(first["optimizer"]["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
@@ -204,7 +204,7 @@ def _disagreements(fabric: al.Fabric, path: Path) -> None:
         stored.add_(1)
 
 
-def test_what_goes_wrong_is_said_on_every_process(tmp_path: Path) -> None:
+def test_errors_are_raised_on_every_rank(tmp_path: Path) -> None:
     al.Fabric(accelerator="cpu", devices=2, strategy=FSDPStrategy(start_method="fork")).launch(
         _disagreements, tmp_path / "s"
     )

@@ -109,7 +109,7 @@ def _misfit(fabric: al.Fabric, path: Path) -> str:
     return "refused"
 
 
-def test_what_no_stage_has_or_the_checkpoint_lacks_is_refused(tmp_path: Path) -> None:
+def test_unknown_and_missing_parameters_are_refused(tmp_path: Path) -> None:
     fabric_for(2).launch(_save, tmp_path / "c", [[0, 1, 2], [3]])
     assert fabric_for(2).launch(_misfit, tmp_path / "c") == "refused"
     _, optimizer = train([0])

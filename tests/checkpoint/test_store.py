@@ -233,7 +233,7 @@ class Unrelated:
         (lambda: torch.empty(2, device="meta"), r"foo is on the meta device"),
     ],
 )
-def test_what_cannot_be_kept_is_named(value, message, tmp_path) -> None:
+def test_unsupported_values_are_named(value, message, tmp_path) -> None:
     with pytest.raises(CheckpointError, match=message):
         save(tmp_path / "c", {"callbacks": {"MyThing": {"foo": value()}}})
     assert list(tmp_path.iterdir()) == []
@@ -325,7 +325,7 @@ def test_without_verification_the_hash_is_not_compared(good) -> None:
     assert load(good, verify=False)["model"]["w"][-1] == 3
 
 
-def test_what_is_no_checkpoint(tmp_path, good) -> None:
+def test_load_refuses_paths_without_a_checkpoint(tmp_path, good) -> None:
     with pytest.raises(CheckpointError, match="nothing has that name"):
         load(tmp_path / "absent")
     file = tmp_path / "weights.pt"
