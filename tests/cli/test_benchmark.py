@@ -112,7 +112,7 @@ def test_sizes_and_integers_are_chosen(programs: Path, typed: Typed) -> None:
         ("{0}/numbers.onnx --json {0}/no.onnx/x.json", None),
     ],
 )  # fmt: skip
-def test_what_cannot_be_timed_is_said(programs: Path, typed: Typed, words: str, message: str | None) -> None:
+def test_invalid_benchmark_arguments_are_refused(programs: Path, typed: Typed, words: str, message: str | None) -> None:
     if message is None:  # a place below a file
         (programs / "no.onnx").write_bytes(b"")
         message = "is no folder; name another place"

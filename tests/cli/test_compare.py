@@ -157,7 +157,7 @@ def test_a_module_of_ones_own_gives_inputs_and_metric(folder: Path, capsys: pyte
     assert (status, "metric" in out) == (0, True)
 
 
-def test_what_cannot_be_compared_is_said(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomparable_models_are_refused(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     yaml = (runs / "set" / "data.yaml").read_text()
     (tmp_path / "other.yaml").write_text(f"path: {runs / 'set'}\n{yaml}".replace("text", "word"))
     both = [str(runs / "1"), str(runs / "1.onnx")]

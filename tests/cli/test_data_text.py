@@ -161,7 +161,7 @@ def test_tokens_are_counted_by_source(
         (["pack", "{tmp}/texts"], "--length"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
+def test_invalid_data_commands_fail_in_one_line(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert main(["data", *(word.format(tmp=tmp_path) for word in words)]) == 2

@@ -229,7 +229,7 @@ def test_a_module_says_what_it_ships(own: Path, typed: Typed) -> None:
         ("export own_net:Net --out p.onnx --ckpt_path nowhere", "nowhere"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_shipped_is_told_and_leaves_nothing(own: Path, typed: Typed, words: str, told: str) -> None:
+def test_failed_exports_print_one_line_and_leave_no_files(own: Path, typed: Typed, words: str, told: str) -> None:
     status, _, err = typed(words)
     assert (status, err.count("\n")) == (2, 1), err
     assert told in err

@@ -276,7 +276,7 @@ def test_rounds_are_kept_at_addresses_and_runs_are_not(
 
 
 @pytest.mark.parametrize("missing", ["uvicorn", "starlette", "httptools", "urllib3", "cryptography"])
-def test_what_is_not_installed_is_told_before_a_run_is_begun(
+def test_missing_packages_are_named_before_a_run_starts(
     missing: str, lines: Path, typed: Typed, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(missing)
@@ -378,7 +378,7 @@ def test_rounds_go_on_without_a_site_where_a_quorum_lets_them(
         assert re.search(rf"round {number}/3 .* 2 of 3 clients", out)
 
 
-def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
+def test_invalid_federation_settings_are_refused(lines: Path, typed: Typed) -> None:
     for flags, words in (
         ("--task.kind fed_task:NoSites --task.lr 0.1", "no method site(number, count)"),
         ("--partition.kind iid", "Fit divides its own data by its method site"),
@@ -438,7 +438,9 @@ def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
         ("report runs/lines/1 --beside nowhere", "nowhere has no metrics.csv: give the folder of a run"),
     ],
 )  # fmt: skip
-def test_what_is_typed_wrongly_is_told_at_once(lines: Path, typed: Typed, folder: Path, line: str, words: str) -> None:
+def test_invalid_command_lines_are_refused_before_writing(
+    lines: Path, typed: Typed, folder: Path, line: str, words: str
+) -> None:
     if any(said in line for said in ("keys", "a.key")):
         pytest.importorskip("cryptography")
         typed("federate keys server keys 127.0.0.1")
@@ -874,7 +876,7 @@ def test_a_round_is_one_line_that_says_what_it_cost(moves: bool) -> None:
     assert lines[2] == "node a is lost: silent for 1.5 s"
 
 
-def test_who_was_put_out_is_not_counted() -> None:
+def test_excluded_clients_are_not_counted() -> None:
     stream = Terminal(moves=False)
     progress = Progress(3, stream)
     progress.observe(records.RoundOpened(round=1, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
@@ -932,7 +934,7 @@ def test_streamed_rounds_are_shown_together_and_each_is_told_when_it_is_done() -
     assert re.search(r"round 1/3\S*  2 of 2 clients  8 steps", stream.getvalue())
 
 
-def test_who_was_waited_for_is_forgotten_with_the_round() -> None:
+def test_waiting_clients_are_cleared_after_the_round() -> None:
     stream = Terminal(moves=True)
     progress = Progress(1, stream)
     progress.observe(records.RoundOpened(round=1, base="b", clients=("0",), wanted=1, clock=0, steps=4))

@@ -191,7 +191,9 @@ def test_a_stopped_run_goes_on_with_the_same_bits(typed: Typed, recipe: str) -> 
         ("--task.data.sequence_lenght 3", "sequence_length?"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_sentence(typed: Typed, recipe: str, flags: str, said: str) -> None:
+def test_invalid_language_settings_are_refused_without_a_traceback(
+    typed: Typed, recipe: str, flags: str, said: str
+) -> None:
     status, _, err = typed(f"train {recipe} {flags}")
     assert status == 2
     assert said in err

@@ -175,7 +175,7 @@ def test_a_run_is_repeated_and_gone_on_with(own: Path, typed: Typed) -> None:
         ("--model.shape 2,3", "shape", [2, 3.0]),
     ],
 )
-def test_what_is_typed_becomes_the_type_of_the_argument(
+def test_flags_are_converted_to_the_type_of_the_argument(
     own: Path, typed: Typed, flag: str, name: str, value: object
 ) -> None:
     said = printed(typed, f"own_line:Line --model.hidden 2 {flag}")["model"][name]
@@ -183,7 +183,7 @@ def test_what_is_typed_becomes_the_type_of_the_argument(
     assert type(said) is type(value)
 
 
-def test_what_is_printed_reads_back_the_same(own: Path, typed: Typed) -> None:
+def test_printed_config_round_trips(own: Path, typed: Typed) -> None:
     flags = "--model.hidden 2 --model.limit 5 --model.act tanh --data.slope 3 --trainer.val_check_interval 2 --seed 4"
     line = f"train {NAMED} {flags} --print_config"
     _, out, _ = typed(line)

@@ -128,7 +128,7 @@ def test_times_are_told_apart() -> None:
     assert distinct_durations(0.5, 0.5) == ("500.0 ms", "500.0 ms")
 
 
-def test_what_is_decided_stays(recipe: str, typed: Typed) -> None:
+def test_fixed_plan_fields_stay_fixed(recipe: str, typed: Typed) -> None:
     status, _, _ = typed(
         f"plan {recipe} --gpus 4 --gpu cpu --fix tp=2 --fix activation_checkpointing=full --json plan.json"
     )
@@ -148,7 +148,7 @@ def test_what_is_decided_stays(recipe: str, typed: Typed) -> None:
         ("--gpus 4 --fix float8=rowwise", "float8 = rowwise"), ("--gpus 4 --task.model llama3-9b", "there is no model 'llama3-9b'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_planned_is_one_sentence(words: str, message: str, recipe: str, typed: Typed) -> None:
+def test_invalid_plans_are_refused_in_one_line(words: str, message: str, recipe: str, typed: Typed) -> None:
     status, _, err = typed(f"plan {recipe} {words}")
     assert status == 2
     assert message in err
@@ -291,7 +291,9 @@ def test_a_modules_training_step_is_planned_with_its_data_and_measured(own: None
         ("own_nets:Net --example own_nets:example --gpus 2 --fix schedule=2F2B --fix pp=2", "there is no pipeline schedule '2F2B'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_planned_of_ones_own_is_one_sentence(words: str, message: str, own: None, typed: Typed) -> None:
+def test_invalid_plans_of_own_modules_are_refused_in_one_line(
+    words: str, message: str, own: None, typed: Typed
+) -> None:
     status, _, err = typed(f"plan {words}")
     assert status == 2
     assert message in err

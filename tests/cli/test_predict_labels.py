@@ -44,7 +44,7 @@ def photos(detector: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return detector
 
 
-def test_what_to_label_next(photos: Path, typed: Typed) -> None:
+def test_uncertain_images_are_listed_to_label_next(photos: Path, typed: Typed) -> None:
     status, out, err = typed(f"predict {photos} photos --uncertain 2 --json found.json")
     assert (status, err) == (0, "")
     named = [line for line in out.splitlines() if line.startswith("label next")]
@@ -76,7 +76,7 @@ def test_labels_of_what_is_sure(photos: Path, typed: Typed) -> None:
         ("--uncertain 0", "0 is not 1 or more"),
     ],
 )
-def test_what_cannot_be_done_is_said(photos: Path, typed: Typed, words: str, message: str) -> None:
+def test_invalid_label_options_are_refused(photos: Path, typed: Typed, words: str, message: str) -> None:
     Path("other.json").write_text(json.dumps({"classes": {"bird": {"confidence": 0.4}}}))
     status, _, err = typed(f"predict {photos} photos {words}")
     assert status == 2

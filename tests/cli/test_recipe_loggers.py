@@ -122,7 +122,7 @@ def test_training_writes_to_all_loggers(tiny: Path, notes: Path, typed: Typed, f
         ('kind = "mlflow"\nlog_model = "some"', "loggers[0].log_model"),
     ],
 )
-def test_what_cannot_log_is_said_before_a_run_begins(
+def test_invalid_loggers_are_refused_before_a_run_starts(
     tiny: Path, notes: Path, typed: Typed, folder: Path, monkeypatch: pytest.MonkeyPatch, table: str, words: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)

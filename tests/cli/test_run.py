@@ -57,7 +57,7 @@ def test_one_process_has_the_scripts_own_arguments_and_a_second_launch_is_refuse
         (("missing.py",), "missing.py is not a file"),
     ],
 )
-def test_what_cannot_be_is_one_line(script: Path, words: tuple[str, ...], complaint: str) -> None:
+def test_invalid_arguments_are_refused_in_one_line(script: Path, words: tuple[str, ...], complaint: str) -> None:
     done = run(*(word.format(script=script) for word in words))
     assert done.returncode == 2
     assert complaint in done.stderr

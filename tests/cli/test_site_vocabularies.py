@@ -184,7 +184,7 @@ def test_sites_learn_tokenizers_of_their_own(folder: Path, typed: Typed) -> None
         (("sea", "law"), {"masks": 'personal_from = "client"\n'}, "name them in personal"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_by_name_before_anything_is_written(
+def test_invalid_site_vocabularies_are_refused_before_writing(
     corpora: Path, folder: Path, typed: Typed, kinds: tuple[str, ...], options: dict[str, str], said: str
 ) -> None:
     recipe = written(folder, recipe_of(corpora, kinds, **options))

@@ -795,7 +795,7 @@ def test_without_optuna_the_extra_is_named(typed: Typed, tiny: Path, monkeypatch
     assert f"optuna is not installed; this feature needs it: {pip_install('tune')}" in err
 
 
-def test_what_names_no_objective_or_several_processes_is_refused(typed: Typed, tiny: Path) -> None:
+def test_missing_objectives_and_invalid_searches_are_refused(typed: Typed, tiny: Path) -> None:
     assert "name the value to improve" in typed("tune tiny.toml --search.task.lr 0.1:0.2")[2]
     assert "--mode min or --mode max" in typed("tune tiny.toml --search.task.lr 0.1:0.2 --monitor val/thing")[2]
     assert (

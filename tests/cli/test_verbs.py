@@ -85,7 +85,7 @@ def test_scan_reads_payment_codes(typed: Typed) -> None:
     assert (status, err[:10]) == (2, "arclight: ")
 
 
-def test_what_a_code_says_cannot_command_the_terminal() -> None:
+def test_control_sequences_in_codes_are_escaped() -> None:
     from rich.console import Console
 
     code = {
