@@ -39,7 +39,7 @@ def test_yaml_gives_back_what_was_written(tmp_path: Path, given: Any) -> None:
     assert yaml.safe_load(path.read_text()) == VALUES
 
 
-def test_what_yaml_cannot_hold_is_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_values_yaml_cannot_express_are_skipped_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "hparams.yaml"
     with pytest.warns(UserWarning, match="Skipping 'kind' parameter"):
         save_hparams_to_yaml(path, {"kind": torch.float32, "switch": Switch.ON})

@@ -256,7 +256,7 @@ def test_use_distributed_sampler_is_about_several_processes(shared: bool) -> Non
     assert isinstance(run.train_dataloader.sampler, torch.utils.data.SequentialSampler)
 
 
-def test_what_a_trainer_tells_of_itself() -> None:
+def test_trainer_exposes_callbacks_and_state() -> None:
     stopping, keeping = EarlyStopping("x"), [ModelCheckpoint(monitor=name) for name in "ab"]
     run = trainer(callbacks=[stopping, *keeping], enable_checkpointing=True, enable_progress_bar=True)
     assert run.early_stopping_callback is stopping

@@ -232,7 +232,7 @@ def test_data_modules_keep_arguments_and_state(tmp_path: Path) -> None:
     assert Regression.load_from_checkpoint(tmp_path / "run.ckpt").hparams == KEPT
 
 
-def test_what_is_no_plain_data_is_left_out_of_the_file_with_a_warning(tmp_path: Path) -> None:
+def test_hyperparameters_that_are_not_plain_data_are_dropped_with_a_warning(tmp_path: Path) -> None:
     class Kept(Regression):
         def __init__(self, width: int, activation: Any = None, where: Path | None = None) -> None:
             super().__init__(width)

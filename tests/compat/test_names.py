@@ -33,7 +33,7 @@ def test_every_name_of_the_table_is_there(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(REFUSED))
-def test_what_is_refused_says_why_when_it_is_used(path: str) -> None:
+def test_refused_names_raise_with_a_reason(path: str) -> None:
     module = importlib.import_module(name_of(path))
     for name, reason in REFUSED[path].items():
         refused = getattr(module, name)

@@ -330,7 +330,7 @@ def test_a_strategy_restores_optimizers_in_its_own_way(restores: bool, tmp_path:
         assert strategy.given["optimizer_states"][0]["param_groups"] == run.optimizers[0].state_dict()["param_groups"]
 
 
-def test_what_cannot_be_pickled_is_taken_out_of_hparams_at_each_run() -> None:
+def test_unpicklable_hparams_are_removed_at_each_run() -> None:
     class Model(BoringModel):
         def __init__(self, kept: int = 1, lost: Any = lambda x: x) -> None:
             super().__init__()

@@ -117,7 +117,7 @@ def test_constructor_arguments() -> None:
     assert parse_class_init_keys(Parent) == ("self", None, "rest")
 
 
-def test_what_cannot_be_pickled_is_taken_out_with_a_warning() -> None:
+def test_unpicklable_values_are_removed_with_a_warning() -> None:
     values = {"good": 1, "bad": threading.Lock()}
     assert is_picklable(values["good"])
     assert not is_picklable(values["bad"])
