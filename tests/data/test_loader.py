@@ -506,7 +506,7 @@ def test_subset_and_its_dataset_learn_the_epoch() -> None:
 
 
 @pytest.mark.parametrize("thing", [5, None])
-def test_what_is_not_a_loader_is_refused(thing) -> None:
+def test_objects_that_are_not_loaders_are_refused(thing) -> None:
     with pytest.raises(TypeError, match="is not a loader"):
         ResumableLoader(thing)
 

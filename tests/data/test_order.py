@@ -141,7 +141,7 @@ def test_ordinary_shuffled_loaders_leave_nothing_out(
     assert sum(seen.values()) - size <= world + 2 * after[0]
 
 
-def test_where_ranks_share_no_order_there_is_no_place() -> None:
+def test_loaders_without_a_shared_order_have_no_place() -> None:
     own = DataLoader(Numbers(8), 2, sampler=DistributedSampler(Numbers(8), 2, 0))
     for loader in (
         ResumableLoader(own, rank=0, world_size=2),

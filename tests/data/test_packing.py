@@ -140,7 +140,7 @@ def test_a_sample_of_padding_counts_for_nothing(tmp_path: Path) -> None:
     assert batch["positions"].tolist() == [[0, 1, 2, 3]]
 
 
-def test_what_was_packed_is_found_again_unless_the_shards_changed(tmp_path: Path) -> None:
+def test_packed_data_is_reused_until_the_shards_change(tmp_path: Path) -> None:
     made, _ = corpus(tmp_path, [[5, 9], [3]])
     with pytest.raises(FileNotFoundError, match="arclight data pack"):
         Packed(made, 4)

@@ -178,7 +178,7 @@ def test_a_lost_connection_changes_nothing(local: TokenShards, tmp_path: Path, f
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 410])
-def test_what_will_not_change_is_asked_for_once(local: TokenShards, tmp_path: Path, status: int) -> None:
+def test_permanent_errors_are_not_retried(local: TokenShards, tmp_path: Path, status: int) -> None:
     def fault(method: str, path: str, number: int) -> Any:
         return status if path.endswith("1.tokens") and method == "GET" else None
 
@@ -242,7 +242,7 @@ def test_a_changed_shard_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["00000.tokens", "00000.tokens.sums"])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_what_is_deleted_within_an_epoch_is_named(tmp_path: Path, name: str, ahead: bool) -> None:
+def test_files_deleted_within_an_epoch_are_named(tmp_path: Path, name: str, ahead: bool) -> None:
     write(tmp_path / "corpus")
     with serving(tmp_path / "corpus") as server:
         through = reader(tmp_path / "blocks")
@@ -424,7 +424,7 @@ def test_a_full_disk_leaves_nothing_reserved(
     folder.close()
 
 
-def test_what_a_full_disk_did_not_take_reaches_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_errors_of_a_prefetch_reach_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def replace(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -449,7 +449,7 @@ def _hold_and_die(folder: Path) -> None:
     os._exit(0)
 
 
-def test_what_a_killed_process_held_is_free(tmp_path: Path) -> None:
+def test_reservations_of_a_killed_process_are_released(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=_hold_and_die, args=(tmp_path,))
     process.start()
     process.join()
@@ -567,7 +567,7 @@ def test_connections_stay_busy_where_more_is_expected_than_there_is_room_for(tmp
     through.close()
 
 
-def test_what_is_needed_again_much_later_holds_no_room(tmp_path: Path) -> None:
+def test_blocks_needed_much_later_reserve_no_space(tmp_path: Path) -> None:
     source, through = Gated(), reader(tmp_path, 4 * 2000)  # room for two
     source.gate.release(100)
     expected = [through.prefetch([(source, (0, block))]) for block in (0, 1, 2, 3, 0, 1)]
@@ -822,7 +822,7 @@ class Torn(Told):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_follows_an_error_can_be_read(workers: int) -> None:
+def test_reading_continues_after_an_error(workers: int) -> None:
     data = Torn()
     loader = DataLoader(data, 4, collate_fn=identity, num_workers=workers)
     found = ResumableLoader(loader, train=False).batches(0)
@@ -994,7 +994,7 @@ def test_a_window_of_the_shuffle_fetches_the_corpus_once(
         assert not warned
 
 
-def test_what_is_packed_counts_within_the_bound(large: Path, tmp_path: Path) -> None:
+def test_packed_files_count_towards_the_bound(large: Path, tmp_path: Path) -> None:
     from arclight.data.remote.block_folder import MADE
     from arclight.text import Text, TextDataModule
 
@@ -1015,7 +1015,7 @@ def test_what_is_packed_counts_within_the_bound(large: Path, tmp_path: Path) -> 
         data.prepare_data()
 
 
-def test_what_was_packed_for_other_runs_is_listed(large: Path, tmp_path: Path) -> None:
+def test_packed_files_of_other_runs_are_listed(large: Path, tmp_path: Path) -> None:
     from arclight.data.remote.block_folder import MADE
     from arclight.text import Text, TextDataModule
 

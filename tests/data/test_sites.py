@@ -38,7 +38,7 @@ def test_whole_sources_are_packed_by_weight_whatever_the_order():
     assert max(loads) - min(loads) <= max(sizes.values())
 
 
-def test_what_cannot_be_divided_is_said():
+def test_invalid_site_divisions_are_refused():
     with pytest.raises(ValueError, match=r"2 sources \(a, b\), too few for 3 sites"):
         pack_sources({"a": 1, "b": 2}, 3)
     with pytest.raises(ValueError, match="numbered from 0 to 3"):
