@@ -96,7 +96,7 @@ def test_forms_of_devices(devices: Any, chosen: list[int] | None) -> None:
         (5, MisconfigurationError, "But your machine only has"),
     ],
 )
-def test_what_is_no_choice_of_devices(devices: Any, error: type[Exception], message: str) -> None:
+def test_invalid_devices_are_refused(devices: Any, error: type[Exception], message: str) -> None:
     with cuda_devices(4), pytest.raises(error, match=message):
         CUDAAccelerator.parse_devices(devices)
 

@@ -267,7 +267,7 @@ def test_a_checkpoint_opens_on_any_number_of_processes(tmp_path: Path, kind: str
 
 
 @pytest.mark.slow
-def test_what_one_process_saved_two_go_on_with(tmp_path: Path) -> None:
+def test_two_ranks_resume_from_a_checkpoint_of_one(tmp_path: Path) -> None:
     _save(al.Fabric(accelerator="cpu", devices=1), tmp_path / "state")
     assert_close(fabric_for().launch(_resume, tmp_path / "state")[0], reference()[0])
 
@@ -293,7 +293,7 @@ def _tied(fabric: al.Fabric) -> str:
     return "refused"
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_tied_weights_and_invalid_fsdp_options_are_refused() -> None:
     assert fabric_for().launch(_tied) == "refused"
     with pytest.raises(ValueError, match="Unknown state_dict_type"):
         FSDPStrategy(state_dict_type="half")

@@ -203,7 +203,7 @@ def test_float8_says_when_it_converts_nothing() -> None:
     assert [type(layer).__name__ for layer in chosen] == ["Linear", "Float8Linear"]
 
 
-def test_what_is_not_installed_is_named() -> None:
+def test_missing_precision_packages_are_named() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"transformer_engine\[pytorch\]"):
         resolve_precision("transformer-engine", "cuda")
     with pytest.raises(ModuleNotFoundError, match="pip install bitsandbytes"):

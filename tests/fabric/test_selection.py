@@ -152,7 +152,7 @@ def test_contradictions_are_named(options: dict[str, Any], message: str) -> None
         select(**options)
 
 
-def test_what_a_strategy_holds_is_kept() -> None:
+def test_components_of_a_strategy_are_kept() -> None:
     class Mine(DDPStrategy):
         pass
 
