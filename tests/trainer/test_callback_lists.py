@@ -78,7 +78,7 @@ def test_a_callback_that_a_resume_lacks_is_named(fit: Any, tmp_path: Path) -> No
     assert there.loaded
 
 
-def test_what_behaves_like_a_callback_is_one(fit: Any) -> None:
+def test_objects_with_the_callback_interface_are_accepted(fit: Any) -> None:
     stand_in = Mock(spec=al.Callback, **{"state_dict.return_value": {}})
     stand_in.state_key = "stand-in"
     fit({"val/score": [1.0]}, stand_in, enable_checkpointing=False)

@@ -175,7 +175,7 @@ def test_a_monitor_that_is_never_logged_is_an_error_with_the_names_that_are(fit:
     assert names(saver.dirpath) == {"step=4.ckpt", "last.ckpt"}
 
 
-def test_what_is_published_is_complete_and_what_it_replaces_goes_last(fit: Any) -> None:
+def test_checkpoints_are_published_complete_before_older_ones_are_deleted(fit: Any) -> None:
     moments = []
 
     class Look(al.Callback):
@@ -445,7 +445,7 @@ def test_a_validation_that_never_runs_is_told(fit: Any, scripted: Any) -> None:
         fit({"val/score": [0.0] * 2}, ModelCheckpoint(), check_val_every_n_epoch=5)
 
 
-def test_what_a_run_was_resumed_from_is_never_pruned(fit: Any, scripted: Any, tmp_path: Path) -> None:
+def test_resumed_checkpoint_is_never_pruned(fit: Any, scripted: Any, tmp_path: Path) -> None:
     def saver() -> ModelCheckpoint:
         return ModelCheckpoint(
             tmp_path / "c", monitor="step", mode="max", save_top_k=2, every_n_train_steps=2, filename="{step}"

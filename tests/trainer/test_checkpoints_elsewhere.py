@@ -112,7 +112,7 @@ def test_a_recipes_folder_is_an_address(tmp_path: Path) -> None:
     assert Checkpointing(folder=f"file://{tmp_path}/c").build().dirpath == str(tmp_path / "c")
 
 
-def test_what_cannot_lie_there_is_told_of(tmp_path: Path) -> None:
+def test_unsupported_remote_paths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         MisconfigurationError, match=r"default_root_dir='memory://a'.*ModelCheckpoint\(dirpath='memory://a'"
     ):
@@ -242,7 +242,7 @@ def test_a_store_that_goes_away_ends_training_with_the_place_of_what_is_left(tmp
 
 
 @pytest.mark.slow
-def test_nobody_answers_there(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_object_stores_are_reported(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     fsspec.get_filesystem_class("s3").clear_instance_cache()

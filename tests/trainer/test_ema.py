@@ -236,7 +236,7 @@ def test_the_average_as_a_module(fit: Any) -> None:
     assert model.module._trainer is None, "nothing of the run is copied"
 
 
-def test_what_is_saved_while_the_average_is_in_place_is_the_model(fit: Any, tmp_path: Path) -> None:
+def test_checkpoints_saved_while_averages_are_swapped_in_hold_the_model(fit: Any, tmp_path: Path) -> None:
     class SaveAnywhere(al.Callback):
         def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.save_checkpoint(tmp_path / "validating")

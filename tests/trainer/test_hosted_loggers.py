@@ -178,7 +178,7 @@ def test_neptune_says_why_it_is_not_offered() -> None:
         loggers.NeptuneLogger(project="a/b")
 
 
-def test_which_checkpoints_are_sent_when(tmp_path: Path) -> None:
+def test_checkpoint_artifacts_are_uploaded_at_once_or_at_the_end(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("a.ckpt", "b.ckpt")]
     for age, path in enumerate(paths):
         path.write_text("x")

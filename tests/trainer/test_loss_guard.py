@@ -211,7 +211,7 @@ def test_patience_ends(tmp_path: Path) -> None:
     assert len(told(tmp_path)) == 3
 
 
-def test_what_was_seen_survives_a_resume(tmp_path: Path) -> None:
+def test_loss_history_survives_a_resume(tmp_path: Path) -> None:
     """The spike comes right after the resume: without the losses from before nobody would know it for one."""
     data = Samples({13: HUGE})
     _, wanted = fit(tmp_path, Samples(without=(12, 13)))

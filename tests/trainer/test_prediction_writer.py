@@ -38,7 +38,7 @@ def numbers(count: int, **options: Any) -> DataLoader[Any]:
 
 @pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
 @pytest.mark.parametrize("returned", [True, False])
-def test_what_is_written_when(make_trainer: Any, interval: str, returned: bool) -> None:
+def test_interval_selects_batch_or_epoch_writes(make_trainer: Any, interval: str, returned: bool) -> None:
     writer = Keep(interval)
     predictions = make_trainer(writer).predict(Twice(), numbers(5), return_predictions=returned)
     assert (predictions is not None) == returned

@@ -245,7 +245,7 @@ def test_each_kind_of_step_has_the_schedule_to_itself() -> None:
     assert after("validation_step", 1) == ["RECORD_AND_SAVE"], "a trace that another kind would break off is saved"
 
 
-def test_what_torchs_profiler_does_not_take() -> None:
+def test_invalid_profiler_options_are_refused() -> None:
     for arguments, kind, message in (
         ({"sort_by_key": "size"}, MisconfigurationError, "Found sort_by_key: size. Should be within"),
         ({"schedule": 3}, MisconfigurationError, "Schedule should be a callable. Found: 3"),

@@ -48,7 +48,7 @@ def zeros(module: nn.Module) -> int:
         ({"pruning_fn": "l1_unstructured", "apply_pruning": lambda epoch: False}, 0),
     ],
 )  # fmt: skip
-def test_how_much_is_gone_after_an_epoch(fit: Any, options: Any, expected: int) -> None:
+def test_pruning_zeroes_the_requested_number_of_weights(fit: Any, options: Any, expected: int) -> None:
     net = Net()
     assert zeros(net) == 0
     fit(net, ModelPruning(use_lottery_ticket_hypothesis=False, **options), max_epochs=1)
@@ -119,7 +119,9 @@ def test_settings_that_do_not_go_together() -> None:
 
 
 @pytest.mark.parametrize("permanent", [True, False])
-def test_what_is_saved_while_masks_are_on(fit: Any, tmp_path: Any, permanent: bool) -> None:
+def test_checkpoints_saved_under_pruning_masks_hold_them_unless_permanent(
+    fit: Any, tmp_path: Any, permanent: bool
+) -> None:
     class SaveInLastEpoch(al.Callback):
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             if trainer.current_epoch == 1:

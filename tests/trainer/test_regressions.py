@@ -430,7 +430,7 @@ def test_evaluation_of_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path)
         trainer(default_root_dir=tmp_path).validate(Validated(), batches(1), ckpt_path="last")
 
 
-def test_what_is_logged_when_training_starts_belongs_to_the_first_epoch() -> None:
+def test_values_logged_on_train_start_belong_to_the_first_epoch() -> None:
     class Logging(Small):
         def on_train_start(self) -> None:
             self.log("at/start", 3.0)

@@ -119,7 +119,7 @@ def test_a_list_of_ready_batches_is_one_loader(make_trainer: Make) -> None:
 
 
 @pytest.mark.parametrize("wrong", [object(), 3, [numbers(2), torch.ones(1)]])
-def test_what_is_no_data_is_named(make_trainer: Make, wrong: Any) -> None:
+def test_invalid_dataloaders_are_named(make_trainer: Make, wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"invalid dataloader was passed to `Trainer.fit\(train_dataloaders=...\)`"):
         make_trainer(max_epochs=1).fit(Seeing(), wrong)
 
@@ -216,7 +216,7 @@ def test_a_loader_class_of_ones_own_survives_overfitting(make_trainer: Make) -> 
     assert trainer.train_dataloader.colour == "red"
 
 
-def test_what_is_worth_a_warning(make_trainer: Make) -> None:
+def test_questionable_dataloaders_warn(make_trainer: Make) -> None:
     class Counted(Stream):
         def __len__(self) -> int:
             return self.count

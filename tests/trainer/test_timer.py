@@ -26,7 +26,7 @@ def test_the_limit_in_any_form(given: Any) -> None:
     assert timer.start_time() is timer.end_time() is None
 
 
-def test_what_is_no_time_is_refused() -> None:
+def test_invalid_times_are_refused() -> None:
     for given in ("6:00:00", "60 minutes", "10ep"):
         with pytest.raises(ValueError, match="format DD:HH:MM:SS"):
             Timer(given)
