@@ -276,7 +276,7 @@ def test_flips_happen_as_often_as_asked() -> None:
         np.testing.assert_array_equal(moved, [[0, 3, 0, 4, 1]] if was else boxes)
 
 
-def test_nothing_is_mirrored_by_default() -> None:
+def test_flips_are_off_by_default() -> None:
     assert Augment().fliplr == Augment().flipud == 0
 
 

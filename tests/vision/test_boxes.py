@@ -99,7 +99,7 @@ def test_the_cap_takes_the_first_candidates_also_among_equals(multi_label):
     )
 
 
-def test_nothing_found_is_an_empty_table():
+def test_nms_without_detections_returns_empty_tables():
     for rows in nms(torch.zeros(2, 100, 7)) + nms(torch.zeros(2, 0, 7)):
         assert rows.shape == (0, 6)
     assert nms(torch.zeros(0, 100, 7)) == []

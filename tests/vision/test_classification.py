@@ -39,7 +39,7 @@ def test_classes_are_the_folders_of_train_in_order(tmp_path: Path) -> None:
     assert [Path(path).parent.name for path in batch["paths"]] == ["disc"] * 3 + ["square"] * 3
 
 
-def test_what_is_wrong_with_a_folder_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_faulty_folders_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = draw_folders(tmp_path / "set")
     (root / "val" / "disc" / "0.png").write_bytes(b"")
     (root / "val" / "disc" / "2.png").write_bytes((root / "val" / "disc" / "2.png").read_bytes()[:200])

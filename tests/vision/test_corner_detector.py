@@ -235,7 +235,7 @@ def test_a_trunk_is_taken_from_a_detector_and_the_corners_start_as_those_of_the_
         assert not conv.weight.view(3, -1, conv.in_channels)[:, 7:].any()
 
 
-def test_what_has_no_four_corners_is_refused(tmp_path: Path) -> None:
+def test_data_without_four_corners_are_refused(tmp_path: Path) -> None:
     data = draw_objects(tmp_path, keypoint_row, head="kpt_shape: [3, 3]\n")
     with pytest.raises(
         DatasetError, match=r"has 3 keypoints of 3 numbers, and this task learns four corners: write kpt_shape"

@@ -54,7 +54,7 @@ def test_cannot_be_changed():
     assert found.boxes.xyxy[0, 0] == 0
 
 
-def test_nothing_found_is_an_ordinary_result():
+def test_empty_detections_are_valid():
     found = Detections.from_arrays([], [], [], names=NAMES, image=photo())
     assert len(found) == 0
     assert found.boxes.xyxy.shape == (0, 4)

@@ -228,7 +228,7 @@ def stop_after(steps: int) -> Any:
 
 
 @pytest.mark.parametrize("model", ["yolov5n", pytest.param("arc-n", marks=pytest.mark.slow)])
-def test_what_a_teacher_says_is_learned(shapes: Path, tmp_path: Path, model: str) -> None:
+def test_student_learns_the_output_of_the_teacher(shapes: Path, tmp_path: Path, model: str) -> None:
     made = trainer(1, tmp_path)
     made.fit(detector(shapes, seed=7, model=model), datamodule=DetectionData(task(shapes, model=model)))
     made.save_checkpoint(tmp_path / "other.ckpt")

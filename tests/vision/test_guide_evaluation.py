@@ -23,7 +23,7 @@ def commands(section: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in re.findall(r"^    (arclight .*)", text, re.MULTILINE)]
 
 
-def test_what_a_detector_gets_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guide_commands_for_detection_errors_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     detector_run(tmp_path / "runs" / "detect-qris" / "1")
     monkeypatch.chdir(tmp_path)
     found = commands("What a detector gets wrong")
@@ -50,7 +50,7 @@ def test_is_the_new_one_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "beside.html").is_file()
 
 
-def test_what_to_label_next(
+def test_guide_commands_for_labelling_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = detector_run(tmp_path / "runs" / "detect-qris" / "1")

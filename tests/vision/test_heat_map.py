@@ -97,7 +97,7 @@ def test_a_photo_keeps_its_shape_and_the_module_its_state() -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_nothing_found_has_no_heat() -> None:
+def test_heat_map_without_detections_is_zero() -> None:
     module = Detector(DetectionTask(data=Path("none"), image_size=64), ["a", "b"])
     assert heat_map(module, np.zeros((64, 64, 3), np.uint8), conf_threshold=1.0).max() == 0
 

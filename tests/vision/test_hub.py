@@ -41,7 +41,7 @@ def test_a_model_has_its_classes_and_takes_tensors() -> None:
     assert load("yolov5n", classes=1, autoshape=False)(torch.zeros(1, 3, 64, 64)) is not None
 
 
-def test_nothing_is_downloaded() -> None:
+def test_pretrained_weights_and_images_are_not_downloaded() -> None:
     with pytest.raises(ValueError, match="nothing is downloaded"):
         load("yolov5s", pretrained=True)
     with pytest.raises(ValueError, match="nothing is downloaded"):

@@ -201,7 +201,7 @@ def test_the_header_alone_tells_that_an_image_is_truncated(kind: str) -> None:
     assert read_header(data[: len(data) - 40]).truncated
 
 
-def test_what_follows_the_end_of_a_jpeg_does_not_matter() -> None:
+def test_trailing_bytes_of_a_jpeg_are_ignored() -> None:
     np.testing.assert_array_equal(decode_image(SAMPLES["jpeg"] + b"trailer" * 50), decode_image(SAMPLES["jpeg"]))
 
 
@@ -218,7 +218,7 @@ def test_what_follows_the_end_of_a_jpeg_does_not_matter() -> None:
         (b"RIFF\x00\x00\x00\x00WAVEfmt ", "not an image"),
     ],
 )
-def test_what_is_no_image_is_named(data: bytes, message: str) -> None:
+def test_invalid_images_are_named(data: bytes, message: str) -> None:
     with pytest.raises(ImageError, match=message):
         decode_image(data)
 

@@ -566,7 +566,7 @@ def test_frames_of_a_stream_above_the_limit_are_refused() -> None:
         list(ImageSource(camera.address, max_pixels=100))
 
 
-def test_nothing_in_a_png_header_reaches_a_decoder_above_the_limit(tmp_path: Path) -> None:
+def test_oversized_png_headers_are_refused_before_decoding(tmp_path: Path) -> None:
     header = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sIIBBBBBI", 13, b"IHDR", 10_000, 10_000, 8, 2, 0, 0, 0, 0)
     source = ImageSource([header, solid(1, 1, 1)])
     assert len(list(source)) == 1

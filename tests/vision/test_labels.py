@@ -135,7 +135,7 @@ def test_shapes_follow_orientation_and_images_need_not_be_jpeg(tmp_path: Path, w
         (lambda image, label: label.write_text("9 1 1 1 1"), r"malformed, for example .*000\.txt:1: unknown class 9"),
     ],
 )
-def test_nothing_usable_is_an_error_that_says_why(
+def test_datasets_without_usable_images_raise_with_the_reason(
     tmp_path: Path, spoil_all: Callable[[Path, Path], Any], message: str, write_dataset: Write
 ) -> None:
     spec = read_data_yaml(write_dataset(tmp_path, 3))
@@ -206,7 +206,7 @@ def test_a_pickle_in_place_of_the_cache_is_not_opened(data: Path) -> None:
     assert check_labels(images, 2, name="train").report == fresh.report
 
 
-def test_where_the_cache_cannot_be_written_there_is_one_warning_and_all_works(data: Path) -> None:
+def test_unwritable_label_cache_warns_once(data: Path) -> None:
     (data.parent / "labels" / "train.cache.npz").mkdir()  # also root cannot replace a folder by a file
     spec = read_data_yaml(data)
     with pytest.warns(UserWarning, match="labels are not cached") as caught:

@@ -44,7 +44,7 @@ def test_boxes_come_back(height: int, width: int, size: int, data: st.DataObject
     np.testing.assert_allclose(back, original, rtol=1e-6, atol=1e-4)
 
 
-def test_what_lies_in_the_padding_is_clipped_to_the_image() -> None:
+def test_boxes_in_the_padding_are_clipped_to_the_image() -> None:
     _, placed = letterbox(np.zeros((100, 200, 3), np.uint8), 640)
     np.testing.assert_array_equal(unletterbox([[-5, 0, 700, 640]], placed, (100, 200)), [[0, 0, 200, 100]])
 

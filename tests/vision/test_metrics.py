@@ -193,7 +193,7 @@ def test_state_survives_and_does_not_grow_by_loading():
         DetectionMetrics(3).merge(metrics.state_dict())
 
 
-def test_nothing_at_all_has_no_score_but_is_no_error():
+def test_metrics_without_labels_are_nan():
     results = DetectionMetrics(2).compute()
     assert results.images == 0
     assert np.isnan(results.map50)

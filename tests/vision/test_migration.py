@@ -42,7 +42,7 @@ def test_every_flag_and_hyper_parameter_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("heading", ["Flags of train.py", "Hyper-parameters"])
-def test_what_a_row_says_to_type_is_accepted(heading: str) -> None:
+def test_migration_rows_give_flags_that_are_accepted(heading: str) -> None:
     fields = {setting.path for setting in explain(Recipe)}
     for name, text in rows(heading).items():
         typed = re.findall(r"`(--[^`]*)`", text)

@@ -92,7 +92,7 @@ def test_unknown_classes_are_named(two: tuple[Path, Path], classes: dict[str, st
         DetectionDataset.open(read_data_yaml(two[0]), "train", cache_labels=False, mix=[source], augment=Augment())
 
 
-def test_what_is_not_trained_on_takes_no_mix(two: tuple[Path, Path]) -> None:
+def test_mix_of_untrained_splits_is_refused(two: tuple[Path, Path]) -> None:
     with pytest.raises(ValueError, match="mix is for training images"):
         DetectionDataset.open(
             read_data_yaml(two[0]), "train", cache_labels=False, mix=[MixedData(data=two[1], classes={"sign": "text"})]

@@ -367,7 +367,7 @@ def test_extreme_boxes_and_answers_give_finite_gradients(xy: tuple[float, float]
     assert all(torch.isfinite(level.grad).all() for level in levels)
 
 
-def test_what_is_learnt_is_found_once_without_suppression() -> None:
+def test_one_to_one_head_learns_boxes_without_nms() -> None:
     """Squares of two classes, two of them neighbours: as many boxes come out as there are squares."""
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(4, 3, 96, 96, generator=generator) * 0.2

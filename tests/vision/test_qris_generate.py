@@ -115,7 +115,7 @@ def test_scenes_differ_in_what_matters() -> None:
     assert MAX_OCCLUSION < 0.5
 
 
-def test_what_cannot_be_written_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_invalid_requests_are_refused_and_keep_existing_files(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(GenerateError, match="holds something"):

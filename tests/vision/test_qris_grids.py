@@ -87,7 +87,7 @@ def test_doubtful_modules_are_corrected_beyond_what_counting_errors_can(
     assert more >= 3
 
 
-def test_what_is_no_code_is_not_corrected_into_one() -> None:
+def test_noise_is_not_corrected_into_a_code() -> None:
     draw = np.random.default_rng(0)
     for version in (1, 1, 1, 2, 3):
         for certainty in (0.05, 0.2, 1.0):

@@ -253,7 +253,7 @@ def values(draw: st.DrawFn) -> dict[str, object]:
 
 @given(values())
 @settings(max_examples=150, deadline=None)
-def test_what_is_built_is_read_back(given_values: dict[str, object]) -> None:
+def test_built_payloads_parse_back(given_values: dict[str, object]) -> None:
     payload = parse(build(**given_values))  # type: ignore[arg-type]
     for name in ("merchant_name", "city", "mcc", "nmid", "criteria", "postal_code", "amount", "tip", "additional"):
         assert getattr(payload, name) == given_values[name]
@@ -334,7 +334,7 @@ def test_amounts_are_text_in_json_and_absent_ones_are_null(
     ],
     ids=["check value in lower case", "accented name", "accented city", "blanks"],
 )
-def test_what_a_printer_did_wrong_is_noted_and_the_payload_read(text: str, noted: str) -> None:
+def test_printing_errors_are_noted_and_the_payload_parsed(text: str, noted: str) -> None:
     kind, payload, problems = classify_text(text)
     assert (kind, payload is not None) == ("qris", True)
     assert len(problems) == 1

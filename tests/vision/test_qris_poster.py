@@ -101,7 +101,7 @@ def test_every_shape_lies_on_the_sheet_and_no_text_on_the_code() -> None:
     assert all(bottom < modules[:, 1].min() or top > modules[:, 1].max() for top, bottom in lines)
 
 
-def test_what_is_no_poster_is_refused(tmp_path: Path) -> None:
+def test_invalid_posters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PosterError, match=r"sheet\.bmp: a poster is a \.svg, \.pdf, \.png file"):
         write_poster(STATIC, tmp_path / "sheet.bmp")
     with pytest.raises(QrisError, match="63"):

@@ -225,7 +225,7 @@ WRONG = (
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_no_image_is_refused(wrong: object) -> None:
+def test_inputs_that_are_not_images_are_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="need an image"):
         scan(wrong)  # type: ignore[arg-type]
 

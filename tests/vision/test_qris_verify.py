@@ -87,7 +87,7 @@ def test_the_registered_code_is_a_match(registry: Path) -> None:
         (text_of(amount=Decimal(5000), is_dynamic=False), "amount"),
     ],
 )
-def test_what_contradicts_the_registered_place_is_a_mismatch(registry: Path, text: str, check: str) -> None:
+def test_contradictions_of_the_registered_place_are_mismatches(registry: Path, text: str, check: str) -> None:
     found = verify(photo_of(text), registry)
     (one,) = found.checked
     assert found.verdict == "mismatch"

@@ -124,7 +124,7 @@ def test_boxes_that_cut_off_finder_patterns_are_widened_in_every_second_vote() -
     assert track.text == "HELLO VIDEO"
 
 
-def test_what_never_looks_like_a_code_leaves_its_votes_to_others() -> None:
+def test_unlikely_tracks_leave_their_votes_to_others() -> None:
     frames = [noisy(np.full((480, 640, 3), 128, np.uint8), seed, 60) for seed in range(MAX_UNLIKELY_VOTES + 2)]
     (track,) = scan_video(frames, box_of(100, 100, 260, 260))
     assert (len(track.frames), track.votes) == (len(frames), MAX_UNLIKELY_VOTES)

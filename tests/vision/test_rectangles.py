@@ -167,7 +167,7 @@ def test_a_world_of_another_size_goes_on_in_the_order_that_there_was(yaml: Path)
     assert len(paths) == len(set(paths)) == 24
 
 
-def test_what_a_last_batch_lacks_is_drawn_at_random() -> None:
+def test_incomplete_last_batch_is_drawn_at_random() -> None:
     order = AspectOrder(lambda epoch: [(64, 128)] * 6 + [(128, 64)] * 5, 4, sides=[128], stride=32)
     left_out = set()
     for seed in range(40):
@@ -312,7 +312,7 @@ def test_the_largest_order_is_one(yaml: Path) -> None:
     assert len(list(order)) == 24
 
 
-def test_what_cannot_be_rectangular_is_refused(
+def test_unsupported_rectangular_training_is_refused(
     yaml: Path, write_dataset: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ValueError, match="rect_train and image_weights both say"):

@@ -70,7 +70,7 @@ def test_folders_and_names_tell_merchants_too(tmp_path: Path, write_dataset: Cal
     )
 
 
-def test_what_cannot_be_is_said(task: DetectionTask, tmp_path: Path) -> None:
+def test_invalid_partitions_are_refused(task: DetectionTask, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="source divides no images"):
         task.site(0, 2, Source())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tells no merchants apart"):
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_said(task: DetectionTask, tmp_path: Path) -> None:
         images(task.site(0, 2, Merchant()))
 
 
-def test_what_every_site_would_get_is_known_beforehand(task: DetectionTask) -> None:
+def test_shares_of_all_sites_are_checked_beforehand(task: DetectionTask) -> None:
     task.check_sites(6, Merchant())
     with pytest.raises(DatasetError, match=r"6 sources .* too few for 7 sites"):
         task.check_sites(7, Merchant())

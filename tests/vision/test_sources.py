@@ -99,7 +99,7 @@ def test_every_third_frame_keeps_its_number(video: Path) -> None:
         ImageSource(video, vid_stride=0)
 
 
-def test_what_cannot_be_read_is_skipped_and_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_files_are_skipped_and_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "broken.png").write_bytes((folder / "a.png").read_bytes()[:50])
     (folder / "fake.jpg").write_text("hello")
     (folder / "phone.heic").write_bytes(b"\0\0\0\x18ftypheic")

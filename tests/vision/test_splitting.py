@@ -83,7 +83,7 @@ def test_damaged_images_are_in_no_split(photos: list[Path]) -> None:
         ({"train": 0.5, "val": 0.5}, {"group": "shop"}, "val would stay empty: 40 images form 1 groups"),
     ],
 )
-def test_what_cannot_be_divided_says_why(
+def test_invalid_splits_are_refused_with_the_reason(
     photos: list[Path], fractions: dict[str, float], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DatasetError, match=message):

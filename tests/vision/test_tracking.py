@@ -347,7 +347,7 @@ def test_crossings_are_counted_by_direction() -> None:
     assert str(line) == f"1 {NAMES[0]} to the right, 1 {NAMES[1]}, 1 {NAMES[0]} to the left"
 
 
-def test_what_touches_the_line_or_passes_beside_it_has_not_crossed() -> None:
+def test_touching_or_passing_beside_the_line_does_not_count() -> None:
     line = LineCount([(50, 100), (50, 0)])
     walk(line, (40, 50), (50, 50), (50, 60), (40, 60))  # onto the line and back
     walk(line, (40, 130), (60, 130), id=2)  # beyond its end
