@@ -271,7 +271,7 @@ def test_every_problem_is_told_at_once_with_its_place() -> None:
         ),
     ],
 )
-def test_what_is_said_of_a_bad_table(table: Any, said: str) -> None:
+def test_bad_tables_are_explained(table: Any, said: str) -> None:
     assert problems(table) == [said]
 
 
@@ -287,7 +287,7 @@ def test_what_is_said_of_a_bad_table(table: Any, said: str) -> None:
         (["--task.kind", "words"], None),
     ],
 )
-def test_what_is_said_of_a_bad_flag(flags: list[str], said: str | None) -> None:
+def test_bad_flags_are_explained(flags: list[str], said: str | None) -> None:
     if said is None:
         assert read(Plan, PHOTOS, flags).task == Words()
     else:
@@ -390,7 +390,7 @@ def test_files_in_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
         ("b.toml", None, "b.toml cannot be read: No such file or directory"),
     ],
 )
-def test_what_is_said_of_a_bad_file(
+def test_bad_files_are_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str | None, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -470,7 +470,7 @@ def test_a_file_named_like_another_module_is_refused(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("plan", [Plan(task=Words(), tag="none"), Plan(task=Words(), loop=Loop(notes={"a": None}))])
-def test_what_a_recipe_cannot_express_is_not_written(plan: Plan) -> None:
+def test_values_a_recipe_cannot_express_are_not_written(plan: Plan) -> None:
     with pytest.raises(RecipeError, match="cannot be written in a recipe"):
         write(plan)
 

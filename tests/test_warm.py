@@ -57,7 +57,7 @@ def end(status):
 
 
 @pytest.mark.parametrize("spawns", [False, True])
-def test_what_a_program_spawns_has_its_folder_environment_and_output(tmp_path: Path, spawns: bool) -> None:
+def test_spawned_processes_inherit_folder_environment_and_output(tmp_path: Path, spawns: bool) -> None:
     (tmp_path / "program.py").write_text(SPAWNING)
     (tmp_path / "child.py").write_text(CHILD)
     environment = {**os.environ, "WORD": "given"}

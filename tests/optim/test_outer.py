@@ -55,7 +55,7 @@ def test_fragments_take_turns() -> None:
     assert all(len(turn) <= 1 for turn in turns)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_tensors_and_settings_are_refused() -> None:
     anchor = tensors(1)
     with pytest.raises(ValueError, match="b is not in both"):
         pseudo_gradient(anchor, {"a": anchor["a"]})

@@ -104,7 +104,7 @@ def test_cached_keys_and_parts_of_queries() -> None:
         mask.segments(B, T, torch.device("cpu"))
 
 
-def test_what_a_back_end_cannot_do_is_said() -> None:
+def test_unsupported_back_ends_are_refused() -> None:
     q, k, v = tensors()
     with pytest.raises(RuntimeError, match="no backward on a CPU"):
         attention(q.requires_grad_(), k, v, Mask(), "flex")

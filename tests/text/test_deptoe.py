@@ -131,7 +131,7 @@ def test_stages_and_estimates_know_no_repeats() -> None:
         ({"heads": 5}, "dim = 32 does not divide among 5 heads"),
     ],
 )
-def test_what_cannot_be_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_invalid_configurations_are_refused(fields: dict[str, Any], said: str) -> None:
     name = "deptoe-debug" if "moe" in fields else "switch-head-debug"
     with pytest.raises(ValueError, match=said):
         small(name, **fields)

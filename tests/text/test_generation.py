@@ -169,7 +169,7 @@ def test_choices_follow_their_probabilities() -> None:
         choose(torch.tensor([[1.0, float("nan")]]), 1.0, None, None, torch.zeros(1))
 
 
-def test_what_cannot_be_generated_is_said() -> None:
+def test_invalid_generation_options_are_refused() -> None:
     tokenizer, ours = ByteTokenizer(), model()
     wrong: list[tuple[str, Any]] = [
         ("temperature must be", {"temperature": -1}), ("top_k must be", {"top_k": 0}), ("top_p must be", {"top_p": 1.5}),

@@ -139,7 +139,7 @@ def test_a_given_model_is_filled_in_its_own_type_and_place(folders: Any) -> None
     assert from_hf(folder, dtype=torch.float64).norm.weight.dtype == torch.float64
 
 
-def test_what_does_not_fit_is_named(folders: Any, tmp_path: Path) -> None:
+def test_unsupported_folders_are_refused_by_name(folders: Any, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nothing is downloaded"):
         from_hf("meta-llama/Llama-3.1-8B")
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):

@@ -156,7 +156,9 @@ def test_any_length_and_batch_is_computed_up_to_the_positions(program: Program, 
 
 
 @pytest.mark.slow
-def test_what_a_program_cannot_do_is_refused(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_program_inputs_are_refused(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compare_here(monkeypatch)
     with pytest.raises(TypeError, match="a program takes tokens alone, got images"):
         generate(program, ByteTokenizer(), "a", 2, inputs={"images": torch.zeros(1)})

@@ -118,7 +118,7 @@ def test_transformers_opens_an_export_with_mups_factors(tmp_path: Path) -> None:
         ("mpt-debug", {"logit_cap": 30.0}, "a mpt model at Hugging Face caps no logits"),
     ],
 )
-def test_what_transformers_does_not_compute_is_not_written(
+def test_models_transformers_cannot_compute_are_not_written(
     name: str, fields: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=said):

@@ -121,7 +121,7 @@ def test_named_sources_are_divided_by_name_tokens_as_well(texts, tmp_path):
         written(tokens.site(0, 2, IID()))
 
 
-def test_what_cannot_be_is_said(texts, tmp_path):
+def test_invalid_partitions_are_refused(texts, tmp_path):
     with pytest.raises(ValueError, match="merchant divides no text"):
         task(texts, tmp_path).site(0, 2, Merchant())
     with pytest.raises(ValueError, match=r"7 sources \(alone.txt, author0, .*\), too few for 8 sites"):
@@ -150,7 +150,7 @@ def test_a_site_may_have_text_of_its_own(texts, tmp_path):
         task(texts, tmp_path, tokenizer=BPE()).with_data(str(texts))
 
 
-def test_what_every_site_would_get_is_known_before_anything_is_prepared(texts, tmp_path):
+def test_shares_of_all_sites_are_checked_before_preparation(texts, tmp_path):
     named = {f"a{n}": str(texts / f"author{n}") for n in range(4)}
     for whole, partition, most in (
         (task(texts, tmp_path), Source(), 7),

@@ -133,7 +133,7 @@ def test_a_row_of_parquet_without_text_is_named(tmp_path: Path) -> None:
         texts(tmp_path, "body")
 
 
-def test_nothing_to_read_is_said(tmp_path: Path) -> None:
+def test_missing_text_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no files"):
         texts(tmp_path)
     with pytest.raises(FileNotFoundError, match='data is "stdlib", a file or a folder'):

@@ -146,7 +146,7 @@ def test_roles_and_chat_templates_come_from_the_config(bpe: Tokenizer, tmp_path:
         Tokenizer.load(tmp_path)
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_invalid_tokenizers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no tokenizer"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

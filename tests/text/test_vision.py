@@ -127,7 +127,7 @@ def test_packed_texts_with_images_are_as_alone(sees: Any) -> None:
     assert changed[:, -1].abs().max() > 1e-3
 
 
-def test_what_is_seen_is_learned_from(sees: Any) -> None:
+def test_model_learns_from_images(sees: Any) -> None:
     """Which of two kinds of images was shown can only be told by looking."""
     sees.train()
     optimizer = torch.optim.AdamW(sees.parameters(), 3e-3)
@@ -148,7 +148,7 @@ def test_what_is_seen_is_learned_from(sees: Any) -> None:
     assert losses[-1] < 0.2 < 0.5 < losses[0]
 
 
-def test_what_is_seen_is_spoken_of(sees: Any) -> None:
+def test_generation_depends_on_the_images(sees: Any) -> None:
     """Two prompts of different lengths with images of different sizes, beside the passes that greedy choice is made of."""
     tokenizer = ByteTokenizer()
     sizes = [[(2, 2)], [(3, 1), (1, 2)]]
