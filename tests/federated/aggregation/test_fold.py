@@ -243,7 +243,7 @@ def test_a_value_that_is_not_finite_is_refused_by_name(bad: float, measured: boo
     assert refused.value.reason == "not_finite"
 
 
-def test_what_cannot_be_folded_is_said() -> None:
+def test_invalid_contributions_are_refused() -> None:
     one = Contribution(client="a", weight=1, tensors={"model/x": torch.ones(3)})
     with pytest.raises(FederatedError, match="no contribution"):
         Fold([])

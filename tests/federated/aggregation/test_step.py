@@ -104,7 +104,7 @@ def test_every_key_is_stepped_as_the_strategy_says(strategy: Strategy, form: Any
 
 @pytest.mark.parametrize("strategy", EVERY, ids=repr)
 @pytest.mark.parametrize("form", ["delta", "weights"])
-def test_what_no_gradient_moves_becomes_the_mean(strategy: Strategy, form: Any) -> None:
+def test_buffers_become_the_mean_without_an_optimizer_step(strategy: Strategy, form: Any) -> None:
     """Beyond the mean, or by steps of a fixed size, a variance would soon be negative."""
     key = "model/norm.running_var"
     anchor, locals_ = {**model(0), key: torch.ones(64)}, [{key: torch.full((64,), 1e-3 * k)} for k in (1.0, 2.0)]
@@ -184,7 +184,7 @@ def test_tensors_in_files_give_the_same_bits_and_come_in_the_order_asked_for(tmp
         assert torch.equal(one.value, plainly[one.key])
 
 
-def test_what_cannot_be_stepped_is_said() -> None:
+def test_unknown_weights_and_mismatched_states_are_refused() -> None:
     given = [Contribution(client="a", weight=1, tensors={"model/x": torch.ones(2)})]
     with pytest.raises(FederatedError, match="model/x was sent and is no weight of the model"):
         StrategyStep(FedAvg(), {"model/y": torch.ones(2)}, given)

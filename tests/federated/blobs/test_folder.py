@@ -81,7 +81,7 @@ def test_a_new_blob_is_named_when_it_is_whole(store: FolderStore) -> None:
     assert leftovers(store) == []
 
 
-def test_what_came_in_part_goes_on_in_another_process(store: FolderStore) -> None:
+def test_partial_blobs_are_completed_by_another_process(store: FolderStore) -> None:
     with store.receive(DIGEST) as incoming:
         incoming.write([BYTES[:1_500_000]])
     assert store.size(DIGEST) is None
@@ -96,7 +96,7 @@ def test_what_came_in_part_goes_on_in_another_process(store: FolderStore) -> Non
     assert leftovers(store) == []
 
 
-def test_what_came_wrong_is_forgotten(store: FolderStore) -> None:
+def test_damaged_blobs_are_discarded(store: FolderStore) -> None:
     with store.receive(DIGEST) as incoming:
         incoming.write([b"!", BYTES[1:]])
         with pytest.raises(BlobError, match="damaged or changed"):
@@ -192,7 +192,7 @@ def test_a_blob_that_the_disk_has_changed_is_found_out(store: FolderStore) -> No
     assert store.size(DIGEST) is None
 
 
-def test_what_need_not_last_waits_for_no_disk_and_is_verified_after_a_restart_of_the_machine(
+def test_cached_blobs_skip_fsync_and_are_verified_after_a_reboot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []

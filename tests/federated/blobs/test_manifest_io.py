@@ -220,7 +220,7 @@ def header(text: bytes) -> bytes:
         save({"w": torch.ones(4)})[:-1],
     ],
 )
-def test_what_is_no_safetensors_file_is_refused(store: FolderStore, content: bytes) -> None:
+def test_invalid_safetensors_files_are_refused(store: FolderStore, content: bytes) -> None:
     digest = digest_of(content)
     store.put(digest, content)
     entry = Entry(blob=digest, dtype="F32", shape=(4,))

@@ -89,7 +89,7 @@ def test_a_broken_fetch_goes_on(bucket: str, tmp_path: Path, monkeypatch: pytest
     assert read == [len(BYTES) - 19_000_000]
 
 
-def test_what_was_changed_in_the_bucket_is_found_out(bucket: str, tmp_path: Path) -> None:
+def test_blobs_changed_in_the_bucket_are_detected(bucket: str, tmp_path: Path) -> None:
     system = fsspec.filesystem("s3")
     name = hashlib.sha256(b"the content").hexdigest()
     system.pipe_file(f"bucket/run/blobs/{name}", b"the c0ntent")

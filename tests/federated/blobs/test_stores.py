@@ -35,7 +35,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
 
 @pytest.mark.parametrize("content", [BYTES, b""], ids=["long", "empty"])
 @pytest.mark.parametrize("as_file", [True, False])
-def test_what_is_put_is_there(store: BlobStore, content: bytes, as_file: bool, tmp_path: Path) -> None:
+def test_put_blobs_are_stored(store: BlobStore, content: bytes, as_file: bool, tmp_path: Path) -> None:
     source: Path | bytes = content
     if as_file:
         source = tmp_path / "source"
@@ -73,7 +73,7 @@ def test_other_content_is_refused_and_not_seen(store: BlobStore, as_file: bool, 
     assert store.size(named(BYTES[:-1])) is None
 
 
-def test_what_is_missing_is_said(store: BlobStore) -> None:
+def test_missing_blobs_are_named(store: BlobStore) -> None:
     with pytest.raises(BlobError, match=named(b"x")[:12]):
         b"".join(store.read(named(b"x")))
     with pytest.raises(BlobError, match=named(b"x")[:12]):
@@ -81,7 +81,7 @@ def test_what_is_missing_is_said(store: BlobStore) -> None:
     store.remove(named(b"x"))
 
 
-def test_what_is_removed_is_gone(store: BlobStore) -> None:
+def test_removed_blobs_are_missing(store: BlobStore) -> None:
     store.put(named(BYTES), BYTES)
     store.file(named(BYTES))
     store.remove(named(BYTES))
@@ -90,7 +90,7 @@ def test_what_is_removed_is_gone(store: BlobStore) -> None:
         store.file(named(BYTES))
 
 
-def test_what_is_forgotten_is_still_there(store: BlobStore) -> None:
+def test_forgotten_blobs_stay_stored(store: BlobStore) -> None:
     store.put(named(BYTES), BYTES)
     store.forget(named(BYTES))
     store.forget(named(b"x"))
@@ -111,7 +111,7 @@ def test_several_go_to_another_store(store: BlobStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", ["../../etc/passwd", "", "A" * 64, "a" * 63, "a" * 65, "a" * 63 + "\n", "/" + "a" * 63])
-def test_what_is_no_digest_is_refused(store: BlobStore, bad: str) -> None:
+def test_invalid_digests_are_refused(store: BlobStore, bad: str) -> None:
     for attempt in (
         store.size,
         store.file,
@@ -123,7 +123,7 @@ def test_what_is_no_digest_is_refused(store: BlobStore, bad: str) -> None:
             attempt(bad)
 
 
-def test_what_is_read_later_is_what_was_put(store: BlobStore, tmp_path: Path) -> None:
+def test_blobs_outlive_their_source_file(store: BlobStore, tmp_path: Path) -> None:
     """A file's blob outlives the file's name."""
     source = tmp_path / "source"
     source.write_bytes(BYTES)

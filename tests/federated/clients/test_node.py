@@ -183,7 +183,7 @@ def test_a_refused_update_is_told_of_and_not_sent_for_ever(tmp_path: Path, caplo
     assert "refuses the update of a, round 1 (not_finite): net.0.weight is NaN" in caplog.text
 
 
-def test_what_another_process_did_in_its_place_leaves_nothing_unsaid(tmp_path: Path) -> None:
+def test_updates_replaced_by_another_process_leave_residuals_unchanged(tmp_path: Path) -> None:
     """Somebody else's update of the client was taken: what this one's left unsaid belongs to values that never counted."""
     server = AveragingServer(
         tmp_path / "server",
@@ -284,7 +284,7 @@ def wait_until(condition: Any, seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
-def test_what_is_no_longer_wanted_is_ended(tmp_path: Path) -> None:
+def test_cancelled_work_is_stopped(tmp_path: Path) -> None:
     server = AveragingServer(tmp_path / "server", beginning(), ("a", "bb"), rounds=1, steps=4)
 
     class Slow(Callback):
@@ -384,9 +384,7 @@ def test_a_stopped_node_goes_on_where_it_was(
         *(pytest.param(counts, not counts, marks=pytest.mark.slow) for counts in (True, False)),
     ],
 )
-def test_what_an_update_left_unsaid_is_forgotten_where_the_server_lost_it_and_went_on(
-    tmp_path: Path, counts: bool, restarted: bool
-) -> None:
+def test_residuals_of_an_update_the_server_lost_are_dropped(tmp_path: Path, counts: bool, restarted: bool) -> None:
     """A power failure took the server's copy, and the round was closed without it; or the server has only been started again."""
     order: dict[str, Any] = {"form": "delta", "codec": {"kind": "int8", "block": 32}, "checkpoint_every_steps": 3}
     begin, reasons = beginning(width=256), list[str]()

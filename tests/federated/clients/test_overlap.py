@@ -215,7 +215,7 @@ def test_the_next_weights_come_down_while_the_round_before_is_trained(tmp_path: 
     assert learner.rounds == [1, 2, 3, 4]
 
 
-def test_what_is_late_is_not_sent_on_and_costs_no_later_round(tmp_path: Path) -> None:
+def test_late_updates_are_dropped_and_cost_no_later_round(tmp_path: Path) -> None:
     """A round closes without a client whose line stands still: its update is given up, the next one counts."""
     federation = Federation(
         clients=2,

@@ -78,7 +78,7 @@ def test_one_client_is_centralised_training(tmp_path: Path, norm: bool, options:
         assert_equal(mine, central)
 
 
-def test_nothing_outside_is_disturbed(tmp_path: Path) -> None:
+def test_training_leaves_global_random_state_unchanged(tmp_path: Path) -> None:
     """Two clients in one process do not draw each other's random numbers, nor those of whoever runs them."""
     ends = []
     for together in (False, True):
@@ -302,7 +302,7 @@ def test_a_finished_round_that_is_asked_for_again_costs_no_state(tmp_path: Path)
     assert_equal(*ends)
 
 
-def test_what_another_process_has_trained_since_counts(tmp_path: Path) -> None:
+def test_rounds_trained_by_another_process_are_continued(tmp_path: Path) -> None:
     """Two workers take turns with one client: neither goes on from what it remembers of earlier rounds."""
     torch.manual_seed(1)
     begin = weights_of(Net())

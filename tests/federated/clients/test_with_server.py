@@ -112,7 +112,7 @@ def test_clients_that_round_to_other_bits_are_refused(tmp_path: Path, caplog: py
     assert convert(again.net).recipe.reduce_range
 
 
-def test_what_is_committed_goes_also_of_clients_that_are_not_drawn_again(tmp_path: Path) -> None:
+def test_committed_updates_are_deleted_for_clients_not_drawn_again(tmp_path: Path) -> None:
     federation = Federation(clients=6, rounds=8, local_steps=1, evaluate_every=0, sampling=Sampling(per_round=1))
     server = Server(federation, {"w": torch.ones(3)}, folder=tmp_path / "run")
     clients = [Client(str(number), learner=lambda _: Quadratic(1.0)) for number in range(6)]

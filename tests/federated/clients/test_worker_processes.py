@@ -145,7 +145,7 @@ def test_a_failing_client_is_told_of_in_its_own_words(tmp_path: Path, executors:
     assert [update.client for update in server.of(Update)] == ["bb"]
 
 
-def test_what_is_no_longer_wanted_ends_in_the_worker_too(tmp_path: Path, executors: list[ProcessExecutor]) -> None:
+def test_cancelled_work_stops_in_the_worker_process(tmp_path: Path, executors: list[ProcessExecutor]) -> None:
     server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=10_000)
     executors.append(ProcessExecutor([client_of("a", tmp_path, pause=0.02)]))
     node = Node(InProcessLink(server), executors[0], tmp_path / "node", "n")

@@ -197,7 +197,7 @@ def test_changes_of_other_tensors_are_refused() -> None:
         node.fetch(chains[1].weights, (shape,))
 
 
-def test_nothing_is_said_where_nothing_has_changed_and_all_where_shapes_have() -> None:
+def test_unchanged_weights_add_no_delta_and_new_shapes_start_a_new_chain() -> None:
     store, chains, own = run(Raw(), 1)
     assert extend_chain(chains[1], written(own[1], store), Raw(), 8, store) == chains[1]
     other = {**own[1], "model/a.bias": torch.randn(31)}

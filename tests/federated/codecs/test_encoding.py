@@ -117,7 +117,7 @@ def test_decoding_is_the_same_with_any_threads() -> None:
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-def test_what_was_decoded_is_encoded_without_error(codec) -> None:
+def test_decoded_tensors_are_encoded_without_error(codec) -> None:
     once = read(say(torch.randn(30, 999), codec))
     again = say(once, codec)
     if isinstance(codec, TopK):  # two means of values that are two means already
@@ -182,7 +182,7 @@ def test_small_and_whole_numbers_go_as_they_are() -> None:
 @pytest.mark.parametrize("codec", [Raw(), *LOSSY])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 4999])
-def test_what_is_no_number_is_refused_by_name(codec, bad: float, place: int) -> None:
+def test_nan_and_infinite_values_are_refused_by_name(codec, bad: float, place: int) -> None:
     x = torch.randn(1, 5000)
     x[0, place] = bad
     with pytest.raises(FederatedError, match=r"model/head\.weight"):

@@ -122,7 +122,7 @@ def test_nodes_hold_the_weights_that_the_server_says_they_see(tmp_path: Path) ->
         (("blocks.1.",), Int8(), [274_440, 5000, 5000], [11_272, 5000, 5000]),
     ],
 )
-def test_what_clients_initialise_themselves_is_not_downloaded(
+def test_client_initialised_tensors_are_not_downloaded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     personal: tuple[str, ...],
@@ -156,7 +156,7 @@ class Headed(Wide):
         self.blocks[2] = nn.Linear(256, 128)
 
 
-def test_what_clients_keep_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_personal_tensors_are_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the rounds have the same bits; headers are 1 kB at most."""
     given: dict[str, Any] = {
         "clients": 1, "rounds": 3, "evaluate_on": "clients", "evaluate_every": 0, "module": Headed, "masks": Masks(personal=("blocks.2.",)),

@@ -462,7 +462,7 @@ def test_an_order_whose_answer_was_lost_is_given_again() -> None:
     assert node.take() == plan
 
 
-def test_nobody_comes() -> None:
+def test_run_ends_if_too_few_nodes_join() -> None:
     run = world(waiting=Waiting(join_timeout_s=60.0, nodes=2))
     run.node("n", "abcd")
     run.pass_(59.0)
@@ -683,7 +683,7 @@ def test_another_client_is_asked_in_the_place_of_who_is_to_blame() -> None:
     assert first[0] not in drawn
 
 
-def test_who_has_an_update_in_the_next_buffer_is_not_asked_for_the_same_one_again() -> None:
+def test_clients_in_the_next_buffer_are_not_asked_again() -> None:
     """Its update would be taken for the one that is here, and waited for without end."""
     run = world(clients=["a", "b", "c"], rounds=1, buffered=Buffered(size=2), evaluate_every=0)
     run.eager = False
@@ -699,7 +699,7 @@ def test_who_has_an_update_in_the_next_buffer_is_not_asked_for_the_same_one_agai
     assert "round 1 has 0 of the 2 updates that its quorum needs; failed: a (" in run.ended.why
 
 
-def test_who_is_asked_instead_of_others_comes_into_another_secure_sum() -> None:
+def test_replacement_clients_join_a_new_secure_sum() -> None:
     run = world(clients=6, rounds=1, secure=SecureSum(), sampling=Sampling(per_round=3), waiting=Waiting(quorum=1.0))
     node = run.node("n", [str(n) for n in range(6)])
     first = [node.take().client for _ in range(3)]  # type: ignore[union-attr]
@@ -894,7 +894,7 @@ def test_less_than_no_steps_say_nothing_of_an_order() -> None:
     assert task.steps == 0
 
 
-def test_what_a_node_still_says_of_a_discarded_attempt_is_not_the_new_one() -> None:
+def test_late_heartbeats_of_a_discarded_attempt_are_ignored() -> None:
     """Its beat was on the way while the round was discarded: the new order is given, and not taken for one that it has."""
     run = world(clients=["a"], rounds=1)
     run.eager = False

@@ -414,7 +414,7 @@ def test_closing_tells_everybody() -> None:
     "which",
     [which if which in ("all", "secure", "streaming") else pytest.param(which, marks=pytest.mark.slow) for which in sorted(SETTINGS)],
 )  # fmt: skip
-def test_what_a_journal_begins_with_does_not_grow_with_the_rounds(which: str) -> None:
+def test_journal_snapshots_do_not_grow_with_the_rounds(which: str) -> None:
     world = World(Federation(**{"rounds": 160, "local_steps": 6} | SETTINGS[which]), SETTINGS[which]["clients"]).begin()  # fmt: skip
     agents, sizes = [Agent(world, f"node {n}") for n in range(2)], dict[int, int]()
     while world.coordinator.state.ended is None:

@@ -204,7 +204,7 @@ def test_a_name_of_a_file_that_is_no_text_is_read_again(tmp_path: Path) -> None:
         assert database.records() == [RunEnded(why="?.jpg and \U0001f4f7 cannot be read"), said[1]]
 
 
-def test_what_another_version_wrote_is_refused(tmp_path: Path) -> None:
+def test_records_of_another_version_are_refused(tmp_path: Path) -> None:
     class Unknown(Record):
         pass
 

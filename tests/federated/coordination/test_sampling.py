@@ -90,7 +90,7 @@ def test_clients_sleep_at_hours_of_their_own() -> None:
     assert len(some) == pytest.approx(1000 + 0.5 * 2000, rel=0.05)
 
 
-def test_what_a_client_draws_is_its_own() -> None:
+def test_client_seeds_are_distinct() -> None:
     sampler = Sampler(Sampling(), Roster(50), 9)
     seeds = {sampler.seed_of(round, str(n)) for round in range(20) for n in range(50)}
     assert len(seeds) == 1000

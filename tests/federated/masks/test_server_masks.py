@@ -69,7 +69,7 @@ def moved(start: torch.Tensor, goal: float, rounds: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", ["delta", "weights"])
-def test_what_is_never_sent_stays_and_what_has_a_period_moves_in_its_rounds(tmp_path: Path, form) -> None:
+def test_personal_tensors_stay_and_periodic_ones_move_in_their_rounds(tmp_path: Path, form) -> None:
     masks = Masks(personal=("head.",), frozen=("experts.w",), periods={"body.": 2})
     learners = {"0": Quadratic(1.0), "1": Quadratic(3.0)}
     with pytest.raises(FederatedError, match="nothing would travel in round 1"):
@@ -89,7 +89,7 @@ def test_what_is_never_sent_stays_and_what_has_a_period_moves_in_its_rounds(tmp_
 @pytest.mark.parametrize(
     "key", ["model/head.w", "model/body.w", "exp_avg/experts.w", "model/experts.w[0]", "model/experts.w"]
 )
-def test_what_masks_forbid_is_refused(tmp_path: Path, key: str) -> None:
+def test_updates_outside_the_masks_are_refused(tmp_path: Path, key: str) -> None:
     federation = Federation(
         clients=1, rounds=1, local_steps=4, masks=Masks(personal=("head.",), periods={"body.": 2}), waiting=CALM
     )

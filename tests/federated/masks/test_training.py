@@ -49,7 +49,7 @@ class Site:
         return {key: tensors[key] for key in tensors}
 
 
-def test_what_has_a_period_goes_on_from_the_clients_own_values_in_between(tmp_path: Path) -> None:
+def test_periodic_tensors_continue_from_local_values_in_between(tmp_path: Path) -> None:
     site = Site(tmp_path, Net())
     server = [
         {key: torch.full_like(value, 0.1 * number) for key, value in weights_of(Net()).items()} for number in range(6)

@@ -52,7 +52,7 @@ def test_left_out_frozen_and_own_weights() -> None:
     assert set(MODEL) - set(some.down(MODEL, 2, 1)) == {"model/head.weight", "model/blocks.2.attn.weight"}
 
 
-def test_what_begins_at_the_client_never_comes_from_the_server() -> None:
+def test_client_initialised_tensors_are_never_sent_down() -> None:
     own = transfer_mask(MOMENTS, personal=("embed.", "head."), personal_from="client")
     begins = [key for key in ALL if not key.endswith(("embed.weight", "head.weight"))]
     assert own.down(ALL, 1, None) == begins

@@ -276,7 +276,7 @@ def _full(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda path, mode="r", **more: Full(real(path, mode, **more)) if mode == "ab" else real(path, mode, **more)
 
 
-def test_what_a_waiting_client_costs_does_not_grow_with_the_clients(tmp_path: Path) -> None:
+def test_polling_cost_per_client_does_not_grow_with_the_clients(tmp_path: Path) -> None:
     def polls(count: int) -> tuple[float, int]:
         round_ = Sum(tmp_path / f"{count}.json", names(count))
         for name in round_.names:

@@ -192,7 +192,7 @@ def test_a_federation_says_how_its_noise_is_counted() -> None:
             recipe.read(Federation, {"noise": {"clip": 1, "multiplier": 1}, "weigh_by": "equal", **table})
 
 
-def test_what_cannot_be_protected_is_refused() -> None:
+def test_noise_refuses_unbounded_updates_and_invalid_settings() -> None:
     make, given = noisy_fold(Noise(clip=1, multiplier=1)), clients(2)
     uneven = [*given, Contribution(client="z", weight=2, tensors=given[0].tensors)]
     moments = [Contribution(client="z", weight=1, tensors={"exp_avg/a": torch.zeros(3)})]

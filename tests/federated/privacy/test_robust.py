@@ -154,7 +154,7 @@ def test_krum_is_refused_where_a_buffer_mixes_rounds_that_send_different_weights
         Federation(**some, buffered=Buffered(size=5), waiting=Waiting(quorum=1.0), masks=masks)
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_invalid_robust_rounds_are_refused() -> None:
     with pytest.raises(FederatedError, match="needs 5 updates, the round has 4"):
         fold_maker(Krum(byzantine=1))(crowd(4))
     with pytest.raises(FederatedError, match="cannot keep 5 of 5"):

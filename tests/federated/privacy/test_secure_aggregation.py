@@ -185,7 +185,7 @@ def test_a_client_never_gives_both_secrets_of_another() -> None:
         round_.people["c1"].reveal(names[2:])
 
 
-def test_what_was_changed_on_its_way_is_noticed() -> None:
+def test_tampered_messages_are_detected() -> None:
     names = ["a", "b", "c"]
     round_ = Round(names)
     swapped = {**round_.keys, "a": replace(round_.keys["a"], mask=round_.keys["b"].mask)}

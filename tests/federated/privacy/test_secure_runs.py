@@ -290,7 +290,7 @@ def test_another_client_is_asked_in_the_place_of_one_that_was_lost_after_it_had_
     assert Counted.fits == 7, "those that are asked again do not train again"
 
 
-def test_what_was_masked_for_a_discarded_sum_does_not_go_into_another(tmp_path: Path) -> None:
+def test_updates_masked_for_a_discarded_sum_are_refused(tmp_path: Path) -> None:
     sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
     server = Server(settings(secure=SecureSum(step_timeout_s=3.0), rounds=1), START, folder=tmp_path / "run")
     refused: list[Message] = []
@@ -315,7 +315,7 @@ def test_what_was_masked_for_a_discarded_sum_does_not_go_into_another(tmp_path: 
     assert server.history[1].contributors == ["0", "1", "2"]
 
 
-def test_what_is_never_masked_is_refused_and_what_cannot_be_secure_is_said() -> None:
+def test_secure_runs_refuse_unmasked_updates() -> None:
     for table, said in (
         ({"send": "weights"}, "send"),
         ({"up": "int8"}, "up"),
@@ -433,7 +433,7 @@ def test_masked_values_that_are_gone_from_the_servers_disk_discard_their_sum(tmp
     assert again.history[2].base == undisturbed.history[2].base
 
 
-def test_what_only_clients_can_hide_is_refused_where_they_speak_flower_alone() -> None:
+def test_secure_settings_are_refused_over_plain_flower_messages() -> None:
     with pytest.raises(FederatedError, match="would be made on this machine"):
         refuse_unmasked_updates(settings())
 

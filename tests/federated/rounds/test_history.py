@@ -156,7 +156,7 @@ def test_no_metric_takes_the_place_of_a_column_of_the_run(database: RunDatabase,
     assert read_metrics(tmp_path / "metrics.csv")["metrics/norm"] == [(5, 7.5)]
 
 
-def test_what_a_client_said_that_was_put_out_does_not_count(database: RunDatabase) -> None:
+def test_excluded_clients_do_not_count_in_the_history(database: RunDatabase) -> None:
     """It was put out since it said that it weighs far more than the others: no mean is to go by that."""
     history = History(database)
     history.note(r.RoundOpened(round=1, base="b", clients=("a", "b"), wanted=2, clock=0, steps=5))
@@ -174,7 +174,7 @@ def test_what_a_client_said_that_was_put_out_does_not_count(database: RunDatabas
     assert history.at(1).bytes_up == {"a": 1, "b": 1}, "it was sent"
 
 
-def test_what_is_sent_for_a_round_that_is_over_does_not_tell_it_twice(database: RunDatabase, tmp_path: Path) -> None:
+def test_late_transfers_do_not_write_a_round_twice(database: RunDatabase, tmp_path: Path) -> None:
     """The order was given before the round was committed, and is counted after that."""
     history = History(database)
     history.at(0), history.at(1)

@@ -82,7 +82,7 @@ def test_the_file_of_weights_is_the_blob_that_the_manifest_names(tmp_path: Path)
     assert weights_manifest(layout_of(described), described.files).digest == manifest.digest
 
 
-def test_what_is_not_published_leaves_nothing(tmp_path: Path) -> None:
+def test_unpublished_rounds_leave_no_files(tmp_path: Path) -> None:
     rounds = Rounds(tmp_path)
     model = tensors()
     with pytest.raises(RuntimeError, match="power"), rounds.write(0, {"model": in_order(model)}) as round_:

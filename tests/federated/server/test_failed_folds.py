@@ -168,7 +168,7 @@ def test_a_run_that_is_killed_before_a_skipped_round_is_written_goes_on(
     assert [bool(here.skipped) for here in again.history] == [False, True, False]
 
 
-def test_who_is_to_blame_is_left_out_of_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blamed_clients_are_left_out_of_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = RefusedError("wrong_names", "2 sent other tensors", ("2",))
     Failing(monkeypatch, 1, error)
     server = trained(Server(settings(clients=4), START, folder=tmp_path / "run"), 4)

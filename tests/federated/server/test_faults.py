@@ -109,7 +109,7 @@ def test_rounds_and_blobs_without_room_wait_for_it(
 
 
 @pytest.mark.parametrize("where", ["rounds", "."])
-def test_what_a_run_begins_with_waits_for_room(
+def test_starting_a_run_waits_for_disk_space(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left, real, folder = [2], os.fsync, tmp_path / "run" / where

@@ -52,7 +52,7 @@ class Run:
 
 
 @pytest.mark.parametrize("down", [Raw(), Int8()])
-def test_what_clients_initialise_themselves_is_offered_to_nobody(tmp_path: Path, down: Codec) -> None:
+def test_client_initialised_tensors_are_never_offered(tmp_path: Path, down: Codec) -> None:
     run = Run(tmp_path, down)
     for number in (0, 1, 2):
         run.write(number, trunk=0.5 + number)
@@ -78,7 +78,7 @@ class Counting(ObjectStore):
         return super().file(digest)
 
 
-def test_what_clients_keep_is_fetched_once_and_by_those_who_join(tmp_path: Path) -> None:
+def test_personal_tensors_are_fetched_once_per_node(tmp_path: Path) -> None:
     """As personal tensors that begin with the server's values; the moments of the trunk lie in a file of their own."""
     embedding, trunk, moments, header = 4 * 1000 * 8, 4 * 80 * 80, 4 * 80 * 80, 300
     address = f"memory://{uuid.uuid4().hex}/blobs"

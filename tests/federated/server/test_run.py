@@ -65,7 +65,7 @@ def test_clients_run_in_this_process_without_a_server_to_start(tmp_path: Path) -
     assert abs(rounds[3].metrics["val/loss"] - measured) < 1e-9 * measured
 
 
-def test_what_fails_in_the_server_is_what_is_raised(tmp_path: Path) -> None:
+def test_errors_in_the_server_are_raised_by_run(tmp_path: Path) -> None:
     def evaluate(weights: object) -> dict[str, float]:
         raise RuntimeError("the validation data are gone")
 
@@ -99,7 +99,7 @@ def test_a_run_that_was_stopped_goes_on_and_other_settings_are_refused(tmp_path:
     "given",
     [pytest.param({"down": Int8()}, marks=pytest.mark.slow), {"down": Int8(), "up": Int8(), "strategy": FedNesterov()}],
 )
-def test_what_is_written_down_in_few_bits_goes_on_after_a_stop(tmp_path: Path, given: dict[str, object]) -> None:
+def test_runs_with_quantized_weights_resume_after_a_stop(tmp_path: Path, given: dict[str, object]) -> None:
     start = {"w": torch.randn(40, 64, generator=torch.Generator().manual_seed(1)), "b": torch.zeros(5)}
     asked = settings(rounds=5, keep_rounds=2, **given)
 

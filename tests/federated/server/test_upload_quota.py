@@ -126,7 +126,7 @@ def test_blobs_of_a_refused_update_go_at_once(served: Served) -> None:
     assert served.on_disk() - before < 10_000
 
 
-def test_what_the_server_has_does_not_go_with_who_says_it_again(served: Served) -> None:
+def test_stored_blobs_survive_a_refused_second_upload(served: Served) -> None:
     node, other = served.node(), served.node("other", clients=("1",))
     order = _fit(node)
     update = node.trained(order)
@@ -251,9 +251,7 @@ def _fit(node: ScriptedNode) -> Fit:
     return order
 
 
-def test_what_a_node_may_send_is_found_once_for_the_same_weights(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upload_limits_are_computed_once_for_the_same_weights(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     for name in ("largest_message", "most_bytes"):
         real = getattr(service, name)

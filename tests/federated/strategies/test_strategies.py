@@ -102,7 +102,7 @@ def test_a_quadratic_shrinks(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("strategy", EVERY, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_nothing_given_is_changed_and_types_stay(strategy: Strategy, dtype: torch.dtype) -> None:
+def test_strategies_leave_arguments_and_dtypes_unchanged(strategy: Strategy, dtype: torch.dtype) -> None:
     weight = torch.randn(6, generator=torch.Generator().manual_seed(3)).to(dtype)
     gradient = torch.full((6,), 0.5, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
     before = weight.clone()

@@ -142,7 +142,7 @@ def told(body: bytes) -> str:
         (b'{"kind": "heartbeat", "version": 3, "steps": {"a": 1' + b"0" * 5000 + b"}}", "whole numbers"),
     ],
 )
-def test_what_is_no_message(running: Running, body: bytes, words: str) -> None:
+def test_invalid_messages_are_refused(running: Running, body: bytes, words: str) -> None:
     status, _, answer = running.ask("POST", "/v1/message", body)
     assert (status, words in told(answer)) == (400, True), answer
     assert len(running.server.said) == 1
@@ -174,7 +174,7 @@ def test_bodies_without_a_length(running: Running) -> None:
         b"POST /v1/message HTTP/1.1\r\nhost: x\r\ncontent-length: five\r\n\r\n",
     ],
 )
-def test_what_is_no_http(running: Running, text: bytes) -> None:
+def test_invalid_http_is_refused(running: Running, text: bytes) -> None:
     assert running.raw(text).startswith(b"HTTP/1.1 400")
 
 
@@ -230,7 +230,7 @@ def test_a_node_speaks_for_itself(running: Running) -> None:
     assert (status, "do not send 'wait'" in told(answer)) == (403, True)
 
 
-def test_who_joins_again_ends_the_former_session(running: Running) -> None:
+def test_joining_again_ends_the_former_session(running: Running) -> None:
     again = running.say(Join(node="a", clients=("a",)))
     assert isinstance(again, Welcome)
     status, _, _ = running.ask("POST", "/v1/message", Heartbeat(node="a", session=running.token).to_json().encode())
@@ -306,7 +306,7 @@ def answer_on(back: BinaryIO) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 70_000, len(BYTES) - 1, len(BYTES)])
-def test_what_follows_an_upload_on_its_connection(running: Running, cut: int) -> None:
+def test_requests_after_an_upload_on_one_connection_are_answered(running: Running, cut: int) -> None:
     """The next request comes in one piece with the end of the body, whose start came with the headers."""
     head = running.head("PUT", f"/v1/blobs/{DIGEST}", len(BYTES))
     then = running.head("GET", f"/v1/blobs/{DIGEST}")

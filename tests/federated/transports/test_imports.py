@@ -12,7 +12,7 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100).stdout
 
 
-def test_nothing_is_imported_before_it_is_used() -> None:
+def test_optional_packages_are_imported_lazily() -> None:
     code = (
         "import sys, arclight.federated.transports.http_client, arclight.federated.transports.http_server\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
@@ -20,12 +20,12 @@ def test_nothing_is_imported_before_it_is_used() -> None:
     assert run(code) == "[]\n"
 
 
-def test_where_to_listen_is_set_without_torch() -> None:
+def test_transport_settings_are_imported_without_torch() -> None:
     code = "import sys, arclight.federated.transports.settings\nprint('torch' in sys.modules)"
     assert run(code) == "False\n"
 
 
-def test_what_is_missing_is_named_with_its_extra() -> None:
+def test_missing_packages_are_named_with_their_extra() -> None:
     code = (
         "import sys, tempfile\n"
         "from pathlib import Path\n"

@@ -387,7 +387,7 @@ def test_older_versions_say_which_they_are(key: NodeKey, nodes: Path, tmp_path: 
         other.shutdown()
 
 
-def test_nothing_older_than_tls_1_3_is_spoken(made: Certificate, tmp_path: Path) -> None:
+def test_tls_below_1_3_is_refused(made: Certificate, tmp_path: Path) -> None:
     listening = Listening(certificate=made.certificate, private_key=made.private_key)
     with HttpServer(EchoServer(TemporaryStore()), listening) as served:
         for newest, fine in ((ssl.TLSVersion.TLSv1_2, False), (ssl.TLSVersion.TLSv1_3, True)):

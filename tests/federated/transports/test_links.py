@@ -167,7 +167,7 @@ def test_blobs_go_both_ways(pair: Pair, tmp_path: Path) -> None:
     assert pair.server.said[-1] == update
 
 
-def test_what_was_fetched_can_be_forgotten_here(pair: Pair, tmp_path: Path) -> None:
+def test_fetched_blobs_can_be_forgotten_locally(pair: Pair, tmp_path: Path) -> None:
     join(pair.link)
     pair.server.blobs.put(DIGEST, BYTES)
     target = FolderStore(tmp_path / "target")
@@ -244,7 +244,7 @@ def test_a_server_stops_without_a_complaint_while_nodes_hold_their_connections(
     assert [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
 
 
-def test_nothing_is_left_running(tmp_path: Path) -> None:
+def test_closing_leaves_no_threads_running(tmp_path: Path) -> None:
     before = {thread.name for thread in threading.enumerate()}
     with http(tmp_path) as pair:
         join(pair.link)
