@@ -106,7 +106,7 @@ def test_calls_are_interleaved_and_equal_in_number() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"programs": {}}, {"rounds": 0}, {"threads": 0}])
-def test_nothing_to_measure_is_refused(wrong: dict) -> None:
+def test_benchmark_without_programs_rounds_or_threads_is_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match="benchmark needs"):
         benchmark(**{"programs": {"a": lambda _: None}, "inputs": torch.zeros(1), "rounds": 1, "threads": 1} | wrong)
 

@@ -117,7 +117,7 @@ def test_each_bound_has_its_sentence() -> None:
         quick(a, b, max_drop=0.1)
 
 
-def test_what_cannot_be_compared_is_named(program: Program) -> None:
+def test_incomparable_outputs_are_named(program: Program) -> None:
     named = [NamedInputs(["first", "dark", "x", "y"], torch.cat(BATCHES))]
     with pytest.raises(ComparisonError, match="first: output 1 is NaN or infinite in other places"):
         quick(Net(), Net(spoiled=True), named)

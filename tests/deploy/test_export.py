@@ -305,7 +305,7 @@ class Untranslatable(nn.Module):
         return torch.special.bessel_j0(x)
 
 
-def test_what_onnx_cannot_express_is_named(tmp_path: Path) -> None:
+def test_operators_without_onnx_translation_are_named(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="bessel_j0"):
         export(Untranslatable(), tmp_path / "p.onnx", example_inputs=torch.randn(3, 4))
     assert leftovers(tmp_path) == []

@@ -89,7 +89,7 @@ def place(module: nn.Module) -> str:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_what_cannot_be_captured_is_named_with_its_place(
+def test_capture_failures_name_the_operator_and_its_place(
     module: nn.Module, operator: str, way_out: str, tmp_path: Path
 ) -> None:  # fmt: skip
     with pytest.raises(ExportError, match=r"torch\.export cannot capture the model: ") as caught:
@@ -101,7 +101,7 @@ def test_what_cannot_be_captured_is_named_with_its_place(
 
 
 @pytest.mark.parametrize("form", ["onnx", pytest.param("openvino", marks=pytest.mark.slow)])
-def test_what_a_format_lacks_is_named_with_its_place(form: str, tmp_path: Path) -> None:
+def test_conversion_failures_name_the_operator_and_its_place(form: str, tmp_path: Path) -> None:
     module = Eigenvalues()
     with pytest.raises(ExportError, match="the model cannot be written as ONNX: ") as caught:
         export(within(module), tmp_path / "p", example_inputs=torch.rand(3, 4, 4), format=form)  # type: ignore[arg-type]

@@ -133,7 +133,7 @@ def test_a_linked_description_and_a_pipe_are_refused(copied: Path, tmp_path: Pat
         b'{"format": ' + b"9" * 10_000 + b"}", b'{"format": "arclight-program", "version": 1, "digest": 1, "signature": null}',
     ],
 )  # fmt: skip
-def test_what_is_no_description_is_refused(copied: Path, text: bytes) -> None:
+def test_malformed_program_descriptions_are_refused(copied: Path, text: bytes) -> None:
     (copied / "program.json").write_bytes(text)
     with pytest.raises(ProgramError, match=r"program\.json (is truncated or malformed|was changed)"):
         Program.load(copied)
@@ -235,7 +235,7 @@ def test_formats_that_run_their_file_are_not_opened_without_trust(
             Program.load(copied)
 
 
-def test_what_cannot_be_signed_is_refused(key: SigningKey, tmp_path: Path) -> None:
+def test_invalid_signing_options_are_refused(key: SigningKey, tmp_path: Path) -> None:
     model, x = nn.Linear(4, 3), torch.randn(3, 4)
     SigningKey.make(tmp_path / "key.pem")
     (tmp_path / "open.pem").write_bytes((tmp_path / "key.pem").read_bytes())

@@ -153,7 +153,7 @@ def test_embeddings_alone_and_composed() -> None:
         ({"target": ["openvino"]}, "is not known"),
     ],
 )  # fmt: skip
-def test_what_would_be_ignored_or_run_nowhere_is_refused(model: nn.Module, options: Any, message: str) -> None:
+def test_ignored_options_and_unknown_targets_are_refused(model: nn.Module, options: Any, message: str) -> None:
     with pytest.raises(QuantizeError, match=message):
         quantize(model, [X], **options)
 

@@ -173,7 +173,7 @@ def test_a_folder_that_is_no_program_is_not_replaced(two_heads: nn.Module, tmp_p
     assert (tmp_path / "photos" / "a.jpg").read_bytes() == b"precious"
 
 
-def test_what_lies_beside_a_program_is_not_lost_with_it(tmp_path: Path) -> None:
+def test_unlisted_files_beside_a_program_are_never_deleted(tmp_path: Path) -> None:
     model, values, path = nn.Linear(4, 4), torch.randn(2, 4), tmp_path / "p"
     (tmp_path / "tool").mkdir()
     (tmp_path / "tool" / "program.json").write_text('{"name": "of another tool"}')

@@ -87,7 +87,7 @@ def test_a_truncated_file_is_refused(copied: Path, share: float) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04" * 100, b"\x00" * 64])
-def test_what_is_not_onnx_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_not_onnx_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "p.onnx"
     path.write_bytes(content)
     with pytest.raises(ProgramError, match=r"p\.onnx"):
@@ -343,7 +343,9 @@ def test_processing_outside_the_package_is_refused(named: Callable[..., Path], t
         ("arclight.deploy.nowhere:Class", "has no arclight.deploy.nowhere"),
     ],
 )
-def test_what_is_no_processing_is_refused(named: Callable[..., Path], images: Tensor, name: str, message: str) -> None:
+def test_unknown_processing_classes_are_refused(
+    named: Callable[..., Path], images: Tensor, name: str, message: str
+) -> None:
     program = Program.load(named(name))
     with pytest.raises(ProgramError, match=message):
         program.predict([0.5])

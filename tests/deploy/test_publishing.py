@@ -140,7 +140,7 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new(
     assert value_of(Program.load(path)) == steps
 
 
-def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_export_are_removed_by_the_next(tmp_path: Path) -> None:
     gone = tmp_path / f".p.saving-{atomic_replace._HOST}-{2**22 + 5}-00000000-0"  # no process has this number
     gone.mkdir()
     written(tmp_path / "q", 1.0)

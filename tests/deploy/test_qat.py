@@ -311,7 +311,7 @@ class TrainedElsewhere(nn.Module):
         return self.c(x if self.training else F.relu(self.b(x)))
 
 
-def test_what_cannot_be_trained_is_refused_by_name() -> None:
+def test_prepare_qat_names_unsupported_layers() -> None:
     with pytest.raises(ExportError, match=r"aten.relu_.default in the model itself writes into"):
         prepare_qat(Viewed(), torch.rand(2, 4, 8, 8))
     with pytest.raises(QuantizeError, match=r"b\.weight is rounded in evaluation mode and not computed in training"):

@@ -313,7 +313,7 @@ class Sized(nn.Module):
         return self.out(y.view(y.shape[0], -1)), x.softmax(1)
 
 
-def test_what_a_float_operator_reads_is_not_rounded(tmp_path: Path) -> None:
+def test_inputs_of_float_operators_are_not_quantized(tmp_path: Path) -> None:
     batch = torch.randn(4, 4, 16, 16)
     quantized = quantize(Sized(), [batch])
     assert set(quantized.quantized_layers) == {"a", "b", "c", "out"}

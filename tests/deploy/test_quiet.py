@@ -71,7 +71,7 @@ def test_a_filter_that_makes_errors_of_warnings_holds() -> None:
             warnings.warn("bad weights", stacklevel=1)
 
 
-def test_what_torch_warns_and_logs_is_held_back(capfd: pytest.CaptureFixture[str]) -> None:
+def test_warnings_and_logs_of_torch_are_suppressed(capfd: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings(record=True) as caught, quiet():
         warnings.simplefilter("always")
         nn.functional.upsample(torch.rand(1, 1, 2, 2), 4)

@@ -206,7 +206,7 @@ def test_a_metric_that_drops_too_far_is_refused(language: Language, tokens: Tens
         (WeightOnly(bits=4, min_sqnr_db=90), r"leaves output 0 a signal-to-noise ratio of .* the recipe asks for 90"),
     ],
 )
-def test_what_cannot_be_quantized_is_refused(
+def test_invalid_quantization_recipes_are_refused(
     language: Language, tokens: Tensor, recipe: Quantization, wrong: str
 ) -> None:  # fmt: skip
     with pytest.raises(QuantizeError, match=wrong):

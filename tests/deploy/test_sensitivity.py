@@ -132,7 +132,7 @@ def test_the_fewest_layers_stay_in_float(model: nn.Sequential, target: Target) -
     assert torch.equal(by_hand(INPUTS), found(INPUTS))
 
 
-def test_nothing_is_searched_where_the_score_is_kept(model: nn.Sequential) -> None:
+def test_search_is_skipped_if_the_score_is_kept(model: nn.Sequential) -> None:
     scored: list[object] = []
 
     def metric(candidate: object) -> float:
@@ -179,7 +179,7 @@ def test_linear_recipes_are_searched_too(recipe: Quantization) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_keep_its_score_is_sent_to_training(model: nn.Sequential) -> None:
+def test_unreachable_scores_recommend_training(model: nn.Sequential) -> None:
     with pytest.raises(
         QuantizeError,
         match=r"all layers but one in float .* prepare_qat\(model, example_inputs, recipe=Int8\(\), target='openvino'\)",
