@@ -236,7 +236,7 @@ BROKEN = b"POST /v2/models/affine/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-
 
 @pytest.mark.parametrize("end", [b"no request\r\n\r\n", BROKEN])
 @pytest.mark.parametrize("is_direct", [True, False])
-def test_what_is_no_request_is_not_answered_in_place_of_the_requests_before_it(affine, end, is_direct):
+def test_malformed_bytes_do_not_replace_earlier_answers(affine, end, is_direct):
     one = message(body([1, 2, 3])) if is_direct else MODELS
     with affine.connect() as connection:
         connection.sendall(one * 3 + end)
@@ -249,7 +249,7 @@ def test_what_is_no_request_is_not_answered_in_place_of_the_requests_before_it(a
 
 
 @pytest.mark.parametrize("before", [0, 2])
-def test_what_is_no_request_is_refused_where_none_waits(affine, before):
+def test_malformed_requests_are_refused_on_an_idle_connection(affine, before):
     with affine.connect() as connection:
         for _ in range(before):
             connection.sendall(message(body([1, 2, 3])))
@@ -408,7 +408,7 @@ def test_a_fault_of_ours_is_a_500_and_leaves_nothing_behind(tmp_path, affine_pat
 # -- the deadline of an upload
 
 
-def test_what_is_there_costs_no_timer_and_what_comes_late_is_refused(affine_path, monkeypatch):
+def test_ready_results_start_no_timer_and_late_ones_are_refused(affine_path, monkeypatch):
     from arclight.serve import admission
 
     timers: list[float] = []

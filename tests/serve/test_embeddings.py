@@ -68,7 +68,7 @@ def test_embeddings_are_means_of_the_models_hidden_states(client, model):
     assert (answer["object"], answer["model"], answer["data"][0]["object"]) == ("list", "embed", "embedding")
 
 
-def test_what_is_beside_a_text_changes_nothing(client):
+def test_embeddings_are_independent_of_the_batch(client):
     alone = ask(client, input="a")["data"][0]["embedding"]
     beside = ask(client, input=["a", "x" * 200])["data"][0]["embedding"]
     np.testing.assert_allclose(alone, beside, atol=1e-6)
@@ -114,7 +114,7 @@ def test_base64_has_the_same_numbers_as_little_endian_floats(client):
         ({"input": "a", "model": "lm"}, "lm gives no embeddings; write a program of a language model's run that does by arclight export"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_embedded_is_refused_in_one_sentence(client, fields, sentence):
+def test_invalid_embedding_requests_are_refused_in_one_sentence(client, fields, sentence):
     error = ask(client, 400, **fields)["error"]
     assert sentence.lower() in error["message"].lower()
     assert error["type"] == "invalid_request_error"

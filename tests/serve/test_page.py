@@ -402,7 +402,7 @@ def test_a_server_that_went_away_is_said_and_the_photo_can_be_sent_again(chrome,
 
 
 @pytest.mark.parametrize("width", [360, 768, 1280])
-def test_nothing_is_wider_than_the_window(page, width):
+def test_page_is_never_wider_than_the_window(page, width):
     page.resize(width, 800, mobile=width < 500)
     for step in ("start", "board"):
         if step != "start":

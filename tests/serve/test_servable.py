@@ -68,7 +68,7 @@ def test_a_module_that_fails_ends_the_run_unless_told_otherwise(tmp_path: Path) 
     assert callback.successful is False
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_servable_methods_are_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="should be subclass of ServableModule"):
         fit(BoringModel(), ServableModuleValidator(), tmp_path)
 

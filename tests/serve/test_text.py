@@ -174,7 +174,7 @@ def test_wrong_requests_are_refused_by_name(lm, name, stream):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"[" * 100_000, b"\xff", b'{"model": "lm"}'])
-def test_what_is_no_request_is_refused(lm, content):
+def test_malformed_requests_are_refused(lm, content):
     for path in ("/v1/completions", "/v1/chat/completions"):
         assert httpx.post(lm.url + path, content=content, **LOOPBACK).status_code == 400
 
