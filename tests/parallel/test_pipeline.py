@@ -44,7 +44,7 @@ def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:
     assert [stages_of(rank, 2, 4, v_shaped=False) for rank in range(2)] == [[0, 2], [1, 3]]
 
 
-def test_what_cannot_be_cut_is_refused_with_the_fix() -> None:
+def test_infeasible_pipelines_are_refused_with_the_fix() -> None:
     with pytest.raises(PlanError, match=r"tok_embeddings.weight and output.weight are one parameter.*tied = false"):
         assign_layers(small(tied=True), 2)
     with pytest.raises(PlanError, match="8 layers are too few for 16 stages"):
@@ -300,7 +300,7 @@ def expert_loads(schedule: str) -> tuple[dict[str, list[int]], dict[str, list[in
     "schedule",
     [pytest.param("1F1B", marks=pytest.mark.slow), "ZBVZeroBubble"],
 )
-def test_what_modules_count_in_backward_is_counted_once(schedule: str) -> None:
+def test_expert_loads_of_backward_are_counted_once(schedule: str) -> None:
     found: dict[str, list[int]] = {}
     for wanted, own in everywhere(2, expert_loads, schedule):
         assert own == {name: wanted[name] for name in own}

@@ -246,7 +246,7 @@ def test_sequences_are_cut_into_no_more_parts_than_need_be(fields: dict[str, Any
             Plan(**fields).check(sequence_length=length + 1)
 
 
-def test_what_a_plan_amounts_to() -> None:
+def test_plan_reports_its_sizes_and_checks_layers() -> None:
     plan = Plan(dp_replicate=2, dp_shard=3, cp=5, tp=7, pp=11)
     assert (plan.world_size, plan.data_parallel) == (2310, 6)
     assert not plan.only_replicates

@@ -235,7 +235,7 @@ def test_another_number_of_replicas_begins_at_the_anchor(tmp_path: Path, sizes: 
     assert_same({f"model.{name}": value for name, value in found[0]["weights"].items()}, anchor)
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+def test_unsupported_replicas_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r'replicas = "independent" is not done for pipelines yet.*set pp = 1'):
         Plan(dp_replicate=2, pp=2, replicas="independent")
     with pytest.raises(PlanError, match="choose one of synchronous, independent"):

@@ -280,7 +280,7 @@ def test_keys_that_no_query_sees_are_left_out() -> None:
     assert found[0] == causal + chunk * chunk + chunk * (chunk + 3)  # nothing lies before the first chunk
 
 
-def test_what_cannot_be_cut_is_refused_with_the_fix() -> None:
+def test_indivisible_sequences_and_heads_are_refused_with_the_fix() -> None:
     with pytest.raises(PlanError, match=r"30 tokens do not divide into 2 \* cp = 8 chunks: make them 24 or 32 tokens"):
         sequence_index(30, 4, 0)
     with pytest.raises(PlanError, match=r"6 heads .* cp = 4 .* by gather"):

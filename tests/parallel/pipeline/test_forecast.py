@@ -140,7 +140,7 @@ def test_a_model_that_is_nowhere_is_cut_and_simulated() -> None:
     assert best.prediction.seconds <= step.seconds * (1 + 1e-9)
 
 
-def test_what_cannot_be_simulated_is_said() -> None:
+def test_invalid_simulations_are_refused() -> None:
     model = small(layers=2)
     example = ((torch.zeros(2, 16, dtype=torch.long),), {})
     with pytest.raises(PlanError, match="say what the model is called with"):

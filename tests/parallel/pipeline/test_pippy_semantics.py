@@ -84,7 +84,7 @@ def test_a_sequence_that_ends_with_its_first_module(frontend: Any) -> None:
         ("transmit", {}),
     ],
 )
-def test_what_several_stages_use_is_in_each_or_is_sent(multi_use: Any, shared: dict[str, tuple[int, ...]]) -> None:
+def test_tensors_used_by_several_stages_are_shared_or_sent(multi_use: Any, shared: dict[str, tuple[int, ...]]) -> None:
     model, pipe = crossing(multi_use)
     assert pipe.shared == shared
     whole, x = copy.deepcopy(model), torch.randn(5, 16)

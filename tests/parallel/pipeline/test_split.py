@@ -235,7 +235,7 @@ def test_tied_embeddings(by_use: bool, multi_use: Any) -> None:
         torch.testing.assert_close((got, found), (wanted, gradients), rtol=0, atol=1e-13)
 
 
-def test_what_cannot_be_done_with_shared_parameters_names_them() -> None:
+def test_invalid_settings_of_shared_parameters_name_them() -> None:
     example = (torch.zeros(1, 2, dtype=torch.int64),)
     for setting, message in (
         ({"embedding.weight": "copy"}, "embedding.weight is 'copy'"),
@@ -246,7 +246,7 @@ def test_what_cannot_be_done_with_shared_parameters_names_them() -> None:
             split(Tied(False), example, stages=2, multi_use=setting)  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_cut_is_refused_with_what_can_be_done() -> None:
+def test_invalid_splits_are_refused_with_the_fix() -> None:
     example = (torch.zeros(1, 2, dtype=torch.int64),)
     model = Tied(True)
     for options, message in (
@@ -283,7 +283,7 @@ class Counts(nn.Module):
         return x * self.steps
 
 
-def test_what_code_between_parts_changes_is_changed_once() -> None:
+def test_state_changed_between_parts_changes_once() -> None:
     pipe = same(Counts(), ((floats(2, 4),), {}), stages=3)
     assert [("steps" in stage.state_dict()) for stage in pipe.stages] == [True, False, False]
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4))
@@ -326,7 +326,7 @@ def test_code_between_parts_that_needs_data_is_refused(how: str, message: str) -
         split(Branches(how), (torch.randn(2, 4),), stages=3, frontend="slice")
 
 
-def test_what_cannot_be_sliced_is_traced_and_that_is_said() -> None:
+def test_models_that_cannot_be_sliced_are_traced_with_a_warning() -> None:
     model = Branches("fill").double()
     example = (floats(2, 4),)
     with pytest.warns(UserWarning, match="writes what another stage computes"):

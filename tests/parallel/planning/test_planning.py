@@ -217,7 +217,7 @@ def test_a_pipeline_holds_what_is_in_flight() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_what_is_in_flight_is_counted_as_schedules_do(name: str) -> None:
+def test_in_flight_micro_batches_match_the_schedules(name: str) -> None:
     kind, compared = SCHEDULES[name], 0
     for processes, number in itertools.product((2, 4), (2, 3, 4, 6, 8, 12, 16)):
         if number < processes or not kind.fits(number, processes):
@@ -279,7 +279,7 @@ def test_a_search_finds_the_fastest_that_fits() -> None:
     assert {(one.plan.tp, one.plan.activation_checkpointing) for one in fixed.best} == {(2, "full")}
 
 
-def test_what_cannot_be_planned_is_said_with_the_way_out() -> None:
+def test_infeasible_plans_are_refused_with_the_fix() -> None:
     chain = debug(16)
     with pytest.raises(PlanError, match=r"fits into 0\.0 GiB: the smallest .* needs .*; take more GPUs"):
         search(chain, Limits(4, 1024))

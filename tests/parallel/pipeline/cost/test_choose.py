@@ -83,7 +83,7 @@ def test_recomputing_is_chosen_where_nothing_else_fits() -> None:
     assert tight.best[0].memory[1] <= 1000 + 3 * (2 * 10 + 10) + 4 * 2 * 10
 
 
-def test_what_is_predicted_is_what_simulation_says() -> None:
+def test_predictions_match_the_simulation() -> None:
     costs = replace(blocks(*[1.0] * 8, samples=2), ties=(Tie((0, 7), 50),))
     best = choose(costs, 24, 4, stages=2, schedules="1F1B", micro_batches=5, link=Link(0.1, 100.0)).best[0]
     assert (best.setting.replicas, best.samples, best.cuts) == (2, 3, (0, 4))  # 12 samples on each: 3, 3, 2, 2, 2
@@ -105,7 +105,7 @@ def test_two_sizes_tell_what_a_micro_batch_costs_at_least() -> None:
     assert with_overhead.setting.micro_batches < 32
 
 
-def test_what_cannot_be_run_is_left_out_with_its_reason() -> None:
+def test_infeasible_settings_are_rejected_with_a_reason() -> None:
     costs = blocks(*[1.0] * 9)
     compiled = choose(costs, 16, 4, stages=4, compiled=True)
     assert "which compiled blocks cannot" in reason(compiled, "ZB-H1")

@@ -109,7 +109,7 @@ def test_products_are_counted_by_hand() -> None:
 
 
 @pytest.mark.parametrize("how", [measure, predict])
-def test_what_is_kept_for_backward_is_counted_by_hand(how: Any) -> None:
+def test_saved_activations_match_a_count_by_hand(how: Any) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.5))
     n = 4 * 32
     outputs = [n * 16] * 5

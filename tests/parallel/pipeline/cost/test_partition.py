@@ -165,7 +165,7 @@ def test_a_shared_parameter_is_held_once_and_exchanged_between_processes() -> No
     assert apart - together == pytest.approx(2 * 100 / 50)
 
 
-def test_what_cannot_be_cut_is_said() -> None:
+def test_infeasible_partitions_are_refused() -> None:
     with pytest.raises(PlanError, match=r"3 units are too few for 4 stages: use 3 or less"):
         partition(timed(1, 1, 1), 4)
     with pytest.raises(

@@ -264,7 +264,7 @@ def frozen_on_one(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_what_changes_on_one_process_only_is_found_out_in_time(tmp_path: Path) -> None:
+def test_changes_on_a_single_rank_are_detected_in_time(tmp_path: Path) -> None:
     said = everyone(tmp_path, frozen_on_one)
     assert sorted(said) == [0, 1, 2, 3]
     assert "has waited 8 s for processes 0 and 2 and 3 to say the same" in said[1]

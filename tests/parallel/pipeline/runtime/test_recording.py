@@ -169,7 +169,7 @@ def check_order(trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("schedule", EACH)
-def test_what_is_needed_first_comes_first(traces: list[list[Trace]], schedule: str) -> None:
+def test_recorded_actions_follow_their_dependencies(traces: list[list[Trace]], schedule: str) -> None:
     own, other = traces
     assert own == other  # every process has all of it
     assert len(own) == 2
@@ -274,7 +274,7 @@ def slept(longer: float) -> Trace:
     return run.typical
 
 
-def test_what_is_recorded_is_what_was_predicted() -> None:
+def test_recorded_steps_match_the_prediction() -> None:
     def here(fabric: al.Fabric, longer: float) -> Trace:
         torch.set_num_threads(1)
         return slept(longer)

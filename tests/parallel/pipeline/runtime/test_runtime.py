@@ -164,7 +164,7 @@ def small() -> tuple[nn.Sequential, Pipe, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["token_mean", "micro_mean", "sum"])
-def test_what_a_loss_is_the_mean_of(kind: Any) -> None:
+def test_reduction_selects_the_mean_of_the_loss(kind: Any) -> None:
     model, pipe, x = small()
     pieces = [model(some).square() for some in x.tensor_split(3)]
     wanted = {

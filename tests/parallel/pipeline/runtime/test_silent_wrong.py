@@ -486,5 +486,5 @@ def wrapped(rank: int) -> None:
         pipe.on(schedule="1F1B", loss=squares)
 
 
-def test_what_is_in_ddp_already_is_refused(tmp_path: Path) -> None:
+def test_models_wrapped_in_ddp_are_refused(tmp_path: Path) -> None:
     run(2, tmp_path, wrapped)

@@ -235,7 +235,7 @@ def test_numbers_that_a_schedule_cannot_take_are_named() -> None:
         ("0F0,3F0,3B0,0B0\n1F0,2F0,1B0,2B0\n", "process 0 waits for ever before action 4, 0B0: 1I0 or 1B0"),
     ],
 )  # fmt: skip
-def test_what_is_no_order_is_refused_at_its_first_wrong_action(text: str, error: str, tmp_path: Path) -> None:
+def test_invalid_orders_are_refused_at_their_first_wrong_action(text: str, error: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.csv"
     path.write_text(text)
     with pytest.raises(PlanError, match=rf"wrong.csv: .*{error}"):

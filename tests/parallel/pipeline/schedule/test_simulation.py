@@ -114,7 +114,7 @@ def idle_of(trace: Prediction) -> list[float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_must_hold_of_any_step(name: str) -> None:
+def test_simulated_steps_keep_invariants(name: str) -> None:
     for seed in range(4):
         order = order_of(name, 4, 8)
         costs, link = drawn(order, seed), Link(0.05, 20000.0)
@@ -201,7 +201,7 @@ def test_after_the_last_action_gradients_are_reduced_and_the_optimizer_steps() -
     assert {end - begin for begin, end in zip(begins, last, strict=True)} == {36.0}
 
 
-def test_nobody_waits_for_the_gradient_of_the_input() -> None:
+def test_first_stage_skips_the_gradient_of_its_input() -> None:
     costs = [UnitCost(1, 1, 1, saved_activation_bytes=100)] * 4
     for name in ("1F1B", "GPipe"):
         assert simulate_as_run(name, costs, 4, 8) == simulate(name, costs, 4, 8)
@@ -221,7 +221,7 @@ def test_each_boundary_has_its_link() -> None:
     assert trace.waits[Action(2, "F", 0)] == pytest.approx(2 + 0.1 + 1.5)
 
 
-def test_what_cannot_be_simulated_is_said() -> None:
+def test_invalid_simulations_are_refused() -> None:
     costs = [UnitCost(1, 1, 1)] * 4
     with pytest.raises(PlanError, match="1F1B has 2 stages: 4 costs were given"):
         simulate("1F1B", costs, 2, 4)

@@ -82,7 +82,7 @@ def test_values_that_change_in_place_are_received_so_that_they_can() -> None:
         compare(model, pipe, floats(3, 4))
 
 
-def test_what_a_part_changes_in_place_is_not_needed_by_a_later_stage() -> None:
+def test_in_place_changes_that_a_later_stage_needs_are_refused() -> None:
     model = InPlace(late=True).double()
     with pytest.raises(
         PlanError, match=r"blocks\.0.* changes in place what first returned, and a later stage needs it"

@@ -150,7 +150,7 @@ class WithStash(Chain):
         (WithStash, r"reads aside of blocks\.0.* let blocks\.0 return it"),
     ],
 )
-def test_what_parts_give_by_other_ways_than_returning_it_is_traced_or_refused(kind: Any, said: str) -> None:
+def test_side_effects_between_parts_are_traced_or_refused(kind: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         split(kind(), (INPUTS,), stages=2, frontend="slice")
     with pytest.warns(UserWarning, match=said):

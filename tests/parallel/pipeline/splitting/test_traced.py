@@ -170,7 +170,7 @@ def test_a_value_that_is_used_later_than_next_is_carried() -> None:
         assert {value.call for value in part.sends} == {0, part.number}
 
 
-def test_what_depends_on_inputs_alone_is_computed_where_it_is_needed() -> None:
+def test_values_of_inputs_alone_are_recomputed_on_each_stage() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -308,7 +308,7 @@ class Empty(Branches):
         (Empty, "uses no parameter"),
     ],
 )
-def test_what_no_graph_can_say_is_refused_with_the_line(kind: type[nn.Module], said: str) -> None:
+def test_untraceable_code_is_refused_with_its_line(kind: type[nn.Module], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         traced(kind(), 1, torch.randn(4, 8))
 
@@ -376,7 +376,7 @@ def test_a_stage_that_is_moved_makes_its_tensors_where_it_is() -> None:
 # -- which way is taken ----------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_sliced_is_traced_and_that_is_said() -> None:
+def test_models_that_cannot_be_sliced_are_traced_with_a_warning() -> None:
     x = torch.randn(4, 8)
     with pytest.warns(
         UserWarning, match=r"cut as a traced graph.*3 stages are more than the 0 parts.*computes with first"

@@ -101,7 +101,9 @@ def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
         pytest.param(False, 4, (0, 2), marks=pytest.mark.slow),
     ],
 )
-def test_what_stages_save_others_go_on_from(tied: bool, stages: int, others: tuple[int, ...], tmp_path: Path) -> None:
+def test_checkpoints_resume_on_another_number_of_stages(
+    tied: bool, stages: int, others: tuple[int, ...], tmp_path: Path
+) -> None:
     steps = 2 * stages - 2
     alone = go(tmp_path / "0", tied, 0, steps)
     saved = go(tmp_path / "saved", tied, stages, steps // 2)

@@ -81,7 +81,7 @@ def test_memory_that_is_not_enough_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value"), [("memory", "1GiB"), ("evaluation_micro_batches", 2), ("reduction", "sum"), ("example", {})]
 )
-def test_what_tensor_parallel_stages_cannot_do_is_refused(option: str, value: Any) -> None:
+def test_tensor_parallel_stages_refuse_unsupported_options(option: str, value: Any) -> None:
     module = LanguageModel(LanguageTask(overrides=SMALL), 256)
     module.configure_model()
     plan = Plan(tp=2)

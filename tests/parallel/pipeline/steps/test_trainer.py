@@ -491,7 +491,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "strategy", "options", "message"), REFUSED, ids=lambda x: getattr(x, "__name__", ""))
-def test_what_cannot_be_run_is_refused_before_any_step(
+def test_unsupported_steps_are_refused_before_training(
     tmp_path: Path, kind: Any, strategy: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(Exception, match=r"PlanError|DataDependentError") as caught:

@@ -115,7 +115,7 @@ def test_names_from_outside_are_text(tmp_path: Path) -> None:
     assert page.tags == plain.tags
 
 
-def test_what_cannot_be_shown_is_refused_and_the_older_page_stays(tmp_path: Path) -> None:
+def test_invalid_timelines_are_refused_and_keep_the_former_page(tmp_path: Path) -> None:
     path = timeline(MEASURED, file=tmp_path / "timeline.html")
     bars = path.read_text().partition("<h2>Where the time goes</h2>")[2].partition("</section>")[0]
     legend = bars.partition("</ul>")[0]

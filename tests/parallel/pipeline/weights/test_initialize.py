@@ -135,7 +135,7 @@ def test_gpt2_scales_the_weights_that_end_a_branch_by_depth() -> None:
     assert float(found["transformer.h.0.mlp.c_fc.weight"].detach().std()) == pytest.approx(0.02, rel=0.1)
 
 
-def test_what_a_model_declares_is_drawn_as_it_says() -> None:
+def test_declared_initialisation_is_followed() -> None:
     sizes: Any = {"vocab_size": 96, "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 48}
     whole = build_model("llama3-debug", **sizes)
     initialize(whole, 5)
@@ -195,7 +195,7 @@ class Ways(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Constructed, "gain"), (Half, "weight"), (Ways, "ways")])
-def test_what_only_a_constructor_knows_is_refused_and_nothing_begins(kind: type[nn.Module], name: str) -> None:
+def test_constructor_values_on_meta_are_refused_before_initialisation(kind: type[nn.Module], name: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), kind())
     with pytest.raises(
@@ -218,7 +218,7 @@ class Frequencies(nn.Module):
         self.steps = torch.arange(3.0, device=self.steps.device)
 
 
-def test_what_has_values_keeps_them_whatever_the_modules_do() -> None:
+def test_initialised_tensors_keep_their_values() -> None:
     with torch.device("meta"):
         model = Frequencies()
     model.line = nn.Linear(3, 3)

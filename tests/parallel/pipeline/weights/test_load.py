@@ -101,7 +101,7 @@ def test_a_stage_opens_only_files_that_have_something_of_it(tmp_path: Path) -> N
         load(on_meta(Net), folder)
 
 
-def test_what_is_loaded_lies_in_the_file_and_changes_in_memory_only(tmp_path: Path) -> None:
+def test_mapped_weights_are_copied_on_write(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     save_file(weights(net()), path)
     before = path.read_bytes()
@@ -141,7 +141,7 @@ def test_floats_are_converted_and_other_types_never(tmp_path: Path) -> None:
             load(on_meta(Net), path)
 
 
-def test_what_has_memory_is_filled_where_it_is(tmp_path: Path) -> None:
+def test_allocated_parameters_are_loaded_in_place(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     save_file(weights(net()), path)
     model = net(5)
@@ -271,7 +271,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_what_is_wrong_is_named_and_nothing_is_loaded(what: str, tmp_path: Path) -> None:
+def test_faulty_weights_are_named_and_load_nothing(what: str, tmp_path: Path) -> None:
     folder = folder_of(weights(net()), tmp_path / "m", lambda name: f"{name.split('.')[0]}.safetensors")
     damaged(folder, what)
     kind, message = FAULTS[what]
@@ -283,7 +283,7 @@ def test_what_is_wrong_is_named_and_nothing_is_loaded(what: str, tmp_path: Path)
     assert is_same(full, net(4))
 
 
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     torch.save(weights(net()), tmp_path / "m" / "pytorch_model.bin")
     with pytest.raises(

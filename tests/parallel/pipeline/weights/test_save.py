@@ -232,7 +232,7 @@ def replicas(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_several_processes_have_is_written_once_and_by_all_of_them(tmp_path: Path) -> None:
+def test_replicated_weights_are_saved_once_and_by_all_ranks(tmp_path: Path) -> None:
     everyone = everywhere(4, replicas, tmp_path / "m")
     pipe = cut("gpt2", 1)
     pipe.initialize(seed=3)
@@ -260,7 +260,7 @@ def spread(folder: Path) -> bool:
     return is_equal({name: share.full_tensor() for name, share in shares.items()}, wanted)  # type: ignore[attr-defined]
 
 
-def test_what_is_spread_over_processes_is_saved_whole_and_loaded_in_shares(tmp_path: Path) -> None:
+def test_sharded_weights_are_saved_whole_and_loaded_as_shards(tmp_path: Path) -> None:
     assert everywhere(2, spread, tmp_path / "m") == [True, True]
     assert is_equal(LlamaForCausalLM.from_pretrained(tmp_path / "m").state_dict(), reference("llama").state_dict())
 
