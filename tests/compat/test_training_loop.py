@@ -99,7 +99,7 @@ def test_a_stop_within_an_epoch_validates_first() -> None:
         ({"max_epochs": 3, "min_epochs": 1}, 5, [(0, 3), (1, 0)]),
     ],
 )
-def test_when_a_stop_validates(options: dict[str, Any], at: int, validated: list[tuple[int, int]]) -> None:
+def test_stopping_runs_a_due_validation(options: dict[str, Any], at: int, validated: list[tuple[int, int]]) -> None:
     model = Recorder("stop", at)
     trainer(**options).fit(model)
     assert [(epoch, index) for what, epoch, index, _ in model.seen if what == "validation"] == validated

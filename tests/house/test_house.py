@@ -146,7 +146,7 @@ def called(node: ast.AST) -> str:
     return facts.dotted(node.func) if isinstance(node, ast.Call) else ""
 
 
-def test_nothing_is_ever_unpickled() -> None:
+def test_the_package_never_unpickles() -> None:
     unpickling = ("pickle.load", "pickle.loads", "pickle.Unpickler", "dill.load", "cloudpickle.load", "joblib.load")
     found = [place(path, node) for path, node in nodes(ast.Call) if called(node) in unpickling]
     for path, node in nodes(ast.Call):
@@ -179,12 +179,36 @@ def test_no_error_is_swallowed() -> None:
     assert not found
 
 
-def test_nothing_is_left_for_later() -> None:
+def test_no_work_is_left_for_later() -> None:
     pattern = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|NotImplementedError\(\)")
     texts = ((path, path.read_text(encoding="utf-8").splitlines()) for path in FILES)
     assert not [
         f"{place(path)}:{i}" for path, lines in texts for i, line in enumerate(lines, 1) if pattern.search(line)
     ]
+
+
+OPENING = re.compile(r"test_(what|who|whom|whose|which|whichever|how|whether|where|when|why|nobody|nothing)(ever)?_")
+"""A question word or a pronoun, by which a test's name says neither its subject nor what is asserted."""
+
+
+def unnamed_tests(folder: Path) -> list[str]:
+    return [
+        f"{path.relative_to(folder)}:{node.lineno} {node.name}"
+        for path in sorted(folder.rglob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and OPENING.match(node.name)
+    ]
+
+
+def test_names_of_tests_open_with_a_subject(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text(
+        "def test_what_is_wrong_is_said(): ...\nclass TestX:\n    async def test_whoever_asks_waits(self): ...\n"
+        "def test_whole_files_are_read(): ...\ndef test_howling_is_heard(): ...\n"
+    )
+    assert unnamed_tests(tmp_path) == ["test_x.py:1 test_what_is_wrong_is_said", "test_x.py:3 test_whoever_asks_waits"]
+    assert unnamed_tests(REPOSITORY / "tests") == [], (
+        "name the subject and what it does: secure_runs_refuse_unmasked_updates"
+    )
 
 
 def test_every_room_says_what_it_is_for() -> None:
@@ -290,7 +314,7 @@ def test_the_commands_of_the_readme_exist() -> None:
     assert not [target for target in commands("make") if target not in targets]
 
 
-def test_what_make_runs_exists() -> None:
+def test_make_calls_existing_verbs() -> None:
     from arclight.cli.command import VERBS
 
     verbs = {verb for group in VERBS.values() for verb in group}

@@ -85,7 +85,7 @@ def test_the_plain_mean(fit: Any) -> None:
     torch.testing.assert_close(mean.averages()["ema"]["body.2.weight"].double(), stacked, rtol=1e-6, atol=1e-6)
 
 
-def test_when_updates_happen(fit: Any) -> None:
+def test_averages_update_at_the_configured_steps_and_epochs(fit: Any) -> None:
     module = Normed()
     fit(module, ema := EMAWeightAveraging(decay=0.5, update_every_n_steps=3, update_starting_at_step=2), max_epochs=2)
     assert_close(ema.averages()["ema"], expected([module.after_steps[i] for i in (3, 6)], lambda k: 0.5))

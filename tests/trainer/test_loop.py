@@ -158,7 +158,7 @@ def test_limits() -> None:
         ({"check_val_every_n_epoch": 2}, [16]),
     ],
 )
-def test_when_validation_runs(settings: dict[str, Any], expected: list[int]) -> None:
+def test_validation_runs_at_the_configured_steps(settings: dict[str, Any], expected: list[int]) -> None:
     seen: list[int] = []
 
     class Watched(Mlp):

@@ -256,7 +256,7 @@ def finish(world: World, agents: Sequence[Agent], seconds: float = 2000.0) -> No
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(60, marks=pytest.mark.slow)])
-def test_whatever_nodes_do_in_whatever_order(examples: int) -> None:
+def test_invariants_hold_for_any_order_of_messages(examples: int) -> None:
     given = settings(
         max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
     )

@@ -165,9 +165,7 @@ def test_a_wrong_certificate_is_refused_at_once(made: Certificate, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["expired", "another host", "unknown"])
-def test_why_a_certificate_is_not_believed_is_explained(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_untrusted_certificates_are_explained(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "expired":
         monkeypatch.setattr(certificates, "_YEARS", 0)
         monkeypatch.setattr(http_server, "check_certificate", lambda *_: None)  # it was good when the server started
