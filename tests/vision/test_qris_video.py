@@ -155,6 +155,16 @@ def test_the_text_of_most_frames_stands() -> None:
     assert track.best.text == TEXTS[1]
 
 
+def test_tracks_of_endless_cameras_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video, "MAX_FRAMES", 4)
+    monkeypatch.setattr(video, "MAX_TEXTS", 2)
+    shown = [TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[2], TEXTS[0], TEXTS[2]]
+    (track,) = scan_video(seen(table(text), 0, 0) for text in shown)
+    assert (list(track.frames), track.sightings) == ([2, 3, 4, 5], 6)
+    assert dict(track.texts) == {TEXTS[0]: 3, TEXTS[2]: 2}, "the text that was read least has left"
+    assert (track.to_json()["frames"], track.to_json()["sightings"]) == ([2, 3, 4, 5], 6)
+
+
 def test_a_box_in_which_nothing_is_read_is_a_track_without_text() -> None:
     blank = seen(table(), 0, 0)
     (track,) = scan_video([blank] * 3, box_of(100, 100, 220, 220))

@@ -122,7 +122,7 @@ def follow(frames: ImageSource, detector: Any, json_file: Path | None, console: 
         tree = Tree(Text(printable(path), style="bold"))
         for track in scanner.tracks:
             text = "not readable" if track.text is None else printable(track.text)
-            tree.add(Text.assemble((f"{track.id} ", "bold"), f"in {len(track.frames)} frames  ", text))
+            tree.add(Text.assemble((f"{track.id} ", "bold"), f"in {track.sightings} frames  ", text))
         if scanner.dropped:
             tree.add(f"and {scanner.dropped} lost earlier, of which nothing was kept")
         console.print(tree)

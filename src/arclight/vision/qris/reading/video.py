@@ -8,7 +8,7 @@ sure each module is. Where sightings are read as different texts, the text of mo
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +65,10 @@ MAX_GAP = 15
 """Frames after which a code that was not seen again is no longer looked for at its place."""
 MAX_TRACKS = 1000
 """Tracks that are kept: cameras have no end. Lost ones are dropped first, of these the unread before the read."""
+MAX_FRAMES = 10_000
+"""Numbers of frames that a track keeps, the latest ones."""
+MAX_TEXTS = 16
+"""Different texts that a track keeps. A further one takes the place of the one that was read least."""
 
 
 @dataclass
@@ -89,10 +93,12 @@ class CodeTrack:
     id: int
     box: Box
     """Box in the latest frame, moved with the camera while the code is not seen."""
-    frames: list[int] = field(default_factory=list)
-    """Numbers of the frames in which it was detected or read."""
+    frames: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_FRAMES))
+    """Numbers of the latest frames in which it was detected or read, at most ``MAX_FRAMES``."""
+    sightings: int = 0
+    """Frames in which it was detected or read, of the whole video."""
     texts: Counter[str] = field(default_factory=Counter)
-    """Frames in which each text was read; modules that were decoded together count as one."""
+    """Frames in which each text was read, at most ``MAX_TEXTS`` texts; modules that were decoded together count as one."""
     best: Code | None = None
     """The largest sighting that was read as the text of most frames, or the latest one if none was read."""
     sums: dict[int, WeightedSum] = field(default_factory=dict)
@@ -117,6 +123,7 @@ class CodeTrack:
             "id": self.id,
             "text": self.text,
             "frames": list(self.frames),
+            "sightings": self.sightings,
             "texts": dict(self.texts),
             "code": None if self.best is None else self.best.to_json(),
         }
@@ -129,7 +136,7 @@ class CodeTrack:
     def may_vote(self, clearness: float) -> bool:
         """Return True if a sighting of this clearness is worth a vote."""
         most = MAX_VOTES if self.is_likely else MAX_UNLIKELY_VOTES
-        return self.votes < most or len(self.frames) >= 2 * self.last_vote or self.is_clearest(clearness)
+        return self.votes < most or self.sightings >= 2 * self.last_vote or self.is_clearest(clearness)
 
     def is_clearest(self, clearness: float) -> bool:
         return clearness > CLEARER * self.clearness
@@ -245,6 +252,7 @@ class VideoScanner:
             self.tracks.append(track)
         track.box = box
         track.frames.append(self.frame)
+        track.sightings += 1
         return track
 
     def _saw(self, read: DecodedCode, boxes: list[DetectorBox]) -> CodeTrack:
@@ -264,6 +272,8 @@ class VideoScanner:
         return track
 
     def _note(self, track: CodeTrack, read: DecodedCode, box: DetectorBox | None) -> None:
+        if read.text not in track.texts and len(track.texts) == MAX_TEXTS:
+            del track.texts[min(track.texts, key=track.texts.__getitem__)]
         track.texts[read.text] += 1
         code = code_of(read, box)
         known = track.best
@@ -272,7 +282,7 @@ class VideoScanner:
 
     def _vote(self, track: CodeTrack, grey: Grey, box: DetectorBox, clearness: float) -> None:
         """Let one sighting vote on the modules of a code, and decode the sum; the clearest sightings are read by themselves too."""
-        track.votes, track.last_vote = track.votes + 1, len(track.frames)
+        track.votes, track.last_vote = track.votes + 1, track.sightings
         is_clearest = track.is_clearest(clearness)
         track.clearness = max(track.clearness, clearness)
         margin = track.margin if track.likeness >= PLAIN_SCORE else (WIDER, 0.0)[track.votes % 2]
