@@ -17,6 +17,8 @@ MOST_MODULES = 15
 """Modules of a folder; more mean that it has sub-concepts without names."""
 SMALL = 150
 """Lines below which a module that one sibling imports is taken for a part of that sibling."""
+LONGEST_FIRST_LINE = 90
+"""Characters of a docstring's first line: what an editor or an index shows of it."""
 COMMON_NAMES = frozenset({"settings", "base", "errors"})
 """Names that say the same in every folder, so that a room may have several."""
 QUESTION = re.compile(r"(What|Whether|How|Who|Whose|Where|Which|When|Why|From)\b")
@@ -222,6 +224,21 @@ def docstrings_that_open_with_a_question_word(tree: Tree) -> list[str]:
         text = ast.get_docstring(node) or ""
         found += [f"{tree.place(module, node)} {text.splitlines()[0]}"] if QUESTION.match(text) else []
     return found
+
+
+def long_first_lines_of_docstrings(tree: Tree) -> dict[str, list[str]]:
+    """First lines of docstrings over 90 characters, by room; "arclight" is for the files beside the rooms."""
+    found: dict[str, list[str]] = {name: [] for name in {_room_of(tree, module) for module in tree.modules}}
+    for module, node in tree.nodes(ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef):
+        first, *_ = (ast.get_docstring(node) or "").splitlines() or [""]
+        if len(first) > LONGEST_FIRST_LINE:
+            found[_room_of(tree, module)].append(f"{tree.place(module, node)} ({len(first)}) {first}")
+    return found
+
+
+def _room_of(tree: Tree, module: str) -> str:
+    inside = tree.modules[module].relative_to(tree.root).parts
+    return inside[0] if len(inside) > 1 else tree.root.name
 
 
 def functions_that_take_a_trainer(tree: Tree) -> list[str]:

@@ -18,6 +18,7 @@ from tests.house import facts
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = REPOSITORY / "src" / "arclight"
 LIMITS = tomllib.loads((Path(__file__).parent / "limits.toml").read_text())
+LONG_FIRST_LINES: dict[str, int] = LIMITS.pop("long_first_lines_of_docstrings")
 PACKAGE = facts.PACKAGE
 FILES = sorted(PACKAGE.modules.values())
 PACKAGES = sorted(path.parent for path in FILES if path.name == "__init__.py")
@@ -132,6 +133,30 @@ def test_the_house_keeps_its_limits(limit: str) -> None:
     assert len(found) <= LIMITS[limit], f"{limit}: {len(found)}, allowed {LIMITS[limit]}: " + "; ".join(
         sorted(set(found))
     )
+
+
+@pytest.fixture(scope="module")
+def long_first_lines() -> dict[str, list[str]]:
+    return facts.long_first_lines_of_docstrings(PACKAGE)
+
+
+@pytest.mark.parametrize("room", LONG_FIRST_LINES)
+def test_first_lines_of_docstrings_are_short(room: str, long_first_lines: dict[str, list[str]]) -> None:
+    found = long_first_lines[room]
+    assert len(found) <= LONG_FIRST_LINES[room], f"{len(found)}, allowed {LONG_FIRST_LINES[room]}: " + "; ".join(found)
+
+
+def test_first_lines_are_limited_in_every_room(long_first_lines: dict[str, list[str]]) -> None:
+    assert set(LONG_FIRST_LINES) == set(long_first_lines)
+
+
+def test_long_first_lines_are_counted_by_room(tmp_path: Path) -> None:
+    long, short = f"{'x' * 91}", f"{'x' * 90}"
+    (tmp_path / "pack" / "a").mkdir(parents=True)
+    (tmp_path / "pack" / "one.py").write_text(f'"""{short}\n\n{long}"""\n')
+    (tmp_path / "pack" / "a" / "two.py").write_text(f'"""{long}"""\n\n\ndef f():\n    """{long}\n    """\n')
+    found = facts.long_first_lines_of_docstrings(facts.Tree(tmp_path / "pack"))
+    assert {room: len(places) for room, places in found.items()} == {"pack": 0, "a": 2}
 
 
 def test_every_limit_is_checked() -> None:
