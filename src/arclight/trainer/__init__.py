@@ -1,4 +1,4 @@
-"""Train any ``Module``: the Trainer, its loop, data, checkpoints, callbacks, loggers, and Fabric.
+"""Train any ``Module``: Trainer, training loop, checkpoints, callbacks, loggers and Fabric.
 
 In: a Module, dataloaders or a DataModule, settings; out: trained weights and a run folder. Open ``trainer`` first (the public class), then
 ``loop.session`` (one fit from launch to teardown) and ``loop.fit`` (the innermost loop). A user subclasses ``module``, ``datamodule`` and

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override any of these; a hook that is not overridden costs nothing.
+    """Base class of callbacks; a hook that is not overridden costs nothing.
 
     Beside those below, ``on_progress(trainer, pl_module)`` is called at most ten times a second while batches run: the place
     for displays. Every hook gets the trainer and the module first. State that must survive a resume goes into
@@ -32,7 +32,10 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """Name under which this callback's state is saved; must differ between instances that keep different state."""
+        """Key under which this callback's state is saved.
+
+        It must differ between instances that keep different state.
+        """
         return type(self).__qualname__
 
     def _generate_state_key(self, **settings: Any) -> str:
@@ -42,22 +45,22 @@ class Callback:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore the state of :meth:`state_dict`."""
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Before fit, validate, test or predict begins."""
+        """Run before fit, validate, test or predict begins."""
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """After it ended."""
+        """Run after fit, validate, test or predict ended."""
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        """Called for any exception, before it reaches the caller."""
+        """Run on any exception, before it reaches the caller."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Change what is about to be saved."""
+        """Change a checkpoint before it is saved."""
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Look at what was loaded, before it is restored."""
+        """Inspect a loaded checkpoint before it is restored."""
 
     # -- fit -------------------------------------------------------------------------------------------------------
 
@@ -144,7 +147,10 @@ class Callback:
 
 @runtime_checkable
 class BuildsStep(Protocol):
-    """A callback that performs the training step in its own way; the first of a trainer's callbacks that can does."""
+    """Protocol of callbacks that perform the training step in their own way.
+
+    Of a trainer's callbacks the first one that has it is used.
+    """
 
     def build_step(
         self, trainer: Trainer, module: Module, forward: Callable[[Any, int], Any]
@@ -160,15 +166,15 @@ class AveragesWeights(Protocol):
         """Return the entries of a checkpoint, averaged weights by name in each."""
 
     def load_averages(self, entries: dict[str, Any]) -> None:
-        """Take those entries back from a checkpoint's."""
+        """Restore the averages from a checkpoint's entries."""
 
 
 @runtime_checkable
 class ReplacesLayers(Protocol):
-    """A callback whose ``setup`` puts other layers in the place of the module's, so that the names of its weights change."""
+    """Protocol of callbacks whose ``setup`` replaces layers, and so the names of weights."""
 
     def replace_layers(self, pl_module: Module) -> None:
-        """Replace them in a process that only launches others, before it takes the weights that these ended with."""
+        """Replace the layers in a launching process, before it loads the trained weights."""
 
 
 @runtime_checkable
@@ -180,7 +186,7 @@ class KeepsLast(Protocol):
 
 
 class Checkpoint(Callback):
-    """A callback that saves the state that others have changed; the trainer calls it after all others."""
+    """Base class of callbacks that save checkpoints; the trainer calls them after all others."""
 
     runs_last = True
 
@@ -190,4 +196,4 @@ class Checkpoint(Callback):
         return (named | set(getattr(self, "best_k_models", {}))) - {""}
 
     def forget_later_steps(self, trainer: Trainer) -> None:
-        """Go on from an earlier step of the same fit, which training has gone back to. Every rank calls this."""
+        """Adopt an earlier step of the same fit after a rollback. Every rank calls this."""

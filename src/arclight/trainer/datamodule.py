@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DataHooks:
-    """Whichever of these a class does not write is not called."""
+    """Hooks of Module and DataModule for data; those not overridden are not called."""
 
     prepare_data_per_node: bool = True
     """Whether ``prepare_data`` runs on each node, or once in all."""
@@ -30,16 +30,16 @@ class DataHooks:
     """Whether some of several processes may have no batches at all."""
 
     def prepare_data(self) -> None:
-        """Get data ready on disk; runs in one process per node. State set here does not reach other processes."""
+        """Download or prepare data on disk, in one process per node; set no state here."""
 
     def setup(self, stage: str) -> None:
-        """Open data sets, build layers that need them; in every process. ``stage`` is fit, validate, test or predict."""
+        """Open data sets and build layers that need them; runs in every process."""
 
     def teardown(self, stage: str) -> None:
-        """Undo `setup`."""
+        """Close what `setup` opened."""
 
     def train_dataloader(self) -> Any:
-        """Return a loader: a DataLoader, any iterable of batches, or a tree of them, as ``CombinedLoader`` takes it."""
+        """Return a DataLoader, any iterable of batches, or a tree of them (`CombinedLoader`)."""
         raise _missing(self, "train_dataloader")
 
     def val_dataloader(self) -> Any:
@@ -59,7 +59,7 @@ class DataHooks:
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch of a kind of its own."""
+        """Move a batch of a custom type to the device."""
         return move_batch(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -82,7 +82,7 @@ _STAGES = {
 
 
 class DataModule(DataHooks, HyperparametersMixin):
-    """Subclass this and write the loaders that you need.
+    """Base class of data modules; override the loaders that you need.
 
     A loader is any iterable of batches; plain ``DataLoader`` objects resume exactly (see ``arclight.data``).
     """
@@ -102,7 +102,7 @@ class DataModule(DataHooks, HyperparametersMixin):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore the state of :meth:`state_dict`."""
 
     def _load_from(self, checkpoint: dict[str, Any], source: object, strict: bool | None) -> Self:
         if (state := checkpoint.get(type(self).__qualname__)) is not None:
@@ -110,14 +110,16 @@ class DataModule(DataHooks, HyperparametersMixin):
         return self
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called for any exception, before it reaches the caller."""
+        """Run on any exception, before it reaches the caller."""
 
     @classmethod
     def from_datasets(
         cls, train_dataset: Any = None, val_dataset: Any = None, test_dataset: Any = None, predict_dataset: Any = None,
         batch_size: int = 1, num_workers: int = 0, **datamodule_kwargs: Any,
     ) -> Self:  # fmt: skip
-        """Return a data module over data sets (or lists or dicts of them): a loader for each, shuffled for training.
+        """Build a data module over data sets (or lists or dicts of them).
+
+        Each has a loader, shuffled for training.
 
         ``batch_size`` and ``num_workers`` reach the constructor as well where it takes them, like ``datamodule_kwargs``.
         """
@@ -153,7 +155,7 @@ def _loaders(source: Any, shuffle: bool, batch_size: int, num_workers: int) -> A
 
 
 def _sizes(hook: Callable[[], Any] | None) -> str:
-    """Sizes of the data sets of a hook's loaders; "None" for those that are not there (yet)."""
+    """Describe the sizes of a hook's data sets; "None" for those not there (yet)."""
     if hook is None:
         return "None"
     try:

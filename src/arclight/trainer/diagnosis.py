@@ -1,4 +1,4 @@
-"""Find where a loss stopped being finite: run the steps since the last checkpoint again and watch them."""
+"""Find the step at which a loss became NaN or infinite, by replaying the last steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ MOST = 1000
 
 
 def diagnose(trainer: Trainer) -> str:
-    """Name, in one sentence, the first step whose loss is NaN or infinite, its samples, and the first module that gave such an output.
+    """Find the first step with a NaN or infinite loss, and describe it in one sentence.
+
+    It names the step, its samples, and the first module that gave such an output.
 
     Resume being exact, running on from the newest checkpoint meets the same batches with the same random draws. Hooks of callbacks do not
     run again, and the trainer's position and metrics stay as they are; the module, its optimizers and the data do not, as the run is
@@ -80,7 +82,7 @@ class _Replay:
         self._seen: list[tuple[int, str]] = []
 
     def until(self, last: int) -> str:
-        """Train until a loss is NaN or infinite, or up to batch ``last`` of all; a sentence about it, empty without one."""
+        """Train until a loss is NaN or infinite, or batch ``last``; describe that step, or ""."""
         trainer, module, run, progress = self._trainer, self._module, self._run, self._run.progress
         if run.pending_rng is not None:
             set_rng_state(run.pending_rng)
@@ -129,7 +131,7 @@ class _Replay:
 
 
 def _samples(loader: object, epoch: int, index: int) -> str:
-    """Places in the data set of a batch's samples, where the data have such places."""
+    """Format a batch's data set indices; empty if the data has none."""
     if not isinstance(loader, ResumableLoader) or not loader.track_indices():
         return ""
     next(iter(loader.batches(epoch, index)), None)
@@ -140,7 +142,7 @@ def _samples(loader: object, epoch: int, index: int) -> str:
 
 @contextmanager
 def _first_bad_module(module: nn.Module) -> Iterator[list[str]]:
-    """Within, names of modules whose output holds NaN or infinity, the first to give one first."""
+    """Record the names of modules whose output holds NaN or infinity, first one first."""
     names: list[str] = []
 
     def look(name: str, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Save a module's hyper-parameters (constructor arguments), so that a checkpoint can rebuild it."""
+"""Save a module's hyper-parameters (constructor arguments) for checkpoints to rebuild it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LEAVES = (bool, int, float, str, bytes, type(None), torch.Tensor, torch.device,
 
 
 class UnserializableError(TypeError):
-    """A value that is no plain data and cannot be made into such."""
+    """Raised for a value that cannot be converted to plain data."""
 
 
 def is_omegaconf(value: object) -> bool:
@@ -50,7 +50,9 @@ def is_omegaconf(value: object) -> bool:
 
 
 def encode(value: Any) -> Any:
-    """Encode a tree of plain values, dataclasses, enumerations, paths and OmegaConf containers as plain data.
+    """Encode dataclasses, enumerations, paths and OmegaConf containers as plain data.
+
+    Trees of plain values too.
 
     A path is a text (so other projects' readers understand it), a path in a field of a dataclass comes back as a path.
     Raises UnserializableError naming the class of anything else.
@@ -83,7 +85,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, owner: type) -> Any:
-    """Decode what :func:`encode` gave, for the arguments of ``owner``.
+    """Decode what :func:`encode` returned, for the arguments of ``owner``.
 
     A file does not choose what runs: a class is looked up in modules that are imported already or belong to the room of ``owner``,
     and a dataclass is built only if it is of ``owner``'s packages or visible where ``owner`` is defined.
@@ -114,7 +116,7 @@ def decode(value: Any, owner: type) -> Any:
 
 
 def _old_kind(value: dict[Any, Any]) -> str | None:
-    """Return the kind of object that a dict stood for before there was :data:`TAG`; None for a dict that is one."""
+    """Return the kind of object that a dict without :data:`TAG` stands for, or None."""
     if value.keys() == {"dataclass", "fields"} and _is_place(value["dataclass"]) and isinstance(value["fields"], dict):
         return "dataclass"
     if value.keys() == {"enum", "name"} and _is_place(value["enum"]) and isinstance(value["name"], str):
@@ -144,7 +146,10 @@ def as_omegaconf(content: Any) -> Any:
 
 
 def _build(place: str, values: dict[str, Any], owner: type) -> Any:
-    """Build the dataclass at ``place``; fields that it no longer has are left out, new ones take their defaults."""
+    """Build the dataclass at ``place`` from saved values.
+
+    Fields that it no longer has are left out, new ones take their defaults.
+    """
     cls = _find(place, owner, dataclasses.is_dataclass)
     if not _is_visible(cls, owner):
         raise CheckpointError(
@@ -160,7 +165,9 @@ def _build(place: str, values: dict[str, Any], owner: type) -> Any:
 
 
 def known_fields(cls: Any, saved: dict[str, Any], what: str) -> dict[str, Any]:
-    """Return the items of ``saved`` that are fields of the dataclass ``cls``; a warning names the rest, which a later version wrote.
+    """Return the items of ``saved`` that are fields of the dataclass ``cls``.
+
+    A warning names the rest, which a later version wrote.
 
     Raises CheckpointError, naming it, where a field without a default is missing.
     """
@@ -204,7 +211,7 @@ def _find(place: str, owner: type, fits: Callable[[type], bool]) -> Any:
 
 
 def _rooms(owner: type) -> Iterator[str]:
-    """Sub-packages of this package that ``owner`` and its bases are defined in."""
+    """List the sub-packages of this package that define ``owner`` and its bases."""
     for base in owner.__mro__:
         package, _, rest = base.__module__.partition(".")
         if package == __name__.partition(".")[0] and rest:
@@ -212,7 +219,9 @@ def _rooms(owner: type) -> Iterator[str]:
 
 
 def _is_visible(cls: type, owner: type) -> bool:
-    """Return True for a class of the packages of ``owner`` and its bases, or that one of their modules or the program names.
+    """Return True if ``owner``'s module can see ``cls``, so that a file may name it.
+
+    It is in the packages of ``owner`` and its bases, or one of their modules or the program names it.
 
     What the module of such a dataclass names is visible too: the types of its fields may be dataclasses themselves.
     """
@@ -240,7 +249,7 @@ _instantiators: dict[str, Callable[[type, dict[str, Any]], Any]] = {}
 
 
 def register_instantiator(function: Callable[[type, dict[str, Any]], Any], names: Iterable[str]) -> None:
-    """Build objects whose checkpoint names one of ``names`` with ``function(cls, arguments)``; the room of a command line calls this."""
+    """Register ``function(cls, arguments)`` as the builder for checkpoints that name it."""
     _instantiators.update(dict.fromkeys(names, function))
 
 
@@ -296,7 +305,7 @@ else:
 
 
 class HyperparametersMixin:
-    """Gives a class ``save_hyperparameters()`` and ``hparams``."""
+    """Base class with ``save_hyperparameters()`` and ``hparams``."""
 
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
@@ -309,7 +318,9 @@ class HyperparametersMixin:
     def save_hyperparameters(
         self, *args: Any, ignore: Sequence[str] | str | None = None, frame: FrameType | None = None, logger: bool = True
     ) -> None:
-        """Keep the constructor's arguments in ``self.hparams`` and in every checkpoint; loggers get them too if ``logger``.
+        """Save the constructor's arguments in ``self.hparams`` and in every checkpoint.
+
+        Loggers get them too if ``logger``.
 
         Without ``args`` all of them, those of base classes included, else the named ones; or the items of one dict,
         Namespace or other mapping. ``ignore`` names some to leave out, and takes out what a base class kept.
@@ -360,7 +371,10 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> Any:
-        """The arguments that :meth:`save_hyperparameters` kept; a script may change it, the initial values stay."""
+        """Arguments that :meth:`save_hyperparameters` saved.
+
+        A script may change them; the initial values stay.
+        """
         return self.__dict__.setdefault("_hparams", Hyperparameters())
 
     @property
@@ -378,7 +392,7 @@ class HyperparametersMixin:
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return a new instance from a checkpoint: built with the arguments that were kept, with its weights or its state.
+        """Build a new instance from a checkpoint, with its saved arguments and weights or state.
 
         ``checkpoint_path``: a checkpoint folder, a file of Lightning's or ours, its URL, or a binary file object;
         ``map_location``: where tensors go (default: where they were if that device is here, else the CPU);
@@ -397,7 +411,7 @@ class HyperparametersMixin:
         return owner._load_from(checkpoint, checkpoint_path, strict)
 
     def _load_from(self, checkpoint: dict[str, Any], source: object, strict: bool | None) -> Any:
-        """Take the state in a checkpoint that this object was just built from; the object to give to the caller."""
+        """Load the checkpoint's state into this newly built object, and return the result."""
         raise _not_loadable(type(self))
 
 
@@ -406,7 +420,9 @@ def _not_loadable(cls: type) -> TypeError:
 
 
 def constructors(frame: FrameType | None) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of each constructor that is running in ``frame`` and directly around it, the most derived class last.
+    """Yield the arguments of the constructors running in and around ``frame``.
+
+    The most derived class comes last.
 
     A module that is built by another one's constructor takes that one's arguments too.
     """
@@ -434,7 +450,7 @@ def _arguments(cls: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choose(cls: type, arguments: dict[str, Any], chosen: tuple[Any, ...]) -> tuple[str | None, Any]:
-    """Return the name to keep them under, and what to keep."""
+    """Return the name and values of the hyper-parameters to save."""
     if not chosen:
         return ("kwargs" if arguments else None), arguments
     containers = [item for item in chosen if not isinstance(item, str)]
@@ -455,7 +471,10 @@ def _equal(left: Any, right: Any) -> bool:
 
 @contextmanager
 def given_hyperparameters(arguments: dict[str, Any]) -> Iterator[None]:
-    """While it runs, ``save_hyperparameters()`` keeps these: for a command line that knows them in a form that can be written."""
+    """Let ``save_hyperparameters()`` in the block save these arguments.
+
+    For a command line that knows them in a form that can be written.
+    """
     token = _GIVEN.set(dict(arguments))
     try:
         yield
@@ -464,7 +483,9 @@ def given_hyperparameters(arguments: dict[str, Any]) -> Iterator[None]:
 
 
 def hyperparameters_to_log(*owners: Any) -> dict[str, Any] | None:
-    """Collect the hyper-parameters for loggers, of a module and its data module, as it was when saved; None where neither asked for it.
+    """Collect hyper-parameters of a module and its data module for loggers.
+
+    They are as they were when saved; None if neither logs them.
 
     Raises RuntimeError where both have a name with different values.
     """
@@ -514,7 +535,7 @@ def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
 
 
 def checkpoint_entries(owner: HyperparametersMixin) -> dict[str, Any]:
-    """Return the entries of a checkpoint from which :func:`arguments_for` finds the constructor's arguments again.
+    """Return the checkpoint entries with the constructor's arguments for :func:`arguments_for`.
 
     What only unpickling could bring back is left out, with a warning: whoever loads the checkpoint must give it.
     """
@@ -536,7 +557,10 @@ def checkpoint_entries(owner: HyperparametersMixin) -> dict[str, Any]:
 
 
 def arguments_for(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments to build a ``cls`` with: those of the checkpoint, then ``overrides``; only ones its constructor takes."""
+    """Return the arguments to build a ``cls``: the checkpoint's, updated by ``overrides``.
+
+    Only those that its constructor takes.
+    """
     key: str = getattr(cls, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters")
     held_by = checkpoint.get(getattr(cls, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name"))
     kept = _decoded(cls, {**checkpoint.get("module_arguments", {}), **checkpoint.get(key, {})}, overrides)
@@ -552,7 +576,7 @@ def arguments_for(cls: type, checkpoint: dict[str, Any], overrides: dict[str, An
 
 
 def _decoded(cls: type, kept: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Decode each kept argument that nobody overrides; what a caller gives need not be readable in the file."""
+    """Decode each saved argument that is not overridden."""
     return {name: decode(value, cls) for name, value in kept.items() if name not in overrides} | overrides
 
 
@@ -567,7 +591,10 @@ def _read_values(path: str | Path) -> dict[str, Any]:
 
 
 def rebuild(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) -> Any:
-    """Build a ``cls`` with :func:`arguments_for` it; by the command line that wrote them, where one did."""
+    """Build a ``cls`` from a checkpoint with :func:`arguments_for` it.
+
+    An instantiator that is named there (that of a command line) builds it, if it was registered.
+    """
     kept = checkpoint.get(getattr(cls, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters"), {})
     path = kept.get("_instantiator")
     if path is None:
@@ -584,7 +611,10 @@ def rebuild(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) ->
 
 
 def find_attribute_owners(module: nn.Module, name: str) -> list[Any]:
-    """Return every place that has ``name``: the module, its ``hparams``, the data module, its ``hparams``; the last one counts."""
+    """List the owners of ``name``: module, its ``hparams``, data module, its ``hparams``.
+
+    The last one counts.
+    """
     trainer = getattr(module, "_trainer", None)
     data = trainer.datamodule if trainer is not None else None
     found: list[Any] = []
@@ -603,13 +633,13 @@ def has_setting(module: nn.Module, name: str) -> bool:
 
 
 def get_setting(module: nn.Module, name: str) -> Any:
-    """Return the value in the last place that has it. Raises AttributeError where none has."""
+    """Return the setting of its last owner. Raises AttributeError if there is none."""
     holder = _require_attribute_owners(module, name)[-1]
     return holder[name] if isinstance(holder, dict) else getattr(holder, name)
 
 
 def set_setting(module: nn.Module, name: str, value: Any) -> None:
-    """Change it in every place that has it. Raises AttributeError where none has."""
+    """Set the setting of every owner. Raises AttributeError if there is none."""
     for holder in _require_attribute_owners(module, name):
         if isinstance(holder, dict):
             holder[name] = value
@@ -648,7 +678,9 @@ def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: b
 
 
 def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> Any:
-    """Read such a file; nothing but plain values is made from it. An empty dict, with a warning, if it is missing.
+    """Read hyper-parameters from a YAML file, as plain values only.
+
+    A missing file gives an empty dict and a warning.
 
     ``use_omegaconf`` gives an OmegaConf container where that package is installed.
     """
@@ -665,7 +697,7 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
 
 
 def save_hparams_to_tags_csv(tags_csv: str | Path, hparams: Any) -> None:
-    """Write a line ``key,value`` for each. Raises RuntimeError where the folder is missing."""
+    """Write lines ``key,value`` to a CSV file. Raises RuntimeError if the folder is missing."""
     _need_folder(tags_csv)
     with Path(tags_csv).open("w", newline="", encoding="utf-8") as file:
         rows = (vars(hparams) if isinstance(hparams, Namespace) else hparams).items()
@@ -673,7 +705,10 @@ def save_hparams_to_tags_csv(tags_csv: str | Path, hparams: Any) -> None:
 
 
 def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, Any]:
-    """Read such a file, numbers and truth values as such. An empty dict, with a warning, if it is missing."""
+    """Read hyper-parameters from a CSV file; convert numbers and truth values.
+
+    A missing file gives an empty dict and a warning.
+    """
     if not _found(tags_csv):
         return {}
     with Path(tags_csv).open(newline="", encoding="utf-8") as file:
@@ -690,7 +725,7 @@ def convert(val: str) -> Any:
 
 
 def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:
-    """Put ``updates`` into ``hparams``; dicts are merged, all else is replaced."""
+    """Merge ``updates`` into ``hparams``; dicts are merged, all else is replaced."""
     for key, value in updates.items():
         if isinstance(value, Mapping) and isinstance(hparams.get(key), dict):
             update_hparams(hparams[key], value)
@@ -711,7 +746,7 @@ def _found(path: str | Path) -> bool:
 
 
 def _plain_containers(value: Any) -> Any:
-    """Mappings and sequences of other packages as dicts and lists."""
+    """Convert mappings and sequences of other packages to dicts and lists."""
     if type(value).__module__.startswith("omegaconf."):
         from omegaconf import OmegaConf
 

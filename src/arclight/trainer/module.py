@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 class Module(DataHooks, HyperparametersMixin, nn.Module):
-    """Subclass this; write ``training_step`` and ``configure_optimizers``, and any other hook you need.
+    """Base class of models: an ``nn.Module`` with training steps and hooks.
+
+    Subclass it and write ``training_step`` and ``configure_optimizers``, and any other hook you need.
 
     It stays an ordinary ``nn.Module``: outside a trainer nothing here is in the way.
     """
@@ -53,7 +55,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
 
     @property
     def strict_loading(self) -> bool:
-        """Require a checkpoint to have this module's parameters, no fewer and no others; True unless it is set."""
+        """Require a checkpoint to have exactly this module's parameters; True by default."""
         return self.__dict__.get("_strict_loading") is not False
 
     @strict_loading.setter
@@ -77,18 +79,21 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
         return self(batch)
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer, ``(optimizers, schedulers)``, or a dict with ``optimizer`` and ``lr_scheduler``."""
+        """Return the optimizers and schedulers.
+
+        That is an optimizer, ``(optimizers, schedulers)``, or a dict with ``optimizer`` and ``lr_scheduler``.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers(); fit needs one")
 
     def configure_callbacks(self) -> Callback | list[Callback]:
-        """Callbacks this module brings along; they replace the trainer's of the same type."""
+        """Return callbacks of this module; they replace the trainer's of the same type."""
         return []
 
     def configure_model(self) -> None:
         """Create layers on their device, just before they are needed."""
 
     def batch_weight(self, batch: Any) -> float | torch.Tensor:
-        """Return the weight of ``batch``: the number of valid tokens, boxes, ... that its loss is the mean of.
+        """Return what the loss of ``batch`` is a mean over: the number of valid tokens, boxes, ...
 
         Override it where batches have unequal numbers of what the loss is a mean of. An update then follows the gradient of the
         mean over all of them, in whatever batches of the window and processes they are; a step that looks at a part of the
@@ -131,25 +136,25 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
 
     def on_validation_model_eval(self) -> None:
-        """Put the model into evaluation mode."""
+        """Set the model to evaluation mode."""
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Called after validation, when every submodule is back in the mode that it was in."""
+        """Run after validation, when every submodule is back in its own mode."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Free the gradients before a validation during training, unless an accumulation window needs them."""
+        """Free the gradients before a validation, unless an accumulation window needs them."""
         self.zero_grad()
 
     def on_test_model_eval(self) -> None:
-        """Put the model into evaluation mode."""
+        """Set the model to evaluation mode."""
         self.eval()
 
     def on_test_model_train(self) -> None:
-        """Called after testing, when every submodule is back in the mode that it was in."""
+        """Run after testing, when every submodule is back in its own mode."""
 
     def on_predict_model_eval(self) -> None:
-        """Put the model into evaluation mode."""
+        """Set the model to evaluation mode."""
         self.eval()
 
     def on_test_start(self) -> None: ...
@@ -201,7 +206,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
         loss.backward(*args, **kwargs)
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward in a ``training_step`` that runs its optimizers itself; scales the loss where precision asks for it.
+        """Run backward in manual optimization; scale the loss if precision asks for it.
 
         Raises MisconfigurationError in automatic optimization.
         """
@@ -219,7 +224,10 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
         optimizer: Optimizer | ManagedOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Run the optimizer. The closure, which every override must pass on or call, runs forward and backward."""
+        """Run the optimizer with the closure, which runs forward and backward.
+
+        Every override must pass it on or call it.
+        """
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -238,7 +246,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
     def clip_gradients(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the gradients of ``optimizer``'s parameters by their global ``norm`` or element ``value``.
+        """Clip gradients of ``optimizer``'s parameters by global ``norm`` or element ``value``.
 
         In manual optimization call it between backward and step. Raises MisconfigurationError where the trainer was told to
         clip in another way.
@@ -254,7 +262,9 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
         self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of them. Their ``step`` runs hooks, takes out the scale of 16-bit gradients and is counted.
+        """Return the optimizer, or the list of them.
+
+        Their ``step`` runs hooks, removes the loss scale of 16-bit gradients and is counted.
 
         With ``use_pl_optimizer=False`` they are as ``configure_optimizers`` returned them.
         """
@@ -299,7 +309,9 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
         reduce_fx: str | Callable[..., Any] = "mean", enable_graph: bool = False, sync_dist: bool = False, sync_dist_group: Any = None,
         add_dataloader_idx: bool = True, batch_size: int | None = None, metric_attribute: str | None = None, rank_zero_only: bool = False,
     ) -> None:  # fmt: skip
-        """Record a number, a one-element tensor, or a metric (an object with ``compute()`` and ``reset()``) under ``name``.
+        """Log a number, one-element tensor or metric under ``name``.
+
+        A metric is an object with ``compute()`` and ``reset()``.
 
         Costs no device synchronisation: values are read when they are shown.
 
@@ -338,7 +350,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
         reduce_fx: str | Callable[..., Any] = "mean", enable_graph: bool = False, sync_dist: bool = False, sync_dist_group: Any = None,
         add_dataloader_idx: bool = True, batch_size: int | None = None, rank_zero_only: bool = False,
     ) -> None:  # fmt: skip
-        """:meth:`log` for each item of a mapping, or for each metric of a collection of torchmetrics."""
+        """Call :meth:`log` for each item of a mapping, or each metric of a collection."""
         from arclight.trainer.logging.rules import metric_items
 
         if self._fabric is not None:
@@ -352,7 +364,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
             )  # fmt: skip
 
     def _log_outside(self, name: str, value: Any, logger: bool | None) -> None:
-        """Log outside of a trainer's run: to a Fabric's loggers, or nowhere for a step that is called by hand."""
+        """Log outside of a trainer's run: to a Fabric's loggers, or nowhere with a warning."""
         if self._fabric is not None:
             self._log_through_fabric({name: value}, logger)
             return
@@ -394,7 +406,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
             print(*args, **kwargs)  # noqa: T201
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return every rank's tensors, numbers and arrays in ``data`` (of equal shapes), stacked along a new first dimension.
+        """Gather every rank's tensors, numbers and arrays in ``data``, of equal shapes.
 
         With one process they come back without that dimension; ``sync_grads`` lets gradients flow back through.
         """
@@ -476,13 +488,15 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
 
     @property
     def device_mesh(self) -> Any:
-        """The processes as ``configure_model`` may shard the module over them; None where the strategy has no mesh."""
+        """Device mesh for sharding in ``configure_model``; None if the strategy has none."""
         return getattr(self._trainer.strategy, "device_mesh", None) if self._trainer is not None else None
 
     # -- files ------------------------------------------------------------------------------------------------------
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **options: Any) -> Any:
-        """Write the module as ONNX to a path or binary file (None: nowhere), and give the ``torch.onnx.ONNXProgram``.
+        """Export the module as ONNX and return the ``torch.onnx.ONNXProgram``.
+
+        ``file_path``: a path or binary file; None to write nothing.
 
         ``input_sample``: what ``forward`` takes, a tuple or dict of several (default ``example_input_array``);
         ``options`` go to ``torch.onnx.export``. Raises ValueError without a sample, MissingExtraError without onnx.
@@ -490,7 +504,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
         return _export(self, file_path, input_sample, options)
 
     def to_torchscript(self, *args: Any, **options: Any) -> Any:
-        """Not offered: torch itself has left TorchScript for ``torch.export``."""
+        """Raise NotImplementedError: torch itself has left TorchScript for ``torch.export``."""
         raise NotImplementedError(
             "`to_torchscript` is not offered: TorchScript is no longer developed. Use to_onnx(), torch.export.export() or "
             "arclight.deploy.export(), which torch 2 runs everywhere that TorchScript did"
@@ -523,7 +537,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
 
 
 class TrainerOfFabric:
-    """Stand in for ``self.trainer`` in a Fabric's loop: the Fabric, under the names that both have."""
+    """Stand-in for ``self.trainer`` in a Fabric's loop, with the names that both have."""
 
     def __init__(self, fabric: Any) -> None:
         self._fabric = fabric
@@ -561,7 +575,7 @@ def _export(module: Module, target: str | Path | IO[bytes] | None, input_sample:
 
 
 def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any] | None]:
-    """Return the arguments of ``forward``: a tuple's items, a dict's by name, or the sample itself."""
+    """Return ``forward``'s positional and named arguments for a sample."""
     if isinstance(sample, Mapping):
         return (), dict(sample)
     return (tuple(sample) if isinstance(sample, tuple) else (sample,)), None

@@ -98,7 +98,10 @@ class TrainerSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerBehavior:
-    """One field for every difference. The defaults are ours; ``arclight.compat.lightning.trainer`` has the other set."""
+    """Behaviors in which our conventions and Lightning's differ, one field each.
+
+    The defaults are ours; ``arclight.compat.lightning.trainer`` has the other set.
+    """
 
     zero_grad_first: bool = False
     """Clear gradients between forward and backward, as a closure does, rather than right after the optimizer's step."""
@@ -162,16 +165,18 @@ _BAREBONES = {
 
 
 class _CheckedSettings(TrainerSettings):
-    """Settings as a trainer takes them: with times as objects and infinity too, so that ranges are checked here, in other words."""
+    """Settings of a Trainer call, which may hold time objects and infinity."""
 
     def __post_init__(self) -> None:
         """Leave the check to `_check_ranges`."""
 
 
 def check_arguments(given: dict[str, Any], unknown: dict[str, Any], behavior: TrainerBehavior) -> TrainerSettings:
-    """Settings from a trainer's arguments, which are changed where one decides on another.
+    """Check a trainer's arguments and return them as settings.
 
-    Raises TypeError naming the nearest argument for an unknown one, MisconfigurationError for a value out of its range.
+    An argument that another one determines is changed. Raises TypeError naming the nearest argument for an unknown
+    one,
+    MisconfigurationError for a value out of its range.
     """
     _check_names(given, unknown)
     if given["barebones"]:
@@ -210,7 +215,7 @@ def _check_names(given: dict[str, Any], unknown: dict[str, Any]) -> None:
 
 
 def _apply_barebones(given: dict[str, Any]) -> None:
-    """Apply barebones mode: disable all that costs time beside the loop; raise for settings that contradict it."""
+    """Disable everything that costs time beside the loop, for ``barebones``."""
     for name, what in _BAREBONES.items():
         if given[name] not in (None, False, 0):
             raise MisconfigurationError(

@@ -1,4 +1,4 @@
-"""Summarise a model: its layers with their parameters, sizes in and out, modes and operations."""
+"""Summarise a model: layers, parameters, input and output sizes, modes and FLOPs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LayerSummary:
         self.detach_hook()  # a layer used again would report its last call
 
     def detach_hook(self) -> None:
-        """Stop looking."""
+        """Remove the forward hook."""
         if self._hook_handle is not None:
             self._hook_handle.remove()
 
@@ -53,7 +53,7 @@ class LayerSummary:
 
     @property
     def in_size(self) -> Size:
-        """Shape of the input, a list of shapes for several; ``?`` where it is not known."""
+        """Shape of the input, a list of shapes for several; ``?`` if unknown."""
         return self._in_size or UNKNOWN_SIZE
 
     @property
@@ -196,7 +196,7 @@ class ModelSummary:
     # -- the table -------------------------------------------------------------------------------------------------
 
     def _get_summary_data(self) -> list[tuple[str, list[str]]]:
-        """Headings and cells of the columns."""
+        """Return headings and cells of the columns."""
         layers = list(self._layer_summary.values())
         columns: dict[str, list[str]] = {
             " ": [str(number) for number in range(len(layers))],
@@ -269,7 +269,7 @@ def format_table(
 def total_lines(
     total: int, trainable: int, model_size: float, modes: dict[str, int], flops: int
 ) -> list[tuple[str, str]]:
-    """Names and values of the totals."""
+    """Return names and values of the totals."""
     return [
         ("Trainable params", get_human_readable_count(trainable)),
         ("Non-trainable params", get_human_readable_count(total - trainable)),
@@ -282,7 +282,7 @@ def total_lines(
 
 
 def parse_batch_shape(batch: Any) -> Size:
-    """Shape of a tensor; a list of shapes for a list or tuple; ``?`` for anything else."""
+    """Return the shape of a tensor, shapes of a list or tuple, or ``?`` for anything else."""
     if hasattr(batch, "shape"):
         return list(batch.shape)
     if isinstance(batch, (list, tuple)):
@@ -316,7 +316,7 @@ def _count(parameter: torch.Tensor) -> int:
 
 @cache
 def _warn_of_uninitialized() -> None:
-    """Once, though every count meets them."""
+    """Warn once of uninitialised parameters, though every count meets them."""
     rank_zero_warn(
         "The total number of parameters detected may be inaccurate because the model contains an instance of "
         "`UninitializedParameter`; set `self.example_input_array` in your LightningModule to get it right"

@@ -1,4 +1,4 @@
-"""Measure throughput: batches, samples, items and floating-point operations per second, over a moving window."""
+"""Measure throughput over a moving window: batches, samples, items and FLOPs per second."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ _PEAKS: dict[str, tuple[float | None, ...]] = {
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int | None:
-    """Dense FLOP/s that ``device`` reaches at most in ``dtype``; None, with a warning, for a GPU that is not known here.
+    """Return the dense peak FLOP/s of ``device`` in ``dtype``, or None.
+
+    None, with a warning, for a GPU that is not known here.
 
     float32 means TF32 where ``torch.get_float32_matmul_precision()`` allows it and the chip has it. Other kinds of
     device have no published number: None.
@@ -92,7 +94,10 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
 
 
 def _chip(name: str) -> str | None:
-    """Return the row of the table for a device's name; a variant (Ti, Super) that is not in the table is another chip."""
+    """Return the row of the table of peaks for a device's name, or None.
+
+    A variant (Ti, Super) that is not in the table is another chip.
+    """
     words = re.split(r"[\s_-]+", name.lower())
     words = ["pcie" if word == "hbm2e" else re.sub(r"^(nvl|pcie).*", r"\1", word) for word in words]
     for row in sorted(_PEAKS, key=len, reverse=True):
@@ -145,7 +150,7 @@ class Throughput:
     def update(
         self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
     ) -> None:
-        """Note where things stand.
+        """Record the counts at a point in time.
 
         ``time``: seconds since the start; ``batches``, ``samples``, ``lengths``: how many this device has seen since
         then; ``flops``: operations of this device since the last update. All but ``flops`` must grow with every call,
@@ -169,7 +174,7 @@ class Throughput:
             self._flops.append(flops * self.world_size)
 
     def compute(self) -> dict[str, float]:
-        """Totals, and rates once the window is full."""
+        """Compute totals, and rates once the window is full."""
         metrics: dict[str, float] = {
             "time": self._time[-1],
             "batches": self._batches[-1],
@@ -196,13 +201,15 @@ class Throughput:
             metrics[name] = of_device * self.world_size
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset all windows."""
         for window in (self._time, self._batches, self._samples, self._lengths, self._flops):
             window.clear()
 
 
 class ThroughputMonitor(Throughput):
-    """A :class:`Throughput` for a loop written with :class:`~arclight.Fabric`: knows its devices and logs to its loggers.
+    """Throughput of a :class:`~arclight.Fabric` loop, logged to the Fabric's loggers.
+
+    It is a :class:`Throughput` that knows the devices.
 
     Rank 0 counts; elsewhere every method does nothing. ``options``: those of :class:`Throughput`.
     """
@@ -222,7 +229,7 @@ class ThroughputMonitor(Throughput):
         return super().compute() if self._fabric.is_global_zero else {}
 
     def compute_and_log(self, step: int | None = None) -> dict[str, float]:
-        """:meth:`Throughput.compute`, sent to the loggers as row ``step`` (default: one more than the last)."""
+        """Compute the throughput and log it as row ``step`` (default: one more than the last)."""
         self.step = self.step + 1 if step is None else step
         metrics = self.compute()
         if metrics:
@@ -231,7 +238,7 @@ class ThroughputMonitor(Throughput):
 
 
 class _MonotonicWindow(list[Number]):
-    """The newest ``maxlen`` of numbers that only grow; appending one that does not raises ValueError."""
+    """Newest ``maxlen`` of strictly growing numbers; a smaller one raises ValueError."""
 
     def __init__(self, maxlen: int) -> None:
         super().__init__()
@@ -257,7 +264,7 @@ def measure_flops(
     forward_fn: Callable[[], torch.Tensor],
     loss_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> int:
-    """Floating-point operations of ``forward_fn()``, and with ``loss_fn`` of the loss and its backward too.
+    """Count the FLOPs of ``forward_fn()``, and with ``loss_fn`` of loss and backward too.
 
     Model and inputs may live on the meta device: nothing is then computed, only counted.
     """

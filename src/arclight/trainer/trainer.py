@@ -1,4 +1,4 @@
-"""Define the Trainer: settings, the objects built from them, and fit, validate, test, predict."""
+"""Define the Trainer: its settings and parts, and fit, validate, test and predict."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _LOG = logging.getLogger("arclight")
 
 
 class Trainer:
-    """Runs a :class:`Module`: everything between its steps.
+    """Run a :class:`Module`: fit, validate, test and predict.
 
     The arguments that are fields of :class:`TrainerSettings` are described there. Beside them
 
@@ -159,11 +159,14 @@ class Trainer:
 
     @classmethod
     def from_settings(cls, settings: TrainerSettings, **objects: Any) -> Trainer:
-        """Return a trainer with these settings (a recipe's ``[trainer]`` table) and ``objects``, which win: callbacks, logger, run folder."""
+        """Build a trainer from settings (a recipe's ``[trainer]`` table) and ``objects``.
+
+        The objects win: callbacks, logger, run folder.
+        """
         return cls(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)} | objects)
 
     def _default_callbacks(self, given: Callback | list[Callback] | None) -> list[Callback]:
-        """Return the user's callbacks and, unless turned off, a checkpoint after every epoch, a progress bar and a model summary."""
+        """Return the user's callbacks with the default ones, unless those are turned off."""
         from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
         from arclight.trainer.callbacks.monitoring.model_summary import ModelSummary, RichModelSummary
         from arclight.trainer.callbacks.progress.progress_bar import ProgressBar
@@ -224,7 +227,7 @@ class Trainer:
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run the validation data once; the logged values of each loader."""
+        """Run the validation data once; return the logged values of each loader."""
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def test(
@@ -236,7 +239,7 @@ class Trainer:
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """Run the test data once; the logged values of each loader."""
+        """Run the test data once; return the logged values of each loader."""
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def _evaluate(
@@ -253,7 +256,10 @@ class Trainer:
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None, weights_only: bool | None = None,
     ) -> Any:  # fmt: skip
-        """Return ``predict_step`` of every batch: a list, or a list for each of several loaders; None with ``return_predictions=False``."""
+        """Return the outputs of ``predict_step`` for every batch.
+
+        A list, or a list for each of several loaders; None with ``return_predictions=False``.
+        """
         return Session(self).launch(Session.predict, model, dataloaders, datamodule, ckpt_path, return_predictions)
 
     def predict_iter(
@@ -268,13 +274,19 @@ class Trainer:
         return Session(self).predict_iter(model, dataloaders, datamodule, ckpt_path)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Create a model directly on its device and in its type; ``empty_init`` leaves out first values, to be loaded."""
+        """Create a model directly on its device and in its type.
+
+        ``empty_init`` leaves out initial values, if weights are loaded anyway.
+        """
         return self.strategy.module_init_context(empty_init=empty_init)
 
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint, with ``weights_only`` one that cannot resume; every rank must call this."""
+        """Save a checkpoint; every rank must call this.
+
+        One with ``weights_only`` cannot resume.
+        """
         if self.model is None:
             raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call "
@@ -283,7 +295,9 @@ class Trainer:
         self.checkpoints.save(filepath, bool(weights_only), storage_options)
 
     def capture(self) -> dict[str, Any]:
-        """Return the whole state in memory, for ``ckpt_path`` of a later fit in this process; every rank must call this, and keeps its own.
+        """Capture the whole state in memory, for ``ckpt_path`` of a later fit in this process.
+
+        Every rank must call this, and keeps its own.
 
         Weights, moments and gradients are those of the module and its optimizers, not copies: the next fit takes them up where
         they lie, and whoever changes them in between changes what it resumes.
@@ -307,19 +321,19 @@ class Trainer:
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The module as it is run: wrapped where several processes train it."""
+        """Module as it is run: wrapped if several processes train it."""
         step_module = self.run_state.step_module
         if self.training and step_module is not None:
             return step_module
         return self._module or self.strategy.lightning_module
 
     def attach(self, module: Module) -> None:
-        """Run ``module`` from here on."""
+        """Set ``module`` as the one to run."""
         self._module = module
         self.paths.name_after(module)
 
     def attach_data(self, datamodule: Any) -> None:
-        """Take data from ``datamodule`` from here on; None for no data module."""
+        """Set ``datamodule`` as the source of data; None for no data module."""
         self.datamodule = datamodule
         if datamodule is not None:
             datamodule.trainer = self
@@ -343,11 +357,14 @@ class Trainer:
         return self.run_state.lr_scheduler_configs
 
     def use_optimizers(self, optimizers: list[Optimizer], schedulers: list[LRSchedulerConfig]) -> None:
-        """Train with these from here on."""
+        """Set the optimizers and schedulers to train with."""
         self.optimizers, self.run_state.lr_scheduler_configs = optimizers, schedulers
 
     def use_accumulation(self, batches: int) -> None:
-        """Accumulate gradients over ``batches`` batches from the next window on. Raises ValueError below 1."""
+        """Accumulate gradients over ``batches`` batches from the next window on.
+
+        Raises ValueError below 1.
+        """
         if batches < 1:
             raise ValueError(f"accumulate_grad_batches = {batches}: accumulate at least 1 batch")
         self.accumulate_grad_batches = batches
@@ -357,7 +374,7 @@ class Trainer:
         self.checkpoint_io = checkpoint_io
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of a ``training_step`` that runs its optimizers itself, with the hooks around it."""
+        """Run backward with its hooks, in manual optimization."""
         self.run_state.last_loss = loss
         for hook in self.resolve("on_before_backward"):
             hook(loss)
@@ -366,7 +383,10 @@ class Trainer:
             hook()
 
     def clip_gradients(self, optimizer: Any, value: float | None = None, algorithm: str | None = None) -> None:
-        """Clip the gradients of ``optimizer``'s parameters, unless that contradicts the trainer's own settings."""
+        """Clip the gradients of ``optimizer``'s parameters, within the trainer's own settings.
+
+        Raises MisconfigurationError if it contradicts them.
+        """
         own = (self.gradient_clip_val, self.gradient_clip_algorithm)
         value, algorithm = gradients.clip_settings(own, (value, algorithm))
         if value is None or value <= 0:
@@ -378,14 +398,17 @@ class Trainer:
         gradients.clip(self.strategy, optimizer, value, algorithm)
 
     def adopt_precision(self, name: str | None) -> None:
-        """Go on in a checkpoint's precision where this run's was left to be measured: a second measurement may differ."""
+        """Adopt a checkpoint's precision if this run's is "auto".
+
+        It is measured then, and a second measurement may differ.
+        """
         if name is not None and self._precision_choice == "auto":
             self.precision_plugin = self.strategy.precision = resolve_precision(name, self.strategy.root_device.type)
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def resolve(self, name: str) -> tuple[Hook, ...]:
-        """Everything that runs at hook ``name``: callbacks in order, then the module."""
+        """Return the functions of hook ``name``: callbacks in order, then the module."""
         module = self.lightning_module
         hooks = callback_hooks(self, module, self.callbacks, name) + module_hooks(module, name)
         return within_a_step(module, name, hooks)
@@ -398,7 +421,10 @@ class Trainer:
             self._module.__dict__["_entries"] = values.table(hook)
 
     def call(self, name: str, *arguments: Any, monitors: bool = True) -> None:
-        """Run hook ``name``: callbacks, then the module, then (unless ``monitors`` is False) the callbacks that run last."""
+        """Run hook ``name``: callbacks, then the module, then the callbacks that run last.
+
+        The last ones only if ``monitors``.
+        """
         module = self.lightning_module
         self.enter(name)
         callbacks = [c for c in self.callbacks if not c.runs_last]
@@ -424,7 +450,7 @@ class Trainer:
 
     @contextmanager
     def temporarily(self, **attributes: Any) -> Iterator[None]:
-        """Run with other callbacks or settings for a while, and then with those of now again."""
+        """Replace callbacks or settings inside the block, and restore them afterwards."""
         before = {name: getattr(self, name) for name in attributes}
         try:
             for name, value in attributes.items():
@@ -436,7 +462,7 @@ class Trainer:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Run something with a state of its own, and then go on with that of now; a SIGTERM is not forgotten."""
+        """Run a trial with a state of its own, then restore this one. A SIGTERM is not lost."""
         before = self.run_state
         self.run_state = tried = before.for_trial()
         self.optimizers = before.optimizers  # managed again: a fit under way has hooks in the present ones
@@ -450,7 +476,7 @@ class Trainer:
                 before.num_training_batches = before.data["train"].total
 
     def use_callbacks(self, callbacks: list[Callback]) -> None:
-        """Call these from here on."""
+        """Set the callbacks to call from here on."""
         self.callbacks = callbacks
 
     def limit_epochs(self, epochs: int) -> None:
@@ -477,7 +503,7 @@ class Trainer:
         )
 
     def row_of_step(self, step: int) -> int:
-        """Number of the loggers' row that belongs to the ``step``-th step, counted from 1."""
+        """Return the number of the loggers' row of the ``step``-th step, counted from 1."""
         return step - self.behavior.zero_based_rows
 
     def log_step(self) -> None:
@@ -486,7 +512,7 @@ class Trainer:
         self.reporter.log_step()
 
     def check_finite(self) -> None:
-        """Raise NonFiniteLossError if the newest loss is NaN or infinite, naming the batch and module where it began."""
+        """Raise NonFiniteLossError if the newest loss is NaN or infinite."""
         if not self.behavior.stop_on_nonfinite:
             return
         problem = nonfinite_loss(self.run_state, self.log_every_n_steps)
@@ -495,17 +521,17 @@ class Trainer:
             raise NonFiniteLossError(f"{problem}. {found[0].upper()}{found[1:]}" if found else problem)
 
     def report_loss(self, loss: torch.Tensor | None) -> None:
-        """Take ``loss`` for the newest, in the place of the step's own; None for one that is not to be judged."""
+        """Report ``loss`` as the newest, in place of the step's; None to check none."""
         self.run_state.last_loss = loss
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """Newest value of every logged name: in training the step's, from the epoch's end on the epoch's."""
+        """Newest value of every logged name."""
         return self.run_state.metrics.update(self.run_state.logged).callback
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """Newest values for loggers: ``x_step`` and ``x_epoch`` where both are logged."""
+        """Newest values for loggers: ``x_step`` and ``x_epoch`` if both are logged."""
         return self.run_state.metrics.update(self.run_state.logged).logged
 
     @property
@@ -542,7 +568,7 @@ class Trainer:
 
     @property
     def logger(self) -> Any:
-        """The first logger, None where there is none; setting one makes it the only one."""
+        """First logger, None if there is none; setting one makes it the only one."""
         return self.loggers[0] if self.loggers else None
 
     @logger.setter
@@ -551,7 +577,10 @@ class Trainer:
 
     @property
     def log_dir(self) -> str | None:
-        """The run folder; where there is none the first logger's folder, or ``default_root_dir`` without loggers."""
+        """Folder of the run, or of the first logger if there are no run folders.
+
+        Without loggers it is ``default_root_dir``.
+        """
         return self.paths.log_dir
 
     @property
@@ -561,7 +590,7 @@ class Trainer:
 
     @property
     def ckpt_path(self) -> str | Path | None:
-        """The checkpoint that the newest entry point loaded; one that is set here is loaded by the next."""
+        """Checkpoint that the newest entry point loaded; one set here is loaded by the next."""
         return self.selector.path
 
     @ckpt_path.setter
@@ -639,23 +668,23 @@ class Trainer:
 
     @property
     def validates_at_epoch_end(self) -> bool:
-        """True if the epoch's validation is still due after its last batch: with an interval only its multiples validate."""
+        """True if the epoch's validation is still due after its last batch."""
         if self.behavior.skip_leaves_out_validation and self.run_state.batch_under_way:
             return False
         return self.validation_schedule.is_due_at_epoch_end(self.progress)
 
     @property
     def val_check_batch(self) -> Count:
-        """Training batches from one validation to the next: an epoch's, unless ``val_check_interval`` says otherwise."""
+        """Number of training batches from one validation to the next."""
         return self.validation_schedule.batches
 
     def next_validation(self) -> Count:
-        """Number of batches of this epoch after which validation is due next; infinity where none is."""
+        """Return the batch of this epoch to validate after next; infinity for none."""
         return self.validation_schedule.next_batch(self.progress)
 
     @property
     def estimated_stepping_batches(self) -> Count:
-        """Optimizer steps of the whole fit, for schedules; infinity where it is not known."""
+        """Number of optimizer steps of the whole fit, for schedules; infinity if unknown."""
         if "train" in self.data.stages:
             self.data.load("train")
         return self._steps_of_fit(self.num_training_batches)
@@ -670,7 +699,10 @@ class Trainer:
         )
 
     def log_interval(self, batches: Count) -> int:
-        """Steps between two rows of a fit with so many ``batches`` in an epoch: a report of even the shortest has curves."""
+        """Return the steps between two logged rows, fewer in a short fit of ``batches``.
+
+        ``batches``: of an epoch. Even the shortest report then has curves.
+        """
         every = self.log_every_n_steps
         shorter = log_interval(every, self._steps_of_fit(batches))
         if shorter == every or not self.behavior.run_folders or self.fast_dev_run or not self.loggers:
@@ -679,7 +711,7 @@ class Trainer:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Arguments for a ``DistributedSampler`` of one's own: of the ranks that read different data."""
+        """Arguments for a user's ``DistributedSampler``: the ranks that read different data."""
         return self.strategy.distributed_sampler_kwargs
 
     @property
@@ -737,7 +769,7 @@ class Trainer:
         self.run_state.should_stop = stop
 
     def request_stop(self) -> None:
-        """Ask the fit to end after the batch under way, once its minimum of epochs and steps is behind it."""
+        """Request the fit to end after the current batch, but not below its minimum."""
         self.run_state.request_stop()
 
     @property
@@ -787,7 +819,7 @@ class Trainer:
         return self.should_stop and self.may_stop()
 
     def may_stop(self) -> bool:
-        """Return True if the minimum of epochs and steps is behind us; else say once that training goes on."""
+        """Return True if the minimum of epochs and steps is reached."""
         run, progress = self.run_state, self.progress
         enough = (not self.min_epochs or progress.epoch >= self.min_epochs) and (
             not self.min_steps or progress.global_step >= self.min_steps

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BatchSizeFinder(Callback):
-    """Try larger and larger batches until memory runs out, then run with the largest that fitted.
+    """Search for the largest batch size that fits in memory, and train with it.
 
     * ``mode``: ``power`` doubles the size; ``binsearch`` then also looks between the last that fitted and the first that did not.
     * ``steps_per_trial``: optimizer steps (in an evaluation: batches) of each trial, of at most ``max_trials`` that fit.
@@ -85,7 +85,7 @@ class BatchSizeFinder(Callback):
             )
 
     def scale_batch_size(self, trainer: Trainer, pl_module: Module) -> None:
-        """Search now, for the entry point under way."""
+        """Run the search now, for the current entry point."""
         self._check(trainer, pl_module)
         self.optimal_batch_size = scale_batch_size(trainer, pl_module, self._search)
         if trainer.state.fn == TrainerFn.FITTING:

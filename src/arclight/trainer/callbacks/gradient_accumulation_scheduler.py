@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Accumulate ``scheduling[epoch]`` batches from that epoch (counted from 0) on; 1 before the first that is named.
+    """Accumulate ``scheduling[epoch]`` batches from that epoch on (counted from 0).
+
+    Before the first epoch that is named it is 1.
 
     ``GradientAccumulationScheduler({4: 2})`` steps after every batch in epochs 0 to 3 and after every second one later.
     The trainer's own ``accumulate_grad_batches`` must be 1, and is so again after fit.
@@ -41,7 +43,7 @@ class GradientAccumulationScheduler(Callback):
         return any(count > 1 for count in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Batches that are accumulated in ``epoch``."""
+        """Return the number of batches that ``epoch`` accumulates."""
         return self.scheduling[max(start for start in self.epochs if start <= epoch)]
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class LearningRateFinder(Callback):
-    """Train a few steps at growing rates, then begin the fit with the rate at which the loss fell most steeply.
+    """Run a learning rate range test, then begin the fit with the suggested rate.
+
+    The suggestion is the rate at which the loss fell most steeply.
 
     * ``min_lr``, ``max_lr``, ``num_training_steps``, ``mode``: the rates tried, from the first to the last, evenly spaced by
       their logarithm (``exponential``) or by themselves (``linear``).
@@ -78,7 +80,7 @@ class LearningRateFinder(Callback):
         return LRFinder(self._mode, self._min_lr, self._max_lr, self._num_training_steps)
 
     def lr_find(self, trainer: Trainer, pl_module: Module) -> None:
-        """Search now."""
+        """Run the search now."""
         self.optimal_lr = lr_find(
             trainer, pl_module, self._unused(), self._early_stop_threshold, self._update_attr, self._attr_name
         )

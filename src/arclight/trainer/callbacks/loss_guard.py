@@ -1,4 +1,4 @@
-"""Stop at, skip or roll back from batches whose loss spikes, or whose loss or gradient is NaN or infinite.
+"""Handle loss spikes and NaN or infinite losses or gradients: stop, skip or roll back.
 
 ``LossGuard`` judges on the device. ``SpikeDetection`` reads each loss and ends the run, as Lightning's does; ``FabricSpikeDetection``
 is the same for a loop of one's own. A file says which batches to leave out of the next run.
@@ -43,7 +43,9 @@ class TrainingSpikeException(RuntimeError):  # noqa: N818 - the field's name
 
 
 class FabricSpikeDetection:
-    """Ends training at a loss spike, for a loop written with :class:`~arclight.Fabric`: call :meth:`on_train_batch_end`.
+    """Detect loss spikes in a :class:`~arclight.Fabric` loop and end the training.
+
+    Call :meth:`on_train_batch_end` after each batch.
 
     A loss is a spike when it is worse than the one before and further from the mean of the newest ``window`` losses
     than both ``atol`` and ``rtol`` times that mean (None leaves a test out). The first ``warmup`` batches are not judged.
@@ -131,7 +133,9 @@ class FabricSpikeDetection:
 
 
 class SpikeDetection(FabricSpikeDetection, Callback):
-    """Ends a fit with :class:`~arclight.trainer.callbacks.loss_guard.TrainingSpikeException` when the training loss jumps.
+    """Detect spikes of the training loss and end the fit.
+
+    Raises :class:`~arclight.trainer.callbacks.loss_guard.TrainingSpikeException`.
 
     The rules and settings are those of :class:`arclight.trainer.callbacks.loss_guard.FabricSpikeDetection`; the list of batches to leave out
     goes to ``<default_root_dir>/skip_batches.json`` by default.
@@ -155,7 +159,7 @@ Policy = Literal["skip", "rollback", "stop"]
 
 
 class _History:
-    """Losses of the newest good updates, and the judgement of the next: on the device, which nobody waits for."""
+    """Losses of the newest good updates, judged on the device without synchronization."""
 
     def __init__(self, window: int, warmup: int, sigma: float | None, device: torch.device) -> None:
         self.warmup, self.sigma = warmup, sigma
@@ -164,7 +168,10 @@ class _History:
         """Good updates so far."""
 
     def judge(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        """Return True if the update of ``loss`` with gradients of ``norm`` is bad; the loss of a good one joins the history."""
+        """Return True if the update is bad; add the loss of a good one to the history.
+
+        ``loss``, ``norm``: scalars, the loss and the norm of the gradients.
+        """
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
         window = len(self.losses)
         if self.sigma is not None:
@@ -213,7 +220,7 @@ class _Waiting:
 
 
 class LossGuard(Callback):
-    """Leaves out the update where the loss or a gradient is NaN or infinite, or the loss is a spike.
+    """Skip updates with a loss spike, or with a NaN or infinite loss or gradient.
 
     A spike is more than ``sigma`` standard deviations above the mean of the newest ``window`` losses of good updates (None: only
     finite numbers are asked for; deviations below 1 % of the mean count as that much), once there are ``warmup`` of them.
@@ -295,7 +302,7 @@ class LossGuard(Callback):
         self._losses.append(loss.detach())
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: Optimizer) -> None:
-        """Judge the update that is about to be made, and see to it that a bad one is not."""
+        """Judge the next update, and skip it if it is bad."""
         if not self._losses:
             return  # training_step gave None for every batch
         assert self._history is not None
@@ -320,7 +327,7 @@ class LossGuard(Callback):
         return trainer.strategy.clip_norm(parameters_of(optimizer), math.inf)
 
     def _send(self, trainer: Trainer, values: torch.Tensor) -> None:
-        """Let the judgement come to the host while the device goes on."""
+        """Copy the judgement to the host asynchronously."""
         arrived = None
         if values.device.type == "cuda":
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -351,7 +358,7 @@ class LossGuard(Callback):
         self._act(trainer, pl_module, len(self._waiting))
 
     def _act(self, trainer: Trainer, module: Module, count: int) -> None:
-        """Read the first ``count`` judgements that are waiting, and do what follows from them."""
+        """Read the first ``count`` waiting judgements, and apply the policy."""
         for _ in range(min(count, len(self._waiting))):
             waiting = self._waiting.pop(0)
             loss, norm, bad = waiting.read()
@@ -392,7 +399,7 @@ class LossGuard(Callback):
                 file.write(json.dumps(asdict(event), default=str) + "\n")
 
     def _roll_back(self, trainer: Trainer, module: Module, event: Event) -> None:
-        """Restore weights, optimizers, schedules, the count of steps and the loggers' rows; data, random draws and callbacks go on."""
+        """Restore weights, optimizers, schedules, the step count and the loggers' rows."""
         self.rollbacks += 1
         if self.rollbacks >= self.patience:
             self._end(event, f"; it is number {self.rollbacks} for which training would have gone back")
@@ -413,7 +420,7 @@ class LossGuard(Callback):
         trainer.log_warning(f"back to {path}, step {trainer.global_step}; training continues with the next batch")
 
     def _checkpoint_before(self, trainer: Trainer, step: int) -> str | None:
-        """Return the newest checkpoint that a callback of this trainer keeps of at most ``step`` steps; the same on every rank."""
+        """Return the newest kept checkpoint of at most ``step`` steps; the same on every rank."""
         if hasattr(trainer.checkpoint_io, "wait"):
             trainer.checkpoint_io.wait()
         found: dict[str, int] = {}

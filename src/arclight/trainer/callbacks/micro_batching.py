@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MicroBatching(Callback):
-    """Repeat a training step that runs out of memory in micro-batches, for the rest of the run too.
+    """Repeat a training step that runs out of memory in micro-batches, and keep to them.
 
     The batch is cut along the first dimension of its tensors, or by the module's ``part_of_batch(batch, start, stop)``, into
     parts of at most ``micro_batch_size`` samples, a number that is halved, with a notice, until the step succeeds;
@@ -107,7 +107,11 @@ class MicroBatching(Callback):
 def _backward_in_parts(
     trainer: Trainer, forward: Step, parts: StepParts, batch: Any, index: int, size: int, at_most: int
 ) -> Any:
-    """Return the gradients of the whole batch, and the last part's output with the whole batch's loss; None where no part had a loss."""
+    """Run forward and backward on each micro-batch, and return the last one's output.
+
+    Its loss is that of the whole batch; None if no micro-batch had a loss. The gradients are those of the whole
+    batch.
+    """
     current, output = trainer.logged.batch, None
     total: torch.Tensor | None = None
     for action in parts.zero_first:

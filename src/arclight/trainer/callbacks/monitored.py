@@ -21,7 +21,7 @@ class MissingMetricError(MisconfigurationError, RuntimeError):
 
 
 def missing_metric(who: str, monitor: str, logged: Iterable[str], advice: str = "") -> str:
-    """Say what is wrong, what there is instead, and what to do: ``advice``, or to log the value."""
+    """Describe a missing metric: the logged names, the nearest one, and what to do."""
     names = sorted(logged)
     near = difflib.get_close_matches(monitor, names, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -32,7 +32,7 @@ def missing_metric(who: str, monitor: str, logged: Iterable[str], advice: str = 
 
 
 def check_mode(mode: str) -> None:
-    """Raises MisconfigurationError for a mode that is neither min nor max."""
+    """Raise MisconfigurationError for a mode that is neither min nor max."""
     if mode not in ("min", "max"):
         raise MisconfigurationError(f"`mode` can be min (lower is better) or max, but got {mode}")
 
@@ -40,7 +40,7 @@ def check_mode(mode: str) -> None:
 def warn_of_no_validation(
     schedule: ValidationSchedule, monitor: str | None, values: Iterable[str], after_validation: bool
 ) -> None:
-    """Say so where a fit ended without the validation that checkpoints were to be ranked by, or saved after."""
+    """Warn if a fit ended without the validation that ranks or triggers checkpoints."""
     rhythm = f"check_val_every_n_epoch={schedule.every_n_epochs} and val_check_interval={schedule.interval}"
     if monitor is not None and monitor not in values:
         advice = f"Train for longer or validate more often: {rhythm} were not reached"

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class Pause(Callback):
-    """Break a fit off after ``steps`` more optimizer steps, wherever that is in an epoch, and keep what it goes on from::
+    """Pause a fit after ``steps`` more optimizer steps and keep the state to resume it from.
+
+    It may be anywhere within an epoch::
 
         pause = Pause()
         trainer = Trainer(callbacks=[pause], max_epochs=-1)
@@ -22,8 +24,10 @@ class Pause(Callback):
         trainer.fit(module, datamodule=data)
         trainer.fit(module, datamodule=data, ckpt_path=pause.state)  # 50 more
 
-    A fit that is broken off ends in order (`teardown`, loggers saved), without the hooks of an epoch's or a training's end, which
-    are still to come: a validation that is due at that moment is the next fit's first work. None for ``steps`` lets fits run to their
+    A fit that is broken off ends in order (`teardown`, loggers saved), without the hooks of an epoch's or a
+    training's end, which
+    are still to come: a validation that is due at that moment is the next fit's first work. None for ``steps`` lets
+    fits run to their
     limits. All processes must be told the same.
     """
 

@@ -32,7 +32,9 @@ class WriteInterval(StrEnum):
 
 
 class BasePredictionWriter(Callback):
-    """Override :meth:`write_on_batch_end`, :meth:`write_on_epoch_end` or both, as ``write_interval`` says.
+    """Base class of callbacks that write predictions, after each batch or epoch.
+
+    Override :meth:`write_on_batch_end`, :meth:`write_on_epoch_end` or both, as ``write_interval`` says.
 
     Every process writes its own share, so name files by ``trainer.global_rank``. With ``return_predictions=False``
     and ``write_interval="batch"`` nothing is kept in memory.
@@ -54,13 +56,18 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write one batch. ``batch_indices``: the samples' places in the data set; None where data has no such places."""
+        """Write the predictions of one batch.
+
+        ``batch_indices``: the samples' indices in the data set; None if the data has none.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define write_on_batch_end")
 
     def write_on_epoch_end(
         self, trainer: Trainer, pl_module: Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
     ) -> None:
-        """Write everything. ``predictions``: one per batch (a list of those for each of several loaders), on the host.
+        """Write all predictions of an epoch.
+
+        ``predictions``: one per batch, on the host; with several loaders a list of those for each.
 
         ``batch_indices``: for each loader, the samples' places for each of its batches.
         """

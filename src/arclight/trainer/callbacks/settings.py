@@ -1,4 +1,7 @@
-"""Settings of everyday callbacks, each with the callback that it builds (no torch here: a recipe is read without it)."""
+"""Settings of common callbacks, each of which builds its callback.
+
+No torch is imported here: a recipe is read without it.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ class Checkpointing(Checked):
         )
 
     def build_stepwise(self) -> ModelCheckpoint | None:
-        """Make the callback that saves every n-th step; None where `every_n_steps` is none or 0.
+        """Build the callback that saves every n-th step; None if `every_n_steps` is none or 0.
 
         Between two validations nothing has measured the model, so its checkpoints cannot be ranked beside those that were.
         """
@@ -137,7 +140,10 @@ class Guard(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline(Checked):
-    """Draw one training step of a pipeline, with the actions of each rank and its idle time by cause (plots/pipeline.html)."""
+    """Draw one training step of a pipeline (plots/pipeline.html).
+
+    It shows the actions of each rank and its idle time by cause.
+    """
 
     after: NonNegativeInt = 3
     """Steps to skip first, which allocate and compile."""
@@ -154,7 +160,7 @@ class Timeline(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Curvature(Checked):
-    """Log Barzilai-Borwein step sizes and the Lipschitz constant of the gradient, from two consecutive steps."""
+    """Log Barzilai-Borwein step sizes and the gradient's Lipschitz constant."""
 
     every_n_steps: PositiveInt = 50
     """Measure each n-th optimizer step."""
@@ -167,7 +173,7 @@ class Curvature(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Activations(Checked):
-    """Log norms and kurtosis of what modules give out."""
+    """Log norms and kurtosis of modules' outputs."""
 
     every_n_steps: PositiveInt = 50
     """Measure each n-th optimizer step."""
@@ -182,7 +188,9 @@ class Activations(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Diloco(Checked):
-    """Train replicas independently and exchange pseudo-gradients every sync_every steps (Douillard et al. 2023).
+    """Train replicas independently and exchange pseudo-gradients every sync_every steps.
+
+    Douillard et al. 2023.
 
     They are the processes of strategy = "replicas", or the dp_replicate groups of a plan.
     """

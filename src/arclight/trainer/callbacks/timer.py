@@ -21,7 +21,7 @@ _STAGES = ("train", "sanity_check", "validate", "test", "predict")
 
 
 class Timer(Callback):
-    """Measure how long training, validation and test take, and stop training after ``duration`` of the first.
+    """Time training, validation and test, and stop training after ``duration``.
 
     ``duration`` is text such as ``"2h30min"`` or ``"00:12:00:00"`` (days, hours, minutes, seconds), a timedelta or a
     dict of its arguments; None only measures. The limit is looked at when training starts and after every batch, or at
@@ -51,15 +51,15 @@ class Timer(Callback):
         self._offset = 0.0
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Monotonic seconds at which ``stage`` (train, validate, test) began; None before."""
+        """Return the monotonic seconds at which ``stage`` (train, validate, test) began, or None."""
         return self._started.get(known_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Monotonic seconds at which ``stage`` ended; None before."""
+        """Return the monotonic seconds at which ``stage`` ended, or None."""
         return self._ended.get(known_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds spent in ``stage``, in this session and those it resumed."""
+        """Return the seconds spent in ``stage``, in this session and those it resumed."""
         stage = known_stage(stage)
         offset = self._offset if stage == "train" else 0.0
         if stage not in self._started:
@@ -68,7 +68,7 @@ class Timer(Callback):
         return offset + end - self._started[stage]
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds until the limit; None without one."""
+        """Return the seconds until the limit; None without one."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,7 +120,10 @@ class Timer(Callback):
 
 
 def known_stage(stage: str) -> str:
-    """Return the name of a stage; ``validation`` is another word for validate. Raises ValueError for one that there is not."""
+    """Return the name of a stage, with ``validation`` read as validate.
+
+    Raises ValueError for an unknown one.
+    """
     name = "validate" if stage == "validation" else str(stage)
     if name not in _STAGES:
         raise ValueError(f"Timer: there is no stage {stage!r}; choose one of {', '.join(_STAGES)}")

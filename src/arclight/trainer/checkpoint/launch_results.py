@@ -1,4 +1,4 @@
-"""Copy weights, progress and callback state from spawned workers back to the launching process.
+"""Copy weights, progress and callback state from spawned workers to the launcher.
 
 `session` calls both functions, for strategies that spawn processes (``ddp_spawn``, notebooks). Values cross as bytes and plain data; nothing
 is pickled here.
@@ -33,7 +33,10 @@ def collect_launch_results(
     folder: RunFolder | None,
     result: Any,
 ) -> dict[str, Any] | None:
-    """Collect rank 0's weights, progress and callback state as bytes and plain data; None on other ranks. A collective."""
+    """Collect rank 0's weights, progress and callback state as bytes and plain data.
+
+    None on other ranks. A collective.
+    """
     state = module.state_dict()
     others = {name: buffer for name, buffer in module.named_buffers() if name not in state}
     state, others = strategy.portable([dict(state), others])
@@ -59,7 +62,7 @@ def _as_bytes(tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 def restore_module(module: Module, callbacks: Iterable[Callback], outcome: dict[str, Any]) -> None:
-    """Give ``module`` the weights and buffers that rank 0 of other processes ended with."""
+    """Load the weights and buffers that rank 0 of the spawned processes ended with."""
     if overridden(module, "configure_model", Module):
         module.configure_model()  # the new processes made layers that this one has not
     for callback in callbacks:
@@ -70,7 +73,7 @@ def restore_module(module: Module, callbacks: Iterable[Callback], outcome: dict[
 
 
 def restore_state(run: RunState, callbacks: Iterable[Callback], outcome: dict[str, Any]) -> None:
-    """Give this process the progress, metrics and callback state that rank 0 of other processes ended with."""
+    """Load the progress, metrics and callback state that rank 0 of the spawned processes had."""
     run.progress = outcome["progress"]
     run.metrics.load_state(outcome["metrics"])
     for callback in callbacks:
@@ -79,7 +82,7 @@ def restore_state(run: RunState, callbacks: Iterable[Callback], outcome: dict[st
 
 
 def _give_memory(module: Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Give memory to what is on the meta device: what a state has is about to be loaded, ``buffers`` are the rest."""
+    """Allocate meta tensors on the CPU: buffers with their values, others to be loaded."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         for entries in (part._parameters, part._buffers):

@@ -19,7 +19,10 @@ class WeightsMisfitError(checkpoints.CheckpointError, RuntimeError):
 
 
 def read(source: str | Path | IO[bytes], map_location: Any = None) -> dict[str, Any]:
-    """Read a checkpoint under Lightning's key names, whichever kind ``source`` is. Raises CheckpointError, FileNotFoundError."""
+    """Read a checkpoint of any kind under Lightning's key names.
+
+    Raises CheckpointError, FileNotFoundError.
+    """
     if isinstance(source, (str, Path)) and not ((path := to_path(source)).is_file() and is_remote(path)):
         if not path.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
@@ -47,7 +50,7 @@ def _checked(source: object, content: Any) -> dict[str, Any]:
 
 
 def _if_here(storage: Any, location: str) -> Any:
-    """Tensors go where they were, to the CPU where that device is not here."""
+    """Load a tensor to the CPU if its device is not available here."""
     kind = location.partition(":")[0]
     module = getattr(torch, kind, None)
     here = kind == "cpu" or bool(getattr(module, "is_available", lambda: False)())
@@ -55,7 +58,10 @@ def _if_here(storage: Any, location: str) -> Any:
 
 
 def load_weights(module: nn.Module, weights: dict[str, Any], strict: bool = True) -> None:
-    """Call ``module.load_state_dict``; without ``strict``, warn of what does not fit. Raises WeightsMisfitError."""
+    """Load weights into a module; without ``strict``, warn of keys that do not match.
+
+    Raises WeightsMisfitError.
+    """
     try:
         misfits = module.load_state_dict(weights, strict=strict)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Gather and load full (unsharded) tensors by parameter name, whatever shard of them each process holds.
+"""Gather and load full (unsharded) tensors by parameter name.
 
 For federated clients and other users outside the trainer: tensors have the names of ``module.named_parameters`` and of
 saved buffers, and are whole and plain on both ways, one at a time. Every rank makes the same calls, with the same names.
@@ -24,17 +24,20 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class RecordsTraining(Protocol):
-    """A module that records in buffers how its weights were trained, say to how many bits they are rounded."""
+    """Protocol of modules that record in buffers how their weights were trained."""
 
     def training_records(self) -> tuple[str, ...]:
-        """Name these buffers, as the module's state dict does."""
+        """Name the buffers with the record, as the module's state dict does."""
 
     def check_trained_alike(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Raise MisconfigurationError for whole weights, by name in the module, that were trained in another way."""
+        """Raise MisconfigurationError for full weights that were trained in another way.
+
+        ``weights``: by name in the module.
+        """
 
 
 class Inside(Mapping[str, torch.Tensor]):
-    """The weights whose names begin with ``prefix``, without it; a value is read when it is asked for."""
+    """Lazy view of the weights whose names begin with ``prefix``, under the rest of the name."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], prefix: str) -> None:
         self._weights, self._prefix = weights, prefix
@@ -53,13 +56,16 @@ class Inside(Mapping[str, torch.Tensor]):
 
 
 def check_trained_alike(module: nn.Module, weights: Mapping[str, torch.Tensor], prefix: str = "") -> None:
-    """Raise MisconfigurationError for whole weights, by name after ``prefix``, that were trained in another way than parts record."""
+    """Raise MisconfigurationError for full weights that contradict the module's record.
+
+    Their names follow ``prefix``. The record is what parts of the module say of how they were trained.
+    """
     for path, part in _recording(module):
         part.check_trained_alike(Inside(weights, prefix + _inside(path, "")))
 
 
 def training_records(module: nn.Module) -> set[str]:
-    """Name the buffers in which parts of ``module`` record how they were trained; weights of earlier versions lack them."""
+    """Name the buffers in which parts of ``module`` record how they were trained."""
     return {_inside(prefix, name) for prefix, part in _recording(module) for name in part.training_records()}
 
 
@@ -72,7 +78,10 @@ def _inside(prefix: str, name: str) -> str:
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what can be loaded and gathered: parameters, and buffers that are saved. One name for each, shared ones under their first."""
+    """Return the parameters and saved buffers, which can be loaded and gathered.
+
+    Each has one name; a shared one its first.
+    """
     saved = module.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
     return dict(module.named_parameters()) | buffers
@@ -105,14 +114,20 @@ def load_parameters(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> N
 def gather_parameters(
     module: nn.Module, strategy: Strategy, names: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copy the named weights to the CPU, one after another: full on rank 0, empty on other ranks of a sharded one."""
+    """Gather the named weights on the CPU of rank 0, one after another.
+
+    With a sharded strategy other ranks get empty tensors.
+    """
     own = named_tensors(module)
     for name in names:
         yield name, _full(strategy, own[name].detach())
 
 
 def optimizer_state_names(module: nn.Module, optimizers: Iterable[Optimizer], state: str) -> list[str]:
-    """Name the parameters that an optimizer keeps a ``state`` tensor (``exp_avg``) of its shape for, in the module's order."""
+    """Name the parameters with an optimizer ``state`` tensor of their shape.
+
+    ``state``: ``exp_avg`` for example. The order is the module's.
+    """
     found = {name for name, _, entries in _entries(module, optimizers) if _is_moment(entries.get(state))}
     return [name for name, _ in module.named_parameters() if name in found]
 
@@ -177,7 +192,7 @@ def _is_moment(value: Any) -> bool:
 
 
 def _initialise(optimizer: Optimizer, steps: int) -> None:
-    """Make the state of an optimizer that has not stepped yet, by a step of rate 0 with gradients of 0, which moves nothing."""
+    """Initialise an optimizer's state by a step of rate 0 with gradients of 0."""
     if optimizer.state:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -36,7 +36,7 @@ class CheckpointSelector:
         self.path, self._is_set = path, path is not None
 
     def resolve_run_folder(self, choice: str | Path | Mapping[str, Any] | None) -> None:
-        """Decide where the run writes, before any hook can ask: in the folder of the run that it continues, or one of its own.
+        """Choose the run folder before any hook can ask: the resumed run's, or a new one.
 
         A collective: every rank calls this.
         """
@@ -59,7 +59,7 @@ class CheckpointSelector:
         return self._trainer.state.fn == TrainerFn.FITTING and SLURMEnvironment.detect()
 
     def resolve(self, choice: str | Path | None, fit_before: bool = False) -> Path | None:
-        """Return the checkpoint that ``ckpt_path`` means; None for going on with the module as it is.
+        """Resolve ``ckpt_path`` to a checkpoint; None to start from the module as it is.
 
         ``"best"`` and ``"last"`` are those of this trainer's checkpoint callbacks; ``"last"`` also continues the newest run of
         this name in its own folder, ``"hpc"`` one that was requeued. ``fit_before``: an evaluation without a module after a fit,
@@ -152,7 +152,10 @@ class CheckpointSelector:
         return found
 
     def _sound(self, newest: Path) -> Path | None:
-        """Return ``newest``, or where it is damaged the newest sound checkpoint beside it. Every rank calls this."""
+        """Return ``newest``, or the newest intact checkpoint beside it if it is damaged.
+
+        Every rank calls this.
+        """
         strategy = self._trainer.strategy
         if not newest.is_dir():
             return newest

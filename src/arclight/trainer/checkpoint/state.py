@@ -56,7 +56,7 @@ LAYOUT = 1
 
 
 class CheckpointConnector:
-    """Take a trainer's state as one dictionary, write it, read it, and put it back."""
+    """Save and restore a trainer's state as one dictionary."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -140,7 +140,7 @@ class CheckpointConnector:
         return self.accept(trainer.strategy.read_checkpoint(trainer.checkpoint_io, path), str(path))
 
     def accept(self, content: Mapping[str, Any], called: str = "what is in memory") -> dict[str, Any]:
-        """Show a checkpoint that has been read to callbacks and module, and return it in the layout of ours."""
+        """Pass a loaded checkpoint through the hooks and return it in our layout."""
         trainer, module, checkpoint = self._trainer, self._trainer.lightning_module, dict(content)
         if not isinstance(checkpoint.get("state_dict"), dict):
             raise checkpoints.CheckpointError(
@@ -155,7 +155,7 @@ class CheckpointConnector:
         return checkpoint
 
     def restore_model(self, checkpoint: dict[str, Any]) -> None:
-        """Put the trained weights into the module; the data module's and the callbacks' state into those."""
+        """Restore the module's weights, and the state of data module and callbacks."""
         trainer, module, data = self._trainer, self._trainer.lightning_module, self._trainer.datamodule
         weights = trainer.strategy.own_weights(module, checkpoint["state_dict"])
         load_weights(module, weights, strict=module.strict_loading)
@@ -177,7 +177,7 @@ class CheckpointConnector:
             )
 
     def restore_training(self, checkpoint: dict[str, Any]) -> None:
-        """Put optimizers, schedulers, averages and position back, so that training goes on as if it had never stopped."""
+        """Restore optimizers, schedulers, averages and position, to resume training exactly."""
         run = self._trainer.run_state
         if "optimizer_states" not in checkpoint:
             raise checkpoints.CheckpointError(
@@ -248,7 +248,9 @@ class CheckpointConnector:
             self._restart_window(len(ranks), loops["window"][0].get("count", 0))
 
     def _restart_window(self, processes: int, waiting: int) -> None:
-        """Go on from a checkpoint of other processes, in number or in what each does: the gradients of a window under way have no place.
+        """Restart an accumulation window that other processes had begun: its gradients are lost.
+
+        The checkpoint is of another number of processes, or of others that shared the work in another way.
 
         Its ``waiting`` batches are run again.
         """
@@ -271,7 +273,7 @@ class CheckpointConnector:
 
 
 def _digest_of_share(samples: dict[str, int], names: dict[Any, str], optimizers: list[Optimizer]) -> str:
-    """Digest what this process does of the work: which samples it reads, and which parts of which parameters it updates."""
+    """Digest this rank's share: the samples it reads and the parameters it updates."""
     parts = [
         (names.get(p), tuple(local_tensor(p).shape), str(getattr(p, "placements", "")))
         for optimizer in optimizers

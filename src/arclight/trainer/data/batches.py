@@ -28,7 +28,9 @@ def batch_transfer(
     training: bool,
     dataloader_idx: int = 0,
 ) -> Callable[[Any], Any] | None:
-    """Compose the precision's cast and the three transfer hooks, each the data module's own or else the module's.
+    """Compose the precision's cast and the three batch transfer hooks.
+
+    Each hook is the data module's own or else the module's.
 
     None where there is nothing to do, and for training steps that take their batches from an iterator.
     """
@@ -69,7 +71,7 @@ def _owner(module: Module, data: Any, name: str) -> Module | DataModule | None:
 
 
 def _wraps_default(data: DataModule, name: str) -> bool:
-    """Return True for DataModule's own hook inside wrappers (``functools.wraps``), as tools put around hooks to watch them."""
+    """Return True for DataModule's own hook behind wrappers (``functools.wraps``)."""
     function = getattr(data, name)
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -77,7 +79,7 @@ def _wraps_default(data: DataModule, name: str) -> bool:
 
 
 class BatchIterator:
-    """Gives ``(batch, batch_idx, dataloader_idx)``; the step decides how many to take, and when.
+    """Iterator over ``(batch, batch_idx, dataloader_idx)``; the step decides how many to take.
 
     length: batches in all, infinity where it is not known. start: batches taken before, by the run that is resumed.
     """
@@ -109,6 +111,6 @@ class BatchIterator:
         return newest
 
     def turns(self) -> Iterator[BatchIterator]:
-        """Itself, once for every step that has something left to take."""
+        """Yield this iterator once for every step that has batches left."""
         while not self.done:
             yield self

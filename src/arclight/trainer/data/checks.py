@@ -33,7 +33,7 @@ def check_stage(
     stage: str, loaders: Sequence[Any], counts: Sequence[Count], total: Count, strategy: Strategy, owners: Sequence[Any],
     workers_share: int,
 ) -> bool:  # fmt: skip
-    """Check each of the user's loaders, and what all processes have of them; return whether any process has batches.
+    """Check a stage's loaders on all ranks; return True if any rank has batches.
 
     A collective; what it refuses it refuses on every process. ``counts``: batches of each loader in this process, within the
     limits; ``total``: of all together; ``owners``: module and data module, which may allow that some processes have no batches;
@@ -73,7 +73,7 @@ def shuffles(loader: Any) -> bool:
 
 
 def usable_workers(processes: int) -> int:
-    """Worker processes that each of several training processes can use on this machine, beside itself."""
+    """Count the loader workers that each training process can use on this machine."""
     return max(1, available_cores() // max(1, processes)) - 1
 
 
@@ -96,7 +96,7 @@ def _check_workers(loader: Any, name: str, processes: int) -> None:
 
 
 def _check_length(loader: Any, lengths: list[Count], rank: int, owners: Sequence[Any]) -> None:
-    """Look at a loader's lengths on all ranks, infinity for one that has none."""
+    """Check a loader's lengths on all ranks; infinity stands for an unknown one."""
     length, kind = lengths[rank], type(loader).__name__
     if sum(lengths) == 0:
         rank_zero_warn(f"Total length of `{kind}` across ranks is zero. Please make sure this was your intention.")
@@ -121,7 +121,7 @@ def _check_length(loader: Any, lengths: list[Count], rank: int, owners: Sequence
 
 
 def _check_even(strategy: Strategy, stage: str, shares: list[_Share]) -> None:
-    """Raise where one process would run more batches than others, which would have left by then."""
+    """Raise an error if one rank would run more batches than others."""
     for counts in zip(*(share.counts for share in shares), strict=True):
         fewest, most = min(counts), max(counts)
         if fewest != most:
@@ -133,7 +133,10 @@ def _check_even(strategy: Strategy, stage: str, shares: list[_Share]) -> None:
 
 
 def check_training(total: Count, loaders: int, log_every: int) -> None:
-    """Warn if the loaders of training have no batches, or too few for a row each ``log_every`` steps; 0 is no such number."""
+    """Warn if training has no batches, or too few for a row each ``log_every`` steps.
+
+    ``log_every``: 0 for no such warning.
+    """
     if total == 0 and loaders != 1:
         rank_zero_warn(
             "Total length of `CombinedLoader` across ranks is zero. Please make sure this was your intention."
@@ -148,7 +151,7 @@ def check_training(total: Count, loaders: int, log_every: int) -> None:
 
 
 def nothing_to_train(ranks: list[int]) -> MisconfigurationError:
-    """Say that some processes have no training batch, for which the others would wait for ever."""
+    """Make the error for ranks without a training batch, which others would wait for."""
     return MisconfigurationError(
         f"rank {_listed(ranks)} has no training batch while others have some, and would be waited for in every step: give every "
         "process as many batches (a map-style data set in a plain DataLoader is divided evenly among ranks by itself)"

@@ -30,7 +30,7 @@ def limit_name(stage: str) -> str:
 
 
 def count_batches(loader: ResumableLoader, limit: Count, name: str) -> Count:
-    """Count the batches of ``loader`` that run within ``limit``; infinity for all of a loader without length.
+    """Count the batches of ``loader`` within ``limit``; infinity for an unknown length.
 
     An int is a count, a float a share of the batches; ``name`` as in ``limit_<name>_batches``. Raises MisconfigurationError
     for a share of a loader without length, and for one that leaves nothing.
@@ -60,7 +60,9 @@ def count_batches(loader: ResumableLoader, limit: Count, name: str) -> Count:
 
 @dataclass(frozen=True)
 class ValidationSchedule:
-    """Decide when a fit validates: ``val_check_interval`` and ``check_val_every_n_epoch`` over an epoch of ``total`` batches.
+    """Schedule of a fit's validations: ``val_check_interval``, ``check_val_every_n_epoch``.
+
+    ``total``: batches of an epoch.
 
     ``enabled``: there are data and a step to validate with, and no limit forbids it.
     """
@@ -86,7 +88,10 @@ class ValidationSchedule:
 
     @property
     def batches(self) -> Count:
-        """Training batches from one validation to the next. Raises MisconfigurationError for a share of an unknown number."""
+        """Number of training batches between validations.
+
+        Raises MisconfigurationError for a share of an unknown number.
+        """
         if self.interval is None or self.at_epoch_end:
             return self.total
         if isinstance(self.interval, float):
@@ -103,7 +108,10 @@ class ValidationSchedule:
         return self.enabled and self.includes(progress.epoch)
 
     def next_batch(self, progress: Progress) -> Count:
-        """Count the batches of this epoch after which to validate next; infinity for none (or only at the epoch's end)."""
+        """Return the batch of this epoch to validate after next; infinity for none.
+
+        Validation at the epoch's end does not count.
+        """
         if not self.is_due(progress) or self.at_epoch_end or isinstance(self.interval, (str, dict, timedelta)):
             return math.inf  # never, when the epoch is over, or when it is time
         done, interval, by_epoch = progress.batch, self.batches, self.every_n_epochs is not None
@@ -118,11 +126,14 @@ class ValidationSchedule:
         return int((offset + done) // interval * interval + interval - offset)
 
     def is_due_at_epoch_end(self, progress: Progress) -> bool:
-        """Return True if validation at the epoch's end is still due: with an interval only its multiples validate."""
+        """Return True if validation at the epoch's end is still due.
+
+        With an interval only its multiples validate.
+        """
         return self.at_epoch_end and self.is_due(progress) and progress.validated_at != progress.batch
 
     def is_due_before_stop(self, progress: Progress) -> bool:
-        """Return True if this batch can still be validated before a stop: it has not been, and its epoch's end will not."""
+        """Return True if this batch can still be validated before a stop."""
         at_end = self.at_epoch_end and progress.batch == self.total
         return self.is_due(progress) and not at_end and progress.validated_at != progress.batch
 
@@ -134,7 +145,9 @@ def timed_validation(
     validated: Callable[[], float],
     validates: Callable[[int], bool],
 ) -> Callable[[], bool] | None:
-    """Return a function that tells after a batch if validation is due by the clock; None if ``interval`` is no time.
+    """Return a check for time-based validation, or None for another ``interval``.
+
+    The check is called after each batch and returns True when validation is due.
 
     The time counts from the end of the last validation, at ``validated()`` on the monotonic clock, so that one that takes longer
     than the interval does not follow every batch; ``validates(epoch)`` tells if an epoch validates at all. Rank 0's clock counts
@@ -168,7 +181,7 @@ def timed_validation(
 def estimated_steps(
     batches: Count, max_epochs: int | None, max_steps: int, window: int, *, windows_span_epochs: bool
 ) -> Count:
-    """Estimate the optimizer steps of a whole fit; infinity if neither limit nor length is known.
+    """Estimate the optimizer steps of a fit; infinity if neither limit nor length is known.
 
     ``batches`` in an epoch, ``window`` of them to a step.
     """
@@ -181,5 +194,5 @@ def estimated_steps(
 
 
 def log_interval(every: int, steps: Count) -> int:
-    """Steps between two rows of a fit of so many ``steps``: ``every``, or a tenth of a fit that would end before its first row."""
+    """Return the steps between two logged rows: ``every``, or a tenth of a shorter fit."""
     return every if steps >= every else max(1, int(steps) // 10)

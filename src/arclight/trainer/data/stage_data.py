@@ -45,7 +45,7 @@ STEPS = {"train": "training_step", "validate": "validation_step", "test": "test_
 
 @dataclass
 class StageData:
-    """The data of one stage: where they come from and, once they were asked for, the loaders."""
+    """Data of one stage: the source, and the loaders once they were requested."""
 
     stage: str
     function: str
@@ -87,7 +87,10 @@ class StageData:
         return logging_as(owner.trainer.lightning_module, hook, function)() if owner.trainer is not None else function()
 
     def request(self) -> Any:
-        """Return the user's loaders. Raises TypeError where there are none or something else was given."""
+        """Request the user's loaders from their owner.
+
+        Raises MisconfigurationError if there are none or something else was given.
+        """
         source = self.given if self.owner is None else self._call_hook(self.owner, HOOKS[self.stage])
         wrong = _invalid_dataloader_reason(source)
         if wrong is None:
@@ -106,7 +109,7 @@ class StageData:
 
 
 def resolve_dataloaders(function: str, loaders: Any, others: Any, datamodule: Any) -> tuple[Any, Any]:
-    """Loaders and data module; a data module may be given in the place of loaders.
+    """Resolve loaders and data module; a data module may be given in place of loaders.
 
     Raises MisconfigurationError for both at once.
     """
@@ -124,7 +127,7 @@ def resolve_dataloaders(function: str, loaders: Any, others: Any, datamodule: An
 
 
 class DataConnector:
-    """Ask for a trainer's loaders, count their batches, and hand them to the loops; their state is the run's."""
+    """Load a trainer's data: request loaders, count batches and pass them to the loops."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -135,7 +138,10 @@ class DataConnector:
         return self._trainer.run_state.data
 
     def attach(self, module: Module, function: str, **given: Any) -> None:
-        """Note where the data of an entry point come from; ``given``: loaders by stage. Nothing is asked for yet."""
+        """Record the source of each stage's data; no loader is requested yet.
+
+        ``given``: loaders by stage.
+        """
         for stage, loaders in given.items():
             owner = None if loaders is not None else self._owner(module, HOOKS[stage])
             self.stages[stage] = StageData(stage, function, owner, loaders)
@@ -162,7 +168,7 @@ class DataConnector:
         return data is not None and data.defined and self.limit("validate") > 0 and self.has_step("validate")
 
     def counts(self, stage: str) -> list[Count]:
-        """Batches of each loader of a stage, within the limits; empty before they were asked for."""
+        """Count the batches of each loader of a stage, within the limits."""
         return self.stages[stage].counts if stage in self.stages else []
 
     def structure(self, stage: str) -> Any:
@@ -176,7 +182,7 @@ class DataConnector:
         return loaders[0] if loaders else None
 
     def load(self, stage: str) -> StageData:
-        """Return the data of a stage: asked for the first time, and again where ``reload_dataloaders_every_n_epochs`` says so."""
+        """Load the data of a stage, on first use and for ``reload_dataloaders_every_n_epochs``."""
         trainer, run, data = self._trainer, self._trainer.run_state, self.stages[stage]
         every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
         if data.loaded and not (data.function == "fit" and every and epoch - data.loaded_at >= every):
@@ -231,7 +237,10 @@ class DataConnector:
         data.loaders = [together]
 
     def _seeds(self, loaders: list[Any], stage: str) -> list[int]:
-        """Return a seed for each loader of a stage, the same on every rank; for training those of the checkpoint that is resumed."""
+        """Return a seed for each loader of a stage, the same on every rank.
+
+        For training they are those of the checkpoint that is resumed.
+        """
         run = self._trainer.run_state
         saved: list[int] | int = run.loader_seeds if stage == "train" else []
         saved = [saved] * len(loaders) if isinstance(saved, int) else saved
@@ -280,7 +289,10 @@ class DataConnector:
     # -- where the training data stand ---------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
-        """Return the training data's position, for a checkpoint: in samples where all ranks share an order, and states of loaders."""
+        """Return the training data's position, for a checkpoint.
+
+        In samples if all ranks share an order; and states of loaders.
+        """
         run, loader = self._trainer.run_state, self.train_loader
         progress, iterator = run.progress, run.batch_iterator
         if loader is None:
@@ -301,7 +313,7 @@ class DataConnector:
         return {"fetched": iterator.fetched, "taken": taken}
 
     def restore_position(self) -> None:
-        """Hand the training data what a checkpoint says of them, as soon as both are there."""
+        """Restore the training data's position from a checkpoint, once both are there."""
         run, loader = self._trainer.run_state, self.train_loader
         state = run.loader_state
         if loader is not None and state:
@@ -311,7 +323,7 @@ class DataConnector:
             run.loader_state = {"fetched": state["fetched"]} if "fetched" in state else {}
 
     def _restore_place(self, loader: ResumableLoader | ResumableCombination, place: dict[str, Any] | None) -> None:
-        """Count the batches that are done again where batches are of another size now, or shared by other ranks."""
+        """Convert the position if batch sizes or ranks have changed."""
         progress = self._trainer.run_state.progress
         ranks = self._trainer.strategy.distributed_sampler_kwargs["num_replicas"]
         if place is None or place["epoch"] != progress.epoch:
@@ -332,7 +344,10 @@ class DataConnector:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def train_batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """Batches ``start`` onwards of an epoch; for a step that takes the iterator, that iterator in every turn."""
+        """Yield an epoch's batches from ``start`` on.
+
+        For a step that takes the iterator, that iterator in every turn.
+        """
         run, loader = self._trainer.run_state, self.train_loader
         total = run.num_training_batches
         if loader is None:
@@ -346,7 +361,7 @@ class DataConnector:
         return batches if total == math.inf else islice(batches, int(total) - start)
 
     def _fetched(self, loader: ResumableLoader | ResumableCombination, epoch: int, start: int) -> Iterator[Any]:
-        """Watch the wait for batches, and look if all processes have a first one where their number is not known.
+        """Profile the wait for batches; of unknown length, check that all ranks have a first one.
 
         Then it is a collective of each epoch. Raises MisconfigurationError on all of them where only some have.
         """
@@ -373,7 +388,7 @@ class DataConnector:
         )
 
     def sample_batch(self, module: Module, stage: str, given: Any = None) -> tuple[Callable[..., Any], Any]:
-        """Return the step of ``stage`` and the first batch that it will see in an epoch (or the one that is ``given``), moved as it will be then.
+        """Return the step of ``stage`` and its first batch (or ``given``), on the device.
 
         For strategies that must know what a step does before optimizers are made. The loop reads that batch again, and no random
         number is drawn. Raises MisconfigurationError where there is none to see without taking it away.
@@ -405,7 +420,7 @@ class DataConnector:
 
 
 def in_order(loaders: list[Any], stage: str) -> list[Any]:
-    """Return the loaders with every epoch in the order of the data set, to fit the same few batches again and again."""
+    """Return the loaders without shuffling, to overfit the same few batches."""
     if all(isinstance(loader.sampler, SequentialSampler) for loader in loaders if hasattr(loader, "sampler")):
         return loaders
     name = HOOKS[stage].removesuffix("_dataloader")

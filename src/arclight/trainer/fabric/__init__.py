@@ -1,4 +1,6 @@
-"""Fabric: devices, precision and processes for a loop of the user's own. In: a model, optimizers, loaders; out: the same, wrapped.
+"""Run a user's own loop on devices, precision and processes.
+
+In: a model, optimizers, loaders; out: the same, wrapped.
 
 Open ``fabric`` first: the class and its arguments. ``wrappers`` are what it returns for a module, an optimizer and a loader,
 ``checkpoint_io`` writes and reads checkpoints, a Trainer's too, ``strategies`` chooses among strategies.

@@ -32,7 +32,9 @@ _FILES = (".ckpt", ".pt", ".pth", ".bin")
 
 
 class CheckpointIO(ABC):
-    """Subclass this and pass an instance as ``Trainer(plugins=...)`` to keep checkpoints elsewhere or otherwise.
+    """Base class of checkpoint plugins, to keep checkpoints elsewhere or in another format.
+
+    Subclass it and pass an instance as ``Trainer(plugins=...)``.
 
     Rank 0 alone saves and removes; every rank loads. A save must be complete or leave what was there before.
     """
@@ -48,7 +50,10 @@ class CheckpointIO(ABC):
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read what was saved at ``path``. Raises CheckpointError for what is damaged or would need unpickling."""
+        """Read the checkpoint at ``path``.
+
+        Raises CheckpointError for what is damaged or would need unpickling.
+        """
 
     @abstractmethod
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -59,7 +64,9 @@ class CheckpointIO(ABC):
 
 
 class FolderCheckpointIO(CheckpointIO):
-    """Our format: a folder of safetensors and JSON, see ``arclight.checkpoint``. Reads Lightning's files too.
+    """Checkpoint IO of our format: a folder of safetensors and JSON.
+
+    See ``arclight.checkpoint``. Reads Lightning's files too.
 
     ``refuse_nan``: a Trainer does not go on from weights that hold NaN; CheckpointError names them.
     """
@@ -76,7 +83,10 @@ class FolderCheckpointIO(CheckpointIO):
         checkpoints.save_shards(path, to_tree(checkpoint), processes)
 
     def load_shards(self, path: str | Path, processes: Strategy) -> dict[str, Any]:
-        """Read what :meth:`load_checkpoint` gives, with weights, their averages and optimizer states still in their files."""
+        """Read a checkpoint with weights, averages and optimizer states as lazy shards.
+
+        The rest is what :meth:`load_checkpoint` returns.
+        """
         tree = checkpoints.load_shards(path, processes)
         names = set(tree.get("model", ()))
         large = {"model", "optimizers"} | {
@@ -99,7 +109,7 @@ class FolderCheckpointIO(CheckpointIO):
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """One ``.ckpt`` file written by ``torch.save``, which anything that reads Lightning's checkpoints can open."""
+    """Checkpoint IO of single ``.ckpt`` files of ``torch.save``, as Lightning reads them."""
 
     suffix = ".ckpt"
 
@@ -117,7 +127,9 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 class StateIO(FolderCheckpointIO):
-    """A Fabric's: a folder, or one file of ``torch.save`` where the name ends in .ckpt, .pt, .pth or .bin.
+    """Checkpoint IO of a Fabric: a folder, or a file of ``torch.save``.
+
+    It is a file if the name ends in .ckpt, .pt, .pth or .bin.
 
     Its entries have the names that they are given.
     """
@@ -143,7 +155,10 @@ class StateIO(FolderCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the state at ``path``. Raises CheckpointError for what is damaged or would need unpickling."""
+        """Return the state at ``path``.
+
+        Raises CheckpointError for what is damaged or would need unpickling.
+        """
         if to_path(path).is_file():
             found: dict[str, Any] = _read_file(to_path(path), map_location)
             return found
@@ -170,7 +185,10 @@ def _read_file(path: Path, map_location: Any) -> Any:
 
 
 def save_file(state: dict[str, Any], path: Path) -> None:
-    """One file of ``torch.save`` that needs no unpickling. Raises CheckpointError, and leaves what was there, where that cannot be."""
+    """Write one file of ``torch.save`` that can be read without unpickling.
+
+    Raises CheckpointError if that cannot be, and leaves what was there.
+    """
     if is_remote(path):
         raise checkpoints.CheckpointError(
             f"{path}: one file of torch.save is written to local paths only; checkpoint folders, whose names have no ending such as "
@@ -196,7 +214,7 @@ def save_file(state: dict[str, Any], path: Path) -> None:
 
 
 def _without_numpy_numbers(value: Any) -> Any:
-    """Replace NumPy's scalars, which a learning rate or a metric often is, by Python's: the former need unpickling."""
+    """Replace NumPy scalars by Python's, because the former need unpickling."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
@@ -216,7 +234,9 @@ _OURS = {*_RENAMED.values(), *_POSITION}
 
 
 def to_tree(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a checkpoint folder: what says how far training is lies beside the weights, not below ``loops``.
+    """Convert a checkpoint to the entries of a checkpoint folder.
+
+    The position in training lies beside the weights, not below ``loops``.
 
     What a user's hook added under one of these names gets another.
     """
@@ -239,7 +259,9 @@ def from_tree(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 class AsyncCheckpointIO(CheckpointIO):
-    """Writes in the background what another CheckpointIO would write at once; pass it as ``Trainer(plugins=...)``.
+    """Checkpoint IO that writes through another one in the background.
+
+    Pass it as ``Trainer(plugins=...)``.
 
     A save returns when the state is copied to CPU memory. One is written at a time: the next waits for it, and so do
     loading, removing and the end of the run. An error is raised by whatever comes next, with the path. A process that
@@ -275,7 +297,10 @@ class AsyncCheckpointIO(CheckpointIO):
         return self.wrapped.suffix
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Copy ``checkpoint`` and write it in the background. Raises the error of the save before, if it failed."""
+        """Copy ``checkpoint`` and write it in the background.
+
+        Raises the error of the save before, if it failed.
+        """
         self._saver = self._saver or AsyncSaver()
         if type(self.wrapped) is FolderCheckpointIO and storage_options is None:
             self.in_flight = self._saver.save(path, to_tree(checkpoint))
@@ -286,7 +311,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
     @property
     def save_shards(self) -> Callable[[dict[str, Any], str | Path, Strategy], None] | None:
-        """Like :meth:`save_checkpoint`, each process its own part; None where what writes cannot do that."""
+        """Like :meth:`save_checkpoint`, each process its own shard; None if not supported."""
         return self._save_shards if type(self.wrapped) is FolderCheckpointIO else None
 
     def _save_shards(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
@@ -295,7 +320,7 @@ class AsyncCheckpointIO(CheckpointIO):
 
     @property
     def load_shards(self) -> Callable[[str | Path, Strategy], dict[str, Any]] | None:
-        """Like :meth:`load_checkpoint`, each process its own part; None where what reads cannot do that."""
+        """Like :meth:`load_checkpoint`, each process its own shard; None if not supported."""
         self.wait()
         found: Callable[[str | Path, Strategy], dict[str, Any]] | None = getattr(self.wrapped, "load_shards", None)
         return found

@@ -51,7 +51,7 @@ _DEFAULTS = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_
 
 
 def started_by_command_line() -> bool:
-    """Return True if ``arclight run`` (or a launcher that sets the same variables) started this script's processes."""
+    """Return True if ``arclight run`` (or an equivalent launcher) started these processes."""
     return os.environ.get("LT_CLI_USED") == "1"
 
 
@@ -90,7 +90,7 @@ def _devices(text: str) -> Any:
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing: a launch without a function."""
+    """Stand in for the function of a launch without one."""
 
 
 def _run(fabric: Fabric, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,7 +110,10 @@ def check_module(module: nn.Module, method: str) -> None:
 
 
 def check_optimizers(optimizers: tuple[Optimizer, ...], method: str) -> None:
-    """Raise ValueError for an optimizer that has been set up, RuntimeError for one of parameters that are not there yet."""
+    """Check that optimizers are not set up yet and their parameters are initialised.
+
+    Raises ValueError and RuntimeError.
+    """
     for optimizer in optimizers:
         if isinstance(optimizer, FabricOptimizer):
             raise ValueError(
@@ -125,7 +128,10 @@ def check_optimizers(optimizers: tuple[Optimizer, ...], method: str) -> None:
 
 
 def check_loaders(loaders: tuple[Any, ...]) -> None:
-    """Raise ValueError for none, or for one that was set up; TypeError for what is data rather than a loader."""
+    """Check that there are loaders, and that none of them is set up yet or is plain data.
+
+    Raises ValueError and TypeError.
+    """
     if not loaders:
         raise ValueError("`setup_dataloaders` requires at least one dataloader as input.")
     for loader in loaders:
@@ -154,7 +160,7 @@ def check_filter(filter: Any, state: dict[str, Any]) -> None:
 
 
 def warn_of_devices(module: nn.Module) -> None:
-    """Warn where a module that is about to be moved was sharded over devices, perhaps on purpose."""
+    """Warn if a module that is to be moved has parameters on several devices."""
     devices = [(name, parameter.device) for name, parameter in module.named_parameters()]
     others = [(name, device) for name, device in devices if device != devices[0][1]]
     if others:
@@ -169,7 +175,7 @@ _SCALER = "precision_state"
 
 
 class Fabric:
-    """Prepares a model, its optimizers and loaders for the devices at hand; the loop stays yours.
+    """Prepare a model, its optimizers and loaders for the devices; the loop stays yours.
 
     >>> fabric = Fabric(devices=2, strategy="ddp")
     >>> fabric.launch()
@@ -225,7 +231,10 @@ class Fabric:
         """Run on all processes; for subclasses to override. Calling it launches them."""
 
     def launch(self, function: Callable[..., Any] = _nothing, *args: Any, **kwargs: Any) -> Any:
-        """Start the other processes. ``function(fabric, ...)`` runs in all of them where processes are spawned; its result on rank 0 comes back."""
+        """Start the other processes; spawned ones run ``function(fabric, ...)``.
+
+        Returns its result on rank 0.
+        """
         if started_by_command_line():
             raise RuntimeError(
                 "this script was launched through the CLI, so all processes are there. Calling  `.launch()` again is not "
@@ -272,7 +281,7 @@ class Fabric:
         return self._strategy.broadcast(obj, src=src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return every rank's tensors, numbers and arrays in ``data`` (of equal shapes), stacked along a new first dimension.
+        """Gather every rank's tensors, numbers and arrays in ``data``, of equal shapes.
 
         With one process they come back without that dimension; ``sync_grads`` lets gradients flow back through.
         """
@@ -281,7 +290,10 @@ class Fabric:
         return map_tensors(as_tensors(data, self.device), gather)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Tensors and numbers in ``data`` reduced over ranks by mean, sum, max or min; a tensor holds the result itself too."""
+        """Reduce tensors and numbers in ``data`` over ranks by mean, sum, max or min.
+
+        A tensor is also changed in place.
+        """
         self._validate_launched()
 
         def reduce(tensor: torch.Tensor) -> torch.Tensor:
@@ -295,7 +307,7 @@ class Fabric:
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
-        """Rank 0 (of each node where ``local``) runs the block before all others do, however long that takes."""
+        """Run the block on rank 0 (of each node if ``local``) before all other ranks."""
         with self._strategy.rank_zero_first(local):
             yield
 
@@ -306,7 +318,7 @@ class Fabric:
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """See :func:`arclight.seed_everything`."""
+        """Seed all generators; see :func:`arclight.seed_everything`."""
         return seed_everything(seed, True if workers is None else workers, verbose)
 
     def _validate_launched(self) -> None:
@@ -356,7 +368,9 @@ class Fabric:
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True,
         _reapply_compile: bool = True,
     ) -> Any:  # fmt: skip
-        """Return ``module`` (and ``optimizers``, and a scheduler) ready for the devices: the module alone, or a tuple.
+        """Set up ``module``, optimizers and a scheduler for the devices and the strategy.
+
+        Returns the module alone, or a tuple.
 
         A compiled module is compiled again around what the strategy adds. Raises ValueError for what was set up before.
         """
@@ -382,7 +396,7 @@ class Fabric:
     def setup_module(
         self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
     ) -> FabricModule:
-        """Return the module with its parameters' type and device set, wrapped where processes must agree on gradients."""
+        """Set up a module: its device and type, and the strategy's wrapper around it."""
         self._validate_launched()
         check_module(module, "setup_module")
         bare, how = uncompiled(module) if _reapply_compile else (module, None)
@@ -418,7 +432,9 @@ class Fabric:
     def setup_dataloaders(
         self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Share the data of loaders between ranks, move batches to the device, and let them resume (``set_epoch``, ``state_dict``).
+        """Set up loaders: distributed sampling, transfer to the device, and resumption.
+
+        They get ``set_epoch`` and ``state_dict``.
 
         Each shuffled loader has an order of its own; one whose ``torch.Generator`` was seeded goes by that seed.
         """
@@ -442,11 +458,14 @@ class Fabric:
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
     def init_tensor(self) -> AbstractContextManager[Any]:
-        """New tensors come into being on the device, in the precision's type."""
+        """Create new tensors on the device, in the precision's type."""
         return self._strategy.tensor_init_context()
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Create a model directly on its device and in its type; ``empty_init`` leaves out first values, to be loaded."""
+        """Create a model directly on its device and in its type.
+
+        ``empty_init`` leaves out initial values, if weights are loaded anyway.
+        """
         self._validate_launched()
         return self._strategy.module_init_context(empty_init=empty_init)
 
@@ -458,7 +477,7 @@ class Fabric:
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: torch.Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        """Call ``tensor.backward(...)``, scaled where the precision needs it."""
+        """Call ``tensor.backward(...)``, scaled if the precision needs it."""
         BackwardState.by_fabric = True
         try:
             self._strategy.backward(tensor, None if model is None else unwrap(model), *args, **kwargs)
@@ -469,7 +488,10 @@ class Fabric:
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | None = None, max_norm: float | None = None,
         norm_type: float = 2.0, error_if_nonfinite: bool = True,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Clip by element (``clip_val``) or by norm (``max_norm``, which gives back the norm before). Raises ValueError for both or neither."""
+        """Clip gradients by element (``clip_val``) or by norm (``max_norm``).
+
+        The latter returns the norm before clipping. Raises ValueError for both or neither.
+        """
         if clip_val is not None and max_norm is not None:
             raise ValueError(
                 "clip_gradients: Only one of `clip_val` or `max_norm` can be set: each is another algorithm"
@@ -489,7 +511,7 @@ class Fabric:
         return self._precision.forward_context()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Forward and backward without exchanging gradients: for all but the last batch of an accumulation window."""
+        """Skip the gradient exchange, for all but the last batch of an accumulation window."""
         bare, _ = uncompiled(module)
         if not isinstance(bare, FabricModule):
             raise TypeError(
@@ -509,7 +531,9 @@ class Fabric:
     def save(
         self, path: str | Path, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None = None
     ) -> None:
-        """Write ``state`` as a checkpoint; modules, optimizers and anything with ``state_dict()`` save that. Every rank must call this.
+        """Save ``state`` as a checkpoint. Every rank must call this.
+
+        Modules, optimizers and anything else with ``state_dict()`` save that.
 
         ``filter`` maps an entry to a function of name and value that says what of it to keep. The scale of 16-bit
         gradients is saved too.
@@ -529,7 +553,7 @@ class Fabric:
         *,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint into the objects of ``state``; what ``state`` has no object for comes back.
+        """Load a checkpoint into the objects of ``state``; return the remaining entries.
 
         Nothing is ever unpickled: ``weights_only`` is accepted for the habit's sake.
         """
@@ -564,7 +588,10 @@ class Fabric:
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Send numbers to every logger, from rank 0 (this reads tensors back: log as often as you look)."""
+        """Log numbers to every logger, from rank 0.
+
+        This reads tensors back from the device: log as often as you look.
+        """
         if self._loggers and self._strategy.is_global_zero:
             scalars = as_scalars(metrics)
             for logger in self._loggers:
@@ -576,14 +603,14 @@ class Fabric:
 
     @property
     def logger(self) -> Any:
-        """Return the first logger. Raises IndexError if there is none, as Lightning's does; ``loggers`` may be empty."""
+        """First logger. Raises IndexError if there is none, as Lightning's does."""
         if not self._loggers:
             raise IndexError("this Fabric has no loggers; pass some as Fabric(loggers=...), or ask for `loggers`")
         return self._loggers[0]
 
 
 def _taken(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return those of ``kwargs`` that ``method`` has a parameter for; all where that cannot be told."""
+    """Select the ``kwargs`` that ``method`` has a parameter for; all if it has no signature."""
     try:
         parameters = inspect.signature(method).parameters
     except (TypeError, ValueError):
@@ -594,5 +621,5 @@ def _taken(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 def _savable(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` without Fabric's wrappers, but for loaders: it is the wrapper that knows their position."""
+    """Unwrap the objects of ``state``, but for loaders, whose wrapper knows their position."""
     return {name: value if isinstance(value, FabricDataLoader) else unwrap(value) for name, value in state.items()}

@@ -12,7 +12,7 @@ __all__ = ["select"]
 
 
 def select(*, strategy: Any = "auto", **options: Any) -> Strategy:
-    """Choose the strategy that a user asked for, as `arclight.fabric.selection.select` does; a `Plan` is one too."""
+    """Choose the strategy that a user asked for, which may be a `Plan`."""
     if isinstance(strategy, Plan):
         from arclight.parallel.strategy import PlanStrategy
 

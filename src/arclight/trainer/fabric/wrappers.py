@@ -28,7 +28,7 @@ class BackwardState:
 
 
 class FabricModule(nn.Module):
-    """A module whose forward runs in the chosen precision and, with several processes, through their wrapper.
+    """Module that runs forward in the chosen precision and through the strategy's wrapper.
 
     All attributes, parameter names and the state dict are those of the user's module, which is ``module``. A method
     other than ``forward`` that runs layers would pass by the wrapper, so that gradients were not exchanged: such a call
@@ -56,13 +56,13 @@ class FabricModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the module's first parameter, the strategy's where there is none."""
+        """Device of the module's first parameter, else the strategy's."""
         first = next(self._original_module.parameters(), None)
         return self._strategy.root_device if first is None else first.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the module's first floating parameter, torch's default where there is none."""
+        """Type of the module's first floating parameter, else torch's default."""
         floating = (p.dtype for p in self._original_module.parameters() if p.is_floating_point())
         return next(floating, torch.get_default_dtype())
 
@@ -136,7 +136,7 @@ class FabricModule(nn.Module):
         return name in self.__dict__ or name in self._modules or hasattr(type(self), name)
 
     def _through_wrapper(self, name: str) -> Callable[..., Any]:
-        """Method ``name`` called by way of this module's forward."""
+        """Return method ``name`` redirected through this module's forward."""
         original = self._original_module
 
         def call_forward_module(*args: Any, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ class FabricModule(nn.Module):
         return call_forward_module
 
     def _watched(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return ``method``, refused where it runs a layer behind the back of the processes' wrapper."""
+        """Wrap ``method`` to refuse calls of layers that bypass the strategy's wrapper."""
         original = self._original_module
 
         @functools.wraps(method)
@@ -184,7 +184,10 @@ class FabricModule(nn.Module):
 
 
 class FabricOptimizer:
-    """An optimizer whose ``step`` goes through the strategy; an instance of the optimizer's own class too."""
+    """Optimizer whose ``step`` goes through the strategy.
+
+    It is an instance of the optimizer's own class too.
+    """
 
     def __init__(self, optimizer: Optimizer, strategy: Strategy, callbacks: list[Any] | None = None) -> None:
         self._optimizer, self._strategy = optimizer, strategy
@@ -223,7 +226,7 @@ class FabricDataLoader:
     """
 
     def __init__(self, dataloader: Any, device: torch.device | None = None, run_seed: int | None = None) -> None:
-        """``run_seed``: the seed of a state that names none, from before each loader had a seed of its own."""
+        """Wrap a loader. ``run_seed``: the seed of old states that name none."""
         self._resumable = dataloader if isinstance(dataloader, ResumableLoader) else None
         self._run_seed = run_seed
         self._dataloader = self._resumable.loader if self._resumable is not None else dataloader
@@ -285,7 +288,7 @@ class FabricDataLoader:
 
 
 def is_wrapped(obj: object) -> bool:
-    """Return True if Fabric has set up ``obj``: a module (compiled or not), an optimizer or a loader."""
+    """Return True if Fabric has set up ``obj``: a module, an optimizer or a loader."""
     return isinstance(uncompiled(obj)[0], (FabricModule, FabricOptimizer, FabricDataLoader))
 
 
@@ -322,7 +325,7 @@ def compiled_again(module: nn.Module, how: Any) -> nn.Module:
 
 
 def _needs_fabric_backward(strategy: Strategy) -> bool:
-    """Return True if ``loss.backward()`` alone would give wrong gradients: a scale or the strategy's own part would be missing."""
+    """Return True if plain ``loss.backward()`` would give wrong gradients."""
     precision = strategy.precision
     if precision.scaler is not None or getattr(type(strategy), "backward", None) is not Strategy.backward:
         return True

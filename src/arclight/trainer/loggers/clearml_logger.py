@@ -13,7 +13,9 @@ from arclight.trainer.loggers.params import plain_params
 
 
 class ClearMLLogger(HostedLogger):
-    """A task of ClearML, made when something is first logged; further arguments go to ``clearml.Task.init``.
+    """Log to a ClearML task, made when something is first logged.
+
+    Further arguments go to ``clearml.Task.init``.
 
     ``task`` is one that was begun elsewhere. ``offline`` keeps everything in a folder that ``clearml.Task.import_offline_session``
     sends later. ``log_model``: True sends the checkpoints that are left when training ends, ``"all"`` each as it is saved.

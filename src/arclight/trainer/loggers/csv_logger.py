@@ -31,7 +31,9 @@ _STEP = re.compile(r"-?\d{1,18}(\.\d+)?")
 
 
 class CSVLogger(FolderLogger):
-    """One row per call of :meth:`log_metrics`, one column per name, empty where a row has no value.
+    """Log metrics to a CSV file: a row per :meth:`log_metrics`, a column per name.
+
+    A cell without a value is empty.
 
     Without ``save_dir`` the file is ``metrics.csv`` in the run folder; with it,
     ``save_dir/name/version_<version>/metrics.csv``, the version counting up where none is given. A file that is already
@@ -112,7 +114,7 @@ class CSVLogger(FolderLogger):
             self.experiment.rewind(step)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Rows that wait are written first: another process goes on from the file."""
+        """Write pending rows, then return the state: another process continues the file."""
         self._again_at = 0.0
         self.save()
         return super().__getstate__()
@@ -133,7 +135,7 @@ def check_apart(loggers: Sequence[Any]) -> None:
 
 
 class ExperimentWriter:
-    """Write ``metrics.csv`` and ``hparams.yaml`` in ``log_dir``, a folder in any place that fsspec knows.
+    """Write ``metrics.csv`` and ``hparams.yaml`` in ``log_dir``, on any fsspec file system.
 
     With ``keep``, rows that are in the file already stay there. A process writes a file through its newest writer;
     rows of other processes are kept, under their columns.
@@ -262,7 +264,7 @@ class ExperimentWriter:
         return int(self._files.size(path)) if self._local and self._files.exists(path) else -1
 
     def resume(self, step: int) -> None:
-        """Forget rows later than ``step``, so that the steps to come write them as if nothing had happened.
+        """Delete rows later than ``step``, which a resumed run writes again.
 
         Rows at ``step`` stay; those among them that are logged again, because they were written after the
         checkpoint, are not doubled.
@@ -281,7 +283,7 @@ class ExperimentWriter:
         self._replayed, self._resumed_at = [row for row in rows if row["step"] == str(step)], step
 
     def rewind(self, step: int) -> None:
-        """Forget this writer's own rows later than ``step``; those of an earlier run, moved out of the way, stay there."""
+        """Delete this writer's own rows later than ``step``; an earlier run's stay where they are."""
         self.metrics = [row for row in self.metrics if int(row["step"]) <= step]  # if others cannot be saved, they wait
         self.save()
         self._aside = None
@@ -304,7 +306,10 @@ class ExperimentWriter:
 
 
 def append_whole(path: str, text: str) -> None:
-    """Append ``text`` to a file, or nothing: what a full disk has taken of it is cut off again. Raises OSError then."""
+    """Append all of ``text`` to a file, or nothing.
+
+    What a full disk has taken of it is truncated, and OSError raised.
+    """
     before = os.path.getsize(path)
     try:
         with open(path, "a", encoding="utf-8", newline="") as file:
@@ -319,7 +324,7 @@ def as_text(row: Mapping[str, Any]) -> Row:
 
 
 def number_text(value: Any) -> str:
-    """Return ``value`` (a number, a one-element tensor, or text) such that reading it back gives the same bits."""
+    """Format a number, one-element tensor or text so that it reads back bit for bit."""
     if hasattr(value, "item"):
         value = value.item()
     # csv leaves a lone carriage return unquoted, and then cannot read it
@@ -340,7 +345,7 @@ def parse_header(text: str) -> list[str]:
 
 
 def complete_rows(text: str) -> str:
-    """Return a CSV text up to the end of its last whole row; a row that a crash has cut off, within a quoted text too, is left out."""
+    """Cut a CSV text after its last complete row, dropping one that a crash cut off."""
     end = text.rfind("\n") + 1
     while text.count('"', 0, end) % 2:  # a line's end within quotes is no row's end
         end = text.rfind("\n", 0, end - 1) + 1
@@ -348,7 +353,7 @@ def complete_rows(text: str) -> str:
 
 
 def parse_rows(text: str) -> list[Row]:
-    """Return the rows of a CSV text without their empty cells; a last row cut off by a crash is left out.
+    """Parse the rows of a CSV text, without empty cells and without a torn last row.
 
     So are rows that a disk has damaged: others than the header says, or without a step. A warning counts them.
     """
@@ -377,12 +382,12 @@ def step_of(row: Row) -> int:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of the file at ``path``, none where there is no file."""
+    """Return the rows of the file at ``path``; none if it does not exist."""
     return parse_rows(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else []
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return every metric in a ``metrics.csv`` as (step, value) in order of step; ``epoch`` is a metric like any other."""
+    """Read every metric in a ``metrics.csv`` as (step, value), sorted by step."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in read_rows(path):
         step = step_of(row)

@@ -17,7 +17,9 @@ from arclight.trainer.run.folder import RunFolder
 
 
 class FolderLogger(Logger):
-    """A logger of files: in the run folder, or with ``save_dir`` in ``save_dir/name/version_<version>``.
+    """Base class of loggers that write files, in the run folder or in ``save_dir``.
+
+    There they are in ``save_dir/name/version_<version>``.
 
     ``save_dir`` may be any place that fsspec knows; ``~`` and ``$VARIABLES`` in it are replaced. The version counts up
     where none is given; a text is the folder's own name. ``inside_run`` and ``sub_dir`` are folders within these two.
@@ -75,7 +77,10 @@ class FolderLogger(Logger):
 
     @contextmanager
     def _sparing_training(self, lost: str) -> Iterator[None]:
-        """Warn, once, where a full disk does not take what is written in the block; ``lost`` says what becomes of it."""
+        """Warn once if a full disk rejects what the block writes, and let training go on.
+
+        ``lost``: what becomes of it, for the warning.
+        """
         try:
             yield
         except OSError as error:
@@ -89,10 +94,10 @@ class FolderLogger(Logger):
             self._on_full_disk()
 
     def _on_full_disk(self) -> None:
-        """Get ready to write again later."""
+        """Prepare to write again later, after a full disk."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the writer, which may have a thread, and times of this machine's clock: another process goes on in the same folder."""
+        """Return the state without the writer and clock times: another process goes on with it."""
         return {**self.__dict__, "_experiment": None, "_again_at": 0.0}
 
     def _versions(self) -> str:

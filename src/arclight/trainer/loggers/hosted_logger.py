@@ -20,7 +20,9 @@ _SETTINGS = {
 
 
 class HostedLogger(Logger):
-    """Base of loggers of services. A subclass defines :meth:`start_experiment`, what it logs and :meth:`upload_checkpoint`.
+    """Base class of loggers of hosted services.
+
+    A subclass defines :meth:`start_experiment`, what it logs and :meth:`upload_checkpoint`.
 
     ``log_model``: ``"all"`` sends each checkpoint as it is saved, True those that are left when the run ends, False none.
     Raises ValueError for another ``log_model``.
@@ -90,7 +92,7 @@ class CheckpointArtifacts:
         return bool(self.log_model)
 
     def new(self, callback: Any) -> list[tuple[Any, Any]]:
-        """List path and score of each checkpoint that was not sent yet, oldest first, and count it as sent."""
+        """List path and score of each checkpoint not sent yet, oldest first; mark it as sent."""
         found = scan_checkpoints(callback, self.sent)
         self.sent |= {path: time for time, path, _, _ in found}
         return [(path, score) for _, path, score, _ in found]
@@ -100,7 +102,10 @@ class CheckpointArtifacts:
 
 
 def scan_checkpoints(callback: Any, logged_model_time: dict[Any, float]) -> list[tuple[float, Any, Any, str]]:
-    """List time, path, score and kind (latest, best, best_k) of checkpoints not logged since they were written, oldest first."""
+    """List time, path, score and kind of checkpoints not logged yet, oldest first.
+
+    Kinds: latest, best, best_k. One that was written again since it was logged is listed again.
+    """
     checkpoints: dict[Any, tuple[Any, str]] = {}
     if hasattr(callback, "last_model_path") and hasattr(callback, "current_score"):
         checkpoints[callback.last_model_path] = (callback.current_score, "latest")
@@ -120,7 +125,7 @@ def scan_checkpoints(callback: Any, logged_model_time: dict[Any, float]) -> list
 
 
 def describe(callback: Any, path: Any, score: Any, key: str) -> dict[str, Any]:
-    """Describe a checkpoint for a service: its score, its file's name, and under ``key`` the settings it was saved with."""
+    """Describe a checkpoint for a service: score, file name, and its settings under ``key``."""
     return {
         "score": score.item() if hasattr(score, "item") else score,
         "original_filename": Path(path).name,

@@ -1,4 +1,4 @@
-"""Base of loggers, and what the trainer does with all of them: open, log parameters and graph."""
+"""Define the base of loggers, and open them and log parameters and graph to them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 class Logger:
-    """Override what your destination understands; the trainer calls :meth:`log_metrics` and :meth:`save` on every
-    rank, the others on rank 0; with :func:`arclight.fabric.rank_zero.rank_zero_only` before them they too run on rank 0 alone.
+    """Base class of loggers; override the methods that your destination supports.
+
+    The trainer calls :meth:`log_metrics` and :meth:`save` on every rank, the others on rank 0; with
+    :func:`arclight.fabric.rank_zero.rank_zero_only` before them they too run on rank 0 alone.
 
     A logger that was given no folder of its own (:attr:`needs_folder`) writes into the run folder: the trainer
     calls :meth:`use_folder` before anything is logged.
@@ -41,20 +43,20 @@ class Logger:
         """Record the model's graph."""
 
     def save(self) -> None:
-        """Hand everything logged so far to the operating system or the service."""
+        """Flush everything logged so far to the operating system or the service."""
 
     def finalize(self, status: str) -> None:
         """Close the log of a run that ended with ``status``: success, failed or aborted."""
         self.save()
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Note that a checkpoint is complete, for loggers that upload it."""
+        """Handle a complete checkpoint, in loggers that upload it."""
 
     def resume(self, step: int) -> None:
-        """Training goes on from ``step``: forget what a run that did not live to save it logged at later steps."""
+        """Delete what a run that was killed logged at steps later than ``step``, to resume there."""
 
     def rewind(self, step: int) -> None:
-        """Go back to ``step`` within one fit: forget what it has logged at later steps."""
+        """Delete what this fit has logged at steps later than ``step``, after a rollback."""
         self.resume(step)
 
     @property
@@ -98,7 +100,7 @@ class Logger:
 
 
 class DummyExperiment:
-    """Takes every call, item and attribute, and does nothing."""
+    """Stand-in for an experiment, which takes every call, item and attribute."""
 
     def nop(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -116,7 +118,7 @@ class DummyExperiment:
 
 
 def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Make a logger's ``experiment`` return the real object on rank 0, and one that ignores everything on other ranks."""
+    """Make a logger's ``experiment`` the real object on rank 0, and a dummy on other ranks."""
 
     @wraps(function)
     def experiment(self: Any) -> Any:
@@ -126,7 +128,7 @@ def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]
 
 
 class DummyLogger(Logger):
-    """Records nothing, whatever it is asked to record."""
+    """Logger that records nothing."""
 
     def __init__(self) -> None:
         self._experiment = DummyExperiment()
@@ -167,7 +169,7 @@ def open_experiments(loggers: Iterable[Any]) -> None:
 
 
 def log_hyperparams_and_graph(loggers: Iterable[Any], module: nn.Module, hyperparams: dict[str, Any] | None) -> None:
-    """Give each logger the hyper-parameters and the module's graph, and let it write them."""
+    """Log the hyper-parameters and the module's graph to each logger, and save them."""
     for logger in loggers:
         if hyperparams is not None:
             logger.log_hyperparams(dict(hyperparams))

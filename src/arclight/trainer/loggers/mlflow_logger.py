@@ -140,7 +140,7 @@ class MLFlowLogger(HostedLogger):
             self.experiment.set_terminated(self.run_id, _STATUS.get(status, status))
 
     def upload_checkpoint(self, callback: Any, path: Any, score: Any) -> None:
-        """Send a checkpoint as an artifact of its own name, with its description in two files beside it."""
+        """Upload a checkpoint as an artifact of its own name, with two files that describe it."""
         place, client = Path(path).stem, self.experiment
         if Path(path).is_dir():
             client.log_artifacts(self._run_id, str(path), f"{place}/{Path(path).name}")
@@ -165,6 +165,6 @@ def _allowed(name: str) -> str:
 
 
 def _get_resolve_tags() -> Callable[[Any], Any]:
-    """MLflow's own addition of tags such as the user's name and the source file."""
+    """Return MLflow's function that adds tags such as the user's name and the source file."""
     resolve: Callable[[Any], Any] = require("mlflow.tracking.context.registry", extra="track").resolve_tags
     return resolve

@@ -27,7 +27,10 @@ def convert_params(params: Params) -> dict[Any, Any]:
 
 
 def flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: str = "") -> dict[str, Any]:
-    """Nested mappings, namespaces, dataclasses and lists of mappings as one level, names joined by ``delimiter``."""
+    """Flatten mappings, namespaces, dataclasses and lists of mappings to one level.
+
+    Nested names are joined by ``delimiter``.
+    """
     flat: dict[str, Any] = {}
     for key, value in params.items():
         name = f"{parent_key}{delimiter}{key}" if parent_key else str(key)
@@ -47,7 +50,10 @@ def _has_names(value: Any) -> bool:
 
 
 def sanitize_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep numbers, truth values, texts and tensors as they are, NumPy's scalars as Python's, all else as text."""
+    """Convert values to numbers, truth values, texts and tensors; others become text.
+
+    NumPy's scalars become Python's.
+    """
 
     def sanitized(value: Any) -> Any:
         if isinstance(value, (np.bool_, np.integer, np.floating)):
@@ -58,7 +64,10 @@ def sanitize_params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sanitize_callable_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Classes and functions by name; a function that needs no argument by what it gives, unless that is one too."""
+    """Replace classes and functions by their names.
+
+    A function that needs no argument is replaced by its result, unless that is a function too.
+    """
 
     def sanitized(value: Any) -> Any:
         if inspect.isclass(value) or not callable(value):
@@ -86,12 +95,15 @@ def _fits_json(value: Any) -> bool:
 
 
 def add_prefix(metrics: Mapping[str, Any], prefix: str | None, separator: str) -> dict[str, Any]:
-    """Put ``prefix`` and ``separator`` before every name."""
+    """Prefix every name with ``prefix`` and ``separator``."""
     return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else dict(metrics)
 
 
 def plain_params(params: Params) -> dict[str, Any]:
-    """Return ``params`` as one level of numbers, truth values and texts; nested names are joined by ``/``."""
+    """Flatten ``params`` to one level of numbers, truth values and texts.
+
+    Nested names are joined by ``/``.
+    """
     flat = sanitize_params(flatten_dict(convert_params(params)))
     return {
         name: (value.item() if value.numel() == 1 else str(value)) if is_tensor(value) else value

@@ -1,4 +1,7 @@
-"""Settings of loggers, each with the logger that it builds (no torch here: a recipe is read without it)."""
+"""Settings of loggers, each of which builds its logger.
+
+No torch is imported here: a recipe is read without it.
+"""
 
 from __future__ import annotations
 

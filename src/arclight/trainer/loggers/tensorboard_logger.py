@@ -28,7 +28,9 @@ _NO_GRAPH = "Could not log computational graph to TensorBoard: "
 
 
 class TensorBoardLogger(FolderLogger):
-    """Scalars, hyper-parameters and, with ``log_graph``, the model's graph, for ``tensorboard --logdir``.
+    """Log scalars, hyper-parameters and the model's graph for ``tensorboard --logdir``.
+
+    The graph only with ``log_graph``.
 
     Without ``save_dir`` the files lie in ``tensorboard/`` of the run folder; with it, in
     ``save_dir/name/version_<version>[/sub_dir]``. ``default_hp_metric`` gives hyper-parameters the metric
@@ -101,7 +103,10 @@ class TensorBoardLogger(FolderLogger):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record ``params``, with the initial values of the ``metrics`` they will be compared by (a mapping, or one number)."""
+        """Log ``params`` with the initial values of the ``metrics`` that compare them.
+
+        ``metrics``: a mapping, or one number.
+        """
         from torch.utils.tensorboard.summary import hparams
 
         self.hparams.update(convert_params(params))
@@ -118,7 +123,10 @@ class TensorBoardLogger(FolderLogger):
 
     @rank_zero_only
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
-        """Record the graph of ``model`` for ``input_array`` (a tensor, or a tuple of arguments), or for its ``example_input_array``."""
+        """Log the graph of ``model`` for ``input_array`` or its ``example_input_array``.
+
+        Either is a tensor or a tuple of arguments.
+        """
         if not self._log_graph:
             return
         import torch
@@ -143,14 +151,14 @@ class TensorBoardLogger(FolderLogger):
 
     @rank_zero_only
     def resume(self, step: int) -> None:
-        """TensorBoard will hide what was written at later steps by a run that did not live to save it."""
+        """Let TensorBoard hide what a run that was killed wrote at steps later than ``step``."""
         if step > 0:
             self._close()
             self._experiment = self._writer(purge_step=step + 1)
 
     @rank_zero_only
     def save(self) -> None:
-        """Flush the events; write ``hparams.yaml`` beside them if hyper-parameters were logged since it was written."""
+        """Flush the events; write ``hparams.yaml`` if hyper-parameters were logged since."""
         if time.monotonic() >= self._again_at:
             with self._sparing_training(LOST):
                 self._save()
@@ -179,14 +187,14 @@ class TensorBoardLogger(FolderLogger):
             self._experiment = None
 
     def _on_full_disk(self) -> None:
-        """Let go of the file: its writer takes nothing after an error."""
+        """Close the file, whose writer takes nothing after an error."""
         with suppress(OSError):
             self._close()
         self._experiment, self._again_at = None, time.monotonic() + RETRY_S
 
 
 class _NoTrainer:
-    """Has nothing to say to whatever it is asked."""
+    """Stand-in for a missing trainer, whose attributes are all empty."""
 
     def __getattr__(self, name: str) -> tuple[()]:
         return ()
@@ -194,7 +202,7 @@ class _NoTrainer:
 
 @contextmanager
 def _traceable(model: nn.Module) -> Iterator[None]:
-    """Hide the properties of modules that only work inside a trainer: the tracer reads every attribute."""
+    """Hide the properties of modules that only work within a trainer from the tracer."""
     from arclight.trainer.module import Module
 
     ours = [part for part in model.modules() if isinstance(part, Module)]
@@ -213,7 +221,7 @@ def _traceable(model: nn.Module) -> Iterator[None]:
 
 
 def _on_device(model: nn.Module, example: Any) -> Any:
-    """Return ``example`` as a step would get it: through the module's transfer hooks where a trainer runs it."""
+    """Return ``example`` on the model's device, through a trainer's hooks if it has one."""
     from arclight.fabric.batches import move_batch
     from arclight.trainer.module import Module
 

@@ -20,7 +20,9 @@ Paths = str | os.PathLike[str]
 
 
 class WandbLogger(HostedLogger):
-    """A run of ``project`` (else ``WANDB_PROJECT``), made when something is first logged; further arguments go to ``wandb.init``.
+    """Log to a Weights & Biases run, made when something is first logged.
+
+    It belongs to ``project`` (else ``WANDB_PROJECT``); further arguments go to ``wandb.init``.
 
     ``version`` (or ``id``) goes on with a run that is there, ``offline`` keeps everything under ``save_dir`` (or
     ``dir``) to be sent later. ``log_model``: True sends the checkpoints that are left when training ends, ``"all"``
@@ -81,7 +83,7 @@ class WandbLogger(HostedLogger):
         return run
 
     def __getstate__(self) -> dict[str, Any]:
-        """Begin the run, so that another process takes part in it by its id."""
+        """Start the run and return the state, so that another process joins it by its id."""
         run = self.experiment
         return {
             **super().__getstate__(), "_id": getattr(run, "id", None), "_name": getattr(run, "name", None),
@@ -133,17 +135,26 @@ class WandbLogger(HostedLogger):
 
     @rank_zero_only
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
-        """Images (tensors, arrays, PIL images or paths); further arguments are lists with an item for each, such as ``caption``."""
+        """Log images (tensors, arrays, PIL images or paths).
+
+        Further arguments are lists with an item for each, such as ``caption``.
+        """
         self._log_media(require("wandb", extra="track").Image, key, "images", images, step, kwargs)
 
     @rank_zero_only
     def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
-        """Sounds (arrays or paths); further arguments are lists with an item for each, such as ``sample_rate``."""
+        """Log sounds (arrays or paths).
+
+        Further arguments are lists with an item for each, such as ``sample_rate``.
+        """
         self._log_media(require("wandb", extra="track").Audio, key, "audios", audios, step, kwargs)
 
     @rank_zero_only
     def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
-        """Videos (arrays or paths); further arguments are lists with an item for each, such as ``fps``."""
+        """Log videos (arrays or paths).
+
+        Further arguments are lists with an item for each, such as ``fps``.
+        """
         self._log_media(require("wandb", extra="track").Video, key, "videos", videos, step, kwargs)
 
     def _log_media(
@@ -162,7 +173,10 @@ class WandbLogger(HostedLogger):
     def download_artifact(
         artifact: str, save_dir: Paths | None = None, artifact_type: str | None = None, use_artifact: bool | None = True
     ) -> str:
-        """Return the folder that ``artifact`` was downloaded to; with ``use_artifact`` the run under way is noted as its user."""
+        """Download ``artifact`` and return its folder.
+
+        With ``use_artifact`` the run under way is recorded as its user.
+        """
         wandb = require("wandb", extra="track")
         if wandb.run is not None and use_artifact:
             found = wandb.run.use_artifact(artifact)
@@ -192,7 +206,7 @@ class WandbLogger(HostedLogger):
 
 
 def _understood(wandb: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Without ``anonymous=None`` where the client warns of any value: it has given up anonymous runs."""
+    """Drop ``anonymous=None`` for clients that warn of any value of it."""
     major_minor = getattr(wandb, "__version__", "0.0").split(".")[:2]
     given_up = [int(part) for part in major_minor if part.isdigit()] >= [0, 22]
     return {

@@ -1,4 +1,4 @@
-"""Hold the newest logged values, as callbacks and progress bars see them, computed on demand."""
+"""Hold the newest logged values for callbacks and progress bars, computed on demand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Metrics:
         """Evaluation batches seen so far by kind of evaluation and loader: the x-axis of their step values."""
 
     def copy(self) -> Metrics:
-        """Return the values of now, which later ones leave alone."""
+        """Return a copy of the current values."""
         other = Metrics(self.rows)
         other.callback, other.logged, other.bar = dict(self.callback), dict(self.logged), dict(self.bar)
         return other
@@ -45,7 +45,10 @@ class Metrics:
         return self
 
     def update_steps(self, values: ResultCollection) -> None:
-        """Update the metrics with the newest step values; those of an evaluation stay out of `callback_metrics`."""
+        """Update the metrics with the newest step values.
+
+        Those of an evaluation stay out of `callback_metrics`.
+        """
         for entry in values.entries():
             value = entry.last
             if value is None or value is entry.shown:
@@ -77,13 +80,13 @@ class Metrics:
         return self.bar  # type: ignore[return-value]
 
     def to_host(self) -> None:
-        """Let go of device memory."""
+        """Move the values to the host, to free device memory."""
         for values in (self.callback, self.logged):
             values.update({name: value.cpu() for name, value in values.items()})
         self.bar_values()
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Plain numbers, to be sent to another process."""
+        """Return the metrics as plain numbers, to be sent to another process."""
         return {
             "callback": {name: value.tolist() for name, value in self.callback.items()},
             "logged": {name: value.tolist() for name, value in self.logged.items()},
@@ -97,12 +100,15 @@ class Metrics:
 
 
 def to_float32(value: torch.Tensor) -> torch.Tensor:
-    """Return a type that shows a value as it is: float32, or float64 where it came in that."""
+    """Return a type that shows a value as it is: float64 for float64, else float32."""
     return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
 def read_scalars(values: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return each value as a float, in one transfer from each device. Raises ValueError for a value of several numbers."""
+    """Read each value as a float, in one transfer per device and type.
+
+    Raises ValueError for a value of several numbers.
+    """
     by_device: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, value in values.items():
         if value.numel() != 1:

@@ -1,4 +1,4 @@
-"""Report a run: rows for loggers, metrics for callbacks, an error for a loss that is NaN or infinite."""
+"""Write logger rows, update callback metrics, and raise for NaN or infinite losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class NonFiniteLossError(FloatingPointError):
 
 
 def nonfinite_loss(run: RunState, log_every: int) -> str | None:
-    """Describe the newest loss if it is NaN or infinite, in words for a NonFiniteLossError; None if it is finite.
+    """Describe the newest loss if it is NaN or infinite, for a NonFiniteLossError.
+
+    None if it is finite.
 
     Asked at each logging interval of ``log_every`` steps, at epoch ends and before saving: such a loss spoils the weights for
     good, so it cannot be missed for long, and no checkpoint is ever written from a spoiled model.
@@ -77,7 +79,9 @@ class Reporter:
         }
 
     def log_row(self, values: dict[str, torch.Tensor], step: int | None = None) -> None:
-        """Give every logger one row, at ``step`` or, with the epoch beside it, at the run's. Loggers choose their ranks.
+        """Log one row to every logger, at ``step`` or at the run's step and epoch.
+
+        Each logger chooses the ranks on which it writes.
 
         A value logged under the name ``step`` takes the place of the run's step.
         """
@@ -106,7 +110,7 @@ class Reporter:
     # -- the end of an epoch -------------------------------------------------------------------------------------------
 
     def reduce_epoch(self, values: ResultCollection) -> dict[str, torch.Tensor]:
-        """Reduce what is new over all ranks and show it; those of the values that loggers are to see."""
+        """Reduce new epoch values over all ranks and show them; return those for loggers."""
         entries = reduce_epoch(values, self.strategy, self.module)
         if values.in_batches:
             self.run.metrics.update_steps(values)
@@ -115,14 +119,14 @@ class Reporter:
         return {e.epoch_name: e.result for e in entries if e.result is not None and e.settings.logger}
 
     def end_batches(self, values: ResultCollection) -> dict[str, torch.Tensor]:
-        """Reduce when the batches of an epoch, or of one of its loaders, are over: its values are now what there is to see."""
+        """Reduce the values of an epoch (or of one of its loaders) after its last batch."""
         values.batch.set(None)
         return self.reduce_epoch(values)
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> ResultCollection:
-        """Collect an evaluation's values again; those of the training that it interrupts are published first."""
+        """Start collecting an evaluation's values; publish those of the interrupted training."""
         run = self.run
         run.metrics.update(run.logged)
         kind = "fit" if run.logged.stage == "train" else run.stage
@@ -142,7 +146,10 @@ class Reporter:
     def end_evaluation(
         self, values: ResultCollection, loaders: list[dict[str, torch.Tensor]]
     ) -> list[dict[str, float]]:
-        """Write the row of an evaluation; its results for each loader. What its last hook logged belongs to all of them."""
+        """Log the row of an evaluation, and return its results for each loader.
+
+        What its last hook logged belongs to all of them.
+        """
         last = self.reduce_epoch(values)
         if self.run.stage == "sanity_check":
             return [{} for _ in loaders]

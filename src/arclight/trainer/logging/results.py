@@ -1,4 +1,4 @@
-"""Collect values of ``Module.log`` on their device; reduce and read them back only on demand.
+"""Collect values of ``Module.log`` on their device; reduce and read them on demand.
 
 ``Module.log`` appends a detached reference; nothing here waits for a device until the logging interval,
 the end of an epoch or a display asks. Epoch means are sums of value times weight (weight = samples) in
@@ -38,13 +38,13 @@ class BatchInfo:
         self.value, self.known_size = value, None
 
     def size(self) -> int:
-        """Samples in the batch; 1 between batches, and for a batch without any tensor."""
+        """Count the samples in the batch; 1 between batches, and for a batch without tensors."""
         if self.known_size is None:
             self.known_size = 1 if self.value is None else batch_size_of(self.value)
         return self.known_size
 
     def weight(self) -> int:
-        """Return the size, for a mean. Warns, once, where tensors differ in their first dimension.
+        """Return the size, for a mean. Warns once if tensors differ in their first dimension.
 
         Raises MisconfigurationError for a batch without any tensor.
         """
@@ -69,7 +69,7 @@ class BatchInfo:
 
 
 def metric_state(metric: Any) -> dict[str, Any] | None:
-    """Return the states of ``metric`` and of the metrics inside it, on the host; None for one that does not say what its state is."""
+    """Return the states of ``metric`` and of metrics inside it, on the host; or None."""
     parts = dict(_with_states(metric))
     if parts:
         return {
@@ -84,7 +84,7 @@ def metric_state(metric: Any) -> dict[str, Any] | None:
 
 
 def restore_metric(module: nn.Module, path: str, state: dict[str, Any] | None) -> Any:
-    """Return the metric that ``module`` holds at ``path``, with ``state`` put back; None where there is none any more."""
+    """Restore ``state`` of the metric at ``path``, and return it; None if it is not there."""
     try:
         metric = _part(module, path)
     except AttributeError:
@@ -106,7 +106,9 @@ def restore_metric(module: nn.Module, path: str, state: dict[str, Any] | None) -
 
 
 def find_metric(module: nn.Module, path: str, name: str) -> Any:
-    """Find the metric at ``path`` in ``module``, to take part in what other ranks logged as ``name``.
+    """Find the metric at ``path`` in ``module``, to join the reduction of other ranks.
+
+    They logged it as ``name``.
 
     Raises MisconfigurationError where it holds none.
     """
@@ -120,7 +122,7 @@ def find_metric(module: nn.Module, path: str, name: str) -> Any:
 
 
 def _with_states(metric: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Path and states of ``metric`` and of each metric inside it that has states, as torchmetrics names them."""
+    """Yield path and states of ``metric`` and of each metric inside it that has states."""
     parts = metric.named_modules() if isinstance(metric, nn.Module) else [("", metric)]
     for path, part in parts:
         states = getattr(part, "metric_state", None)
@@ -141,7 +143,7 @@ def _to_host(value: Any) -> Any:
 
 
 def _like(value: Any, present: Any, metric: Any) -> Any:
-    """Return ``value`` on the device where ``metric`` works."""
+    """Return ``value`` on the device of ``metric``."""
     device = present.device if isinstance(present, torch.Tensor) else getattr(metric, "device", None)
     if isinstance(value, list):
         return [_like(item, None, metric) for item in value]
@@ -156,7 +158,10 @@ LOADER_SUFFIX = "/dataloader_idx_{}"
 
 
 class ResultMetric:
-    """All values logged under one name from one hook (and, in evaluation, from one loader) since the epoch began."""
+    """Values logged under one name from one hook since the epoch began.
+
+    In evaluation there is one for each loader.
+    """
 
     __slots__ = (
         "batch",
@@ -233,7 +238,7 @@ class ResultMetric:
         return f"{self.name}_epoch{self.suffix}" if self.settings.on_step else self.log_name
 
     def add(self, value: Any, batch_size: int | None) -> None:
-        """Append a scalar. A value that is no result of a computation may change in place later, so it is copied."""
+        """Append a scalar, copied if it may change in place later."""
         settings = self.settings
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
@@ -298,7 +303,10 @@ class ResultMetric:
         return torch.stack([value.detach().to(device) for value in self.pending])
 
     def check_unchanged(self, values: list[torch.Tensor]) -> None:
-        """Raise RuntimeError if somebody wrote into a logged tensor: it would be shown with a value it was not logged with."""
+        """Raise RuntimeError if a logged tensor was changed in place afterwards.
+
+        It would be shown with a value that was never logged.
+        """
         # a list, because a generator would cost a Python call for each value
         if not self.settings.enable_graph and any([not v.is_inference() and v._version for v in values]):  # noqa: C419
             raise RuntimeError(
@@ -307,7 +315,7 @@ class ResultMetric:
             )
 
     def _folded(self) -> tuple[torch.Tensor | None, float]:
-        """Total and weight with the pending values folded in; nothing is changed."""
+        """Compute total and weight with the pending values, without changing either."""
         if not self.pending:
             return self.total, self.weight
         reduce, values = self.settings.reduce, self._stacked().double()
@@ -320,12 +328,12 @@ class ResultMetric:
         return folded, self.weight + sum(self.weights)
 
     def summary(self) -> tuple[torch.Tensor, float]:
-        """Return ``(total, weight)`` of the epoch so far on this rank; weight 0 where nothing was logged."""
+        """Return this rank's ``(total, weight)`` of the epoch so far; weight 0 for no value."""
         total, weight = self._folded()
         return (torch.zeros((), dtype=torch.float64), 0.0) if total is None else (total, float(weight))
 
     def finish(self, total: torch.Tensor | float, weight: float) -> None:
-        """Keep the epoch's value: ``total`` over ``weight`` where it is a mean. Weight 0 is no value."""
+        """Set the epoch's result from ``total`` and ``weight``; weight 0 is no value."""
         self.reduced = self.count
         if weight > 0:
             total = torch.as_tensor(total, dtype=torch.float64)
@@ -339,7 +347,7 @@ class ResultMetric:
         return _wide(newest.dtype) if newest is not None else empty
 
     def description(self) -> dict[str, Any]:
-        """Describe how the value is reduced and shown, for a process that has logged nothing under this name."""
+        """Describe how the value is reduced and shown, for a rank that has not logged it."""
         settings = {name: getattr(self.settings, name) for name in LogSettings.__slots__ if name != "sync_group"}
         return {"settings": settings, "double": self.dtype == torch.float64}
 
@@ -383,7 +391,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def combine(reduce: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Two parts of a reduction as one."""
+    """Combine two parts of a reduction."""
     functions: dict[str, Callable[..., torch.Tensor]] = {"max": torch.maximum, "min": torch.minimum}
     return functions.get(reduce, torch.add)(one, other)
 
@@ -410,7 +418,7 @@ class ResultCollection:
         """Whether batches are running: step values are what there is to see, else the epoch's."""
 
     def table(self, hook: str) -> dict[str, ResultMetric]:
-        """Return the entries of ``hook`` (and of the loader under way), by the name given to ``log``."""
+        """Return the entries of ``hook`` (and of the current loader), by the name given to ``log``."""
         key = hook if self.loader is None else f"{hook}/{self.loader}"
         if key not in self.tables:
             self.tables[key] = {}
@@ -423,7 +431,9 @@ class ResultCollection:
     def entry(
         self, table: dict[str, ResultMetric], module: nn.Module, name: str, value: Any, given: tuple[Any, ...]
     ) -> ResultMetric:
-        """Return the entry in ``table`` for a call of ``log`` with the arguments ``given``, new or known.
+        """Return the entry in ``table`` for a call of ``log``; make it if it is new.
+
+        ``given``: the arguments of that call.
 
         Raises MisconfigurationError where nothing can be logged (so), or where the name is logged with other arguments.
         """
@@ -476,7 +486,9 @@ class ResultCollection:
     def add_remote_entry(
         self, hook: str, name: str, loader: int, description: dict[str, Any], module: nn.Module
     ) -> ResultMetric:
-        """Add an entry for a value that only other ranks have logged; ``loader`` is -1 if there is only one.
+        """Add an entry for a value that only other ranks have logged.
+
+        ``loader``: -1 if there is only one.
 
         Raises MisconfigurationError for a metric that this process does not have.
         """

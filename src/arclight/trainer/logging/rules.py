@@ -129,7 +129,10 @@ class LogSettings:
 
 
 def reduction(reduce_fx: Any) -> str:
-    """Return ``mean``, ``sum``, ``min`` or ``max``, from its name or from the function of that name. Raises MisconfigurationError."""
+    """Return the name of a reduction: ``mean``, ``sum``, ``min`` or ``max``.
+
+    ``reduce_fx``: the name, or the function of that name. Raises MisconfigurationError for another one.
+    """
     if isinstance(reduce_fx, str):
         name = {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower())
         if name in ("mean", "sum", "min", "max"):
@@ -175,7 +178,10 @@ def refuse_value(name: str, value: Any) -> ValueError:
 
 
 def is_metric(value: Any) -> bool:
-    """Return True for a metric object that gathers values by itself; a collection of metrics is none, but log_dict takes it."""
+    """Return True for a metric object, which gathers values by itself.
+
+    A collection of metrics is none; ``log_dict`` takes it.
+    """
     return (
         callable(getattr(value, "compute", None))
         and callable(getattr(value, "reset", None))
@@ -185,7 +191,7 @@ def is_metric(value: Any) -> bool:
 
 
 def metric_items(collection: Any) -> Iterator[tuple[str, Any]]:
-    """Names and metrics of a torchmetrics collection, without copies of states that its metrics share."""
+    """Yield names and metrics of a torchmetrics collection, without copies of shared states."""
     options: dict[str, bool] = {"keep_base": False}
     if getattr(collection, "_enable_compute_groups", False):
         options["copy_state"] = False
@@ -193,7 +199,9 @@ def metric_items(collection: Any) -> Iterator[tuple[str, Any]]:
 
 
 def metric_attribute(module: nn.Module, name: str, metric: Any) -> str:
-    """Return the attribute of ``module`` that holds ``metric``, by which a checkpoint saves and restores it.
+    """Return the attribute of ``module`` that holds ``metric``.
+
+    A checkpoint saves and restores it by that name.
 
     Raises MisconfigurationError if it holds it nowhere.
     """

@@ -23,7 +23,9 @@ class LoggedNamesDifferError(RuntimeError):
 
 
 def reduce_epoch(values: ResultCollection, strategy: Strategy, module: nn.Module) -> list[ResultMetric]:
-    """Return the ``on_epoch`` entries with new values; the ``result`` of each is set to that over all processes.
+    """Reduce the epoch values over all ranks, and return the entries with new ones.
+
+    Their ``result`` is set.
 
     A process that did not log a name adds nothing to it, cannot block the others, and knows the result as they do. A metric
     computes over processes by itself: a process that did not log it takes part with its own. A collective. Raises
@@ -65,7 +67,7 @@ def reduce_epoch(values: ResultCollection, strategy: Strategy, module: nn.Module
 def _parts(
     epoch: list[ResultMetric], summaries: dict[Key, tuple[torch.Tensor, float]]
 ) -> dict[Key, tuple[str, float, float]]:
-    """Reduction, total and weight of each entry on this process, read in one transfer."""
+    """Return reduction, total and weight of each entry on this rank, read in one transfer."""
     totals = read_scalars({str(number): total for number, (total, _) in enumerate(summaries.values())})
     return {
         _key(entry): (entry.settings.reduce, total, summaries[_key(entry)][1])
@@ -85,7 +87,9 @@ def _missing_entries(
     own: list[ResultMetric],
     module: nn.Module,
 ) -> list[ResultMetric]:
-    """Entries for what other processes have logged and this one has not: it may have had no batch.
+    """Add entries for what other ranks have logged and this one has not.
+
+    It may have had no batch.
 
     A second exchange, of how they are kept and shown, where a process lacks any.
     """
@@ -102,7 +106,7 @@ def _missing_entries(
 
 
 def reduce_steps(entries: Iterable[ResultMetric], strategy: Strategy) -> None:
-    """Put together the newest values that were logged with ``sync_dist`` to be shown at each step; nothing if there are none."""
+    """Reduce the newest step values of ``sync_dist`` over all ranks."""
     synced = [entry for entry in entries if _synced_step(entry)]
     if strategy.world_size > 1 and synced:
         everyone = strategy.all_gather_object(
@@ -152,7 +156,10 @@ def _over_ranks(entry: ResultMetric, ranks: list[dict[Key, tuple[str, float, flo
 
 
 def _check(everyone: list[dict[str, Any]], what: str) -> None:
-    """Every process sees the same lists, so all of them raise, or none."""
+    """Check that all ranks exchange the same values in the same way.
+
+    They all see the same lists, so all of them raise, or none.
+    """
     for number, rank in enumerate(everyone):
         if rank["what"] != what:
             raise LoggedNamesDifferError(

@@ -33,11 +33,11 @@ class AccumulationState:
     """Samples (or what the module counts) so far on this rank, without those of skipped batches."""
 
     def begin(self, length: int, size: Any) -> None:
-        """Start a window of ``length`` batches, whose losses are scaled in units of ``size`` samples."""
+        """Start a window of ``length`` batches with losses in units of ``size`` samples."""
         self.length, self.first_size, self.total = length, size, 0
 
     def clear(self) -> None:
-        """Leave the window under way: the next batch starts one."""
+        """Discard the window under way; the next batch starts a new one."""
         self.count = 0
 
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class AccumulationState:
         }
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Take up a window where it was left."""
+        """Restore a window."""
         if not state:
             return
         self.count, self.length = state["count"], state["length"]
@@ -68,7 +68,10 @@ def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
 
 
 def _shard_like_parameter(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """Return ``gradient`` sharded as its parameter is, in the parameter's own memory layout, which fused optimizers rely on."""
+    """Shard ``gradient`` as its parameter is, in the parameter's memory layout.
+
+    Fused optimizers rely on that layout.
+    """
     if not is_dtensor(parameter):
         return torch.empty_like(parameter).copy_(gradient)
     from arclight.fabric.distributed.sharding import from_local_tensor
@@ -105,7 +108,10 @@ class GradientAccumulator:
         """Whether a window's total is only known at its end; losses then carry their weight as it is."""
 
     def take(self, index: int, batch: Any) -> tuple[Any, bool, bool]:
-        """Add batch ``index`` to the window; return the factor of its loss, and whether it is the window's first and its last."""
+        """Add batch ``index`` to the window.
+
+        Returns the factor of its loss, and True if it is the window's first, and its last.
+        """
         run, window = self.run, self.window
         if self.counts is not None:
             size = self.counts(batch)
@@ -120,7 +126,7 @@ class GradientAccumulator:
         return size / window.first_size / window.length, first, last
 
     def end(self) -> bool:
-        """Close the window and make its gradients a mean; False where every batch of it was skipped."""
+        """Close the window and make its gradients a mean; False if all its batches were skipped."""
         window, samples = self.window, self.window.total
         window.clear()
         gradients = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
@@ -140,7 +146,9 @@ class GradientAccumulator:
 def weigh_across_ranks(
     strategy: Strategy, module: Module, forward: Callable[[Any, int], Any], backward: Callable[[torch.Tensor], Any]
 ) -> tuple[Callable[[Any, int], Any], Callable[[torch.Tensor], Any]]:
-    """Weigh the loss of each rank's batch, for one batch per update and a module that counts its batches.
+    """Weight each rank's loss by its batch's count, for updates of one batch.
+
+    For modules with a ``batch_weight``.
 
     The mean over the processes of an update of the gradients is that of the mean over all that their batches count.
     """
@@ -157,6 +165,6 @@ def weigh_across_ranks(
 
 
 def _weight_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
-    """Choose the type of weights of gradients or losses of ``tensors``: real ones, and as wide as the widest."""
+    """Choose the type of weights for gradients or losses of ``tensors``."""
     double = (torch.float64, torch.complex128)
     return torch.float64 if any(tensor.dtype in double for tensor in tensors) else torch.float32

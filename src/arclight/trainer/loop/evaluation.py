@@ -55,7 +55,7 @@ class Calls(NamedTuple):
 
 
 class EvaluationLoop:
-    """Run the batches of a validation, test or prediction of ``module``, with every hook around them."""
+    """Loop over the batches of a validation, test or prediction, with all hooks."""
 
     def __init__(self, trainer: Trainer, module: Module) -> None:
         self.trainer, self.module, self.run_state = trainer, module, trainer.run_state
@@ -78,7 +78,9 @@ class EvaluationLoop:
             run.logged, run.stage = training_values, before
 
     def evaluate(self, data: StageData) -> list[dict[str, float]]:
-        """Go over the data once; the epoch's values for each loader, none if no process has a batch.
+        """Evaluate the data once and return the results for each loader.
+
+        Empty if no rank has a batch.
 
         A process without batches runs all the same, with every hook but those of batches: others wait for it there.
         """
@@ -113,7 +115,9 @@ class EvaluationLoop:
         return results
 
     def predict(self, data: StageData, keep: bool) -> Iterator[Any]:
-        """Give the outputs of ``predict_step`` one by one; ``keep`` collects them in the run's predictions as well.
+        """Disable gradients for an evaluation.
+
+        ``torch.inference_mode(False)`` inside it enables them again.
 
         The module is in evaluation mode from the first output until the last was taken or the iterator was closed;
         gradients are off only while it runs, not for the code that takes the outputs.
@@ -144,7 +148,10 @@ class EvaluationLoop:
                 trainer.call(f"on_{hook}_end")
 
     def without_gradients(self) -> AbstractContextManager[Any]:
-        """Turn gradients off for an evaluation; ``torch.inference_mode(False)`` inside it brings them back."""
+        """Disable gradients for an evaluation.
+
+        ``torch.inference_mode(False)`` inside it enables them again.
+        """
         inference = self.trainer.inference_mode and self.strategy.evaluates_in_inference_mode
         return torch.inference_mode() if inference else torch.no_grad()
 
@@ -158,7 +165,7 @@ class EvaluationLoop:
         self.trainer.call(f"on_{hook}_epoch_start", monitors=hook == "predict")
 
     def _counts(self, data: StageData) -> list[Count]:
-        """Batches of each loader: fewer for a check that validation works."""
+        """Return the number of batches of each loader, reduced for the sanity check."""
         steps = self.trainer.num_sanity_val_steps
         if not self.trainer.sanity_checking or steps == -1:
             return data.limits
@@ -180,7 +187,10 @@ class EvaluationLoop:
         )
 
     def _outputs(self, data: StageData, counts: list[Count], number: int, calls: Calls) -> Iterator[Any]:
-        """Run the batches of one loader, with all hooks around them; of all loaders for a step that takes an iterator."""
+        """Run the batches of one loader with all hooks, and yield their outputs.
+
+        For a step that takes an iterator, the batches of all loaders.
+        """
         run, enter, hook = self.run_state, self.trainer.enter, calls.hook
         iterator = self._iterator(data, counts) if calls.takes_iterator else None
         turns = self._batches(data, counts, number) if iterator is None else iterator.turns()
@@ -243,7 +253,10 @@ class EvaluationLoop:
         return BatchIterator(batches, sum(counts))
 
     def _batches(self, data: StageData, counts: list[Count], number: int) -> Iterator[Any]:
-        """Yield the batches of one loader. Samplers and data sets are told the epoch; randomness is the same in every evaluation."""
+        """Yield the batches of one loader.
+
+        Samplers and data sets get the epoch; random draws are the same in every evaluation.
+        """
         batches: Iterator[Any] = data.loaders[number].batches(self.trainer.current_epoch, seed_epoch=0)
         limit, label = counts[number], self.trainer.behavior.fetch_label(data.stage)
         batches = profile_items(self.trainer.profiler, label, batches)
@@ -252,7 +265,7 @@ class EvaluationLoop:
 
 @contextmanager
 def evaluation_mode(module: Module, hook: str) -> Iterator[None]:
-    """Put the module into evaluation mode, and every submodule back into its own mode after."""
+    """Set the module to evaluation mode, and restore every submodule's mode afterwards."""
     modes = {name: m.training for name, m in module.named_modules()}
     logging_as(module, f"on_{hook}_model_eval", getattr(module, f"on_{hook}_model_eval"))()
     try:
@@ -280,5 +293,5 @@ def _check_arguments(module: Module, hook: str, loaders: int, stage: str) -> Non
 
 
 def _turns(data: StageData, calls: Calls) -> range:
-    """Return the loaders that are run one after another; an iterator goes through all of them by itself."""
+    """Return the indices of the loaders to run one after another."""
     return range(1 if calls.takes_iterator else len(data.loaders))

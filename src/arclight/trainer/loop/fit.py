@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitPlan:
-    """All that one fit calls, resolved once (and again if an epoch's beginning changed what it is made of)."""
+    """Resolved calls of one fit: forward, step, transfer and hooks."""
 
     key: tuple[Any, ...]
     """The settings that the plan was made of."""
@@ -93,7 +93,9 @@ class FitLoop:
         trainer.call("on_train_end")
 
     def agree_on_stop(self) -> None:
-        """Stop all ranks if one of them was told to, at a moment that all reach. A collective where there are several.
+        """Stop all ranks if one of them is to stop, at a point that all reach.
+
+        A collective if there are several.
 
         A signal that came in between is acted on.
         """
@@ -109,7 +111,9 @@ class FitLoop:
             SignalConnector(self.trainer).end_by_signal()
 
     def stops_here(self) -> bool:
-        """Return True to leave an epoch behind the batch just done, which all ranks do at the same one, validated where that is due.
+        """Return True to leave the epoch after the current batch, on all ranks at the same one.
+
+        A validation that is due runs first.
 
         A rank alone in being told to stop says so to the others beside the loop; they all stop at the next batch that none has begun.
         """
@@ -181,13 +185,13 @@ class FitLoop:
         reporter.log_row(reporter.reduce_epoch(values))
 
     def _take_up_rng(self) -> None:
-        """After a resume, draw from here on what the first run drew (its hook at the epoch's start included, if still to come)."""
+        """Restore the random state after a resume, if that is still to be done."""
         if self.run_state.pending_rng is not None:
             set_rng_state(self.run_state.pending_rng)
             self.run_state.pending_rng = None
 
     def _drop_window(self) -> None:
-        """Forget an accumulation window whose epoch was cut short, where windows end with epochs."""
+        """Discard an accumulation window if its epoch was cut short and windows end with epochs."""
         if not self.trainer.behavior.windows_span_epochs:
             self.run_state.window.clear()
 
@@ -290,7 +294,7 @@ class FitLoop:
         )
 
     def _refreshed_plan(self) -> FitPlan:
-        """Return the newest plan, or a new one if callbacks or hooks changed the settings it was made of, or what is trained."""
+        """Return the plan, rebuilt if callbacks or hooks changed its settings or what is trained."""
         plan = self.plan
         if plan.trained != _trained(self.module):  # DDP must be rebuilt when requires_grad changes
             return self._build_plan()

@@ -36,7 +36,9 @@ def clip(strategy: Strategy, optimizer: Optimizer, value: float, algorithm: str 
 def clip_settings(
     own: tuple[float | None, str | None], given: tuple[float | None, str | None]
 ) -> tuple[float | None, str]:
-    """Combine value and algorithm of the trainer's ``own`` clipping with those ``given`` to ``clip_gradients``.
+    """Combine the trainer's ``own`` clipping with the arguments of ``clip_gradients``.
+
+    Each is a value and an algorithm.
 
     Raises MisconfigurationError where they contradict each other, and for an unknown algorithm.
     """
@@ -57,7 +59,10 @@ def clip_settings(
 def manual_backward(
     module: Module, loss: torch.Tensor, strategy: Strategy, precision: Precision, *args: Any, **kwargs: Any
 ) -> None:
-    """Run the backward pass of a manual step: the module's own, the scale of 16-bit gradients, and the other ranks."""
+    """Run the backward pass of a manual step and average its gradients over ranks.
+
+    A module's own ``backward`` is used, and the loss scaled if precision asks for it.
+    """
     if overridden(module, "backward", Module):
         module.backward(precision.scaler.scale(loss) if precision.scaler is not None else loss, *args, **kwargs)
     else:

@@ -1,4 +1,4 @@
-"""Resolve the overridden hooks of module, callbacks and strategy once, before the first batch."""
+"""Resolve the overridden hooks of module, callbacks and strategy before the first batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _WITHIN_A_STEP = frozenset(
 
 
 def overridden(owner: object, name: str, base: type) -> bool:
-    """Return True if ``owner`` overrides ``name``: defined by its class or set on the instance. None takes one away.
+    """Return True if ``owner`` overrides ``name``, in its class or on the instance.
+
+    An attribute None counts as not overridden.
 
     What only behaves like a ``base`` (a mock with its specification, say) has all that it answers to.
     """
@@ -40,7 +42,7 @@ def overridden(owner: object, name: str, base: type) -> bool:
 
 
 def logging_as(module: Module, name: str, hook: Hook) -> Hook:
-    """Return ``hook`` with what it logs belonging to it, and what comes afterwards to whoever called it.
+    """Wrap ``hook`` so that the values that it logs are attributed to it.
 
     For hooks that run inside a step: loops say by themselves in which of theirs they are.
     """
@@ -67,7 +69,7 @@ def attach_log(callbacks: Iterable[Callback], module: nn.Module) -> None:
 
 
 def detach_log(callbacks: Iterable[Callback]) -> None:
-    """Undo :func:`attach_log`."""
+    """Remove what :func:`attach_log` attached."""
     for callback in callbacks:
         for name in ("log", "log_dict"):
             if isinstance(getattr(vars(callback).get(name), "__self__", None), nn.Module):
@@ -97,12 +99,12 @@ def module_hooks(module: Module, name: str) -> tuple[Hook, ...]:
 
 
 def within_a_step(module: Module, name: str, hooks: tuple[Hook, ...]) -> tuple[Hook, ...]:
-    """Give what ``hooks`` log to hook ``name``, if it is one of those that run inside a step."""
+    """Attribute what ``hooks`` log to hook ``name``, if it is one that runs inside a step."""
     return tuple(logging_as(module, name, hook) for hook in hooks) if name in _WITHIN_A_STEP else hooks
 
 
 def check_state_keys(callbacks: Iterable[Callback]) -> None:
-    """Raise RuntimeError where two callbacks would save their state under one name."""
+    """Raise RuntimeError if two callbacks would save their state under one name."""
     keys: set[str] = set()
     for callback in callbacks:
         if not overridden(callback, "state_dict", Callback):
@@ -116,7 +118,7 @@ def check_state_keys(callbacks: Iterable[Callback]) -> None:
 
 
 def checkpoints_last(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Order callbacks as given, but what saves after all whose state it saves, and what breaks a fit off after those."""
+    """Order callbacks as given, but checkpoints after all others, and `Pause` last."""
     return sorted(callbacks, key=lambda callback: (isinstance(callback, Pause), isinstance(callback, Checkpoint)))
 
 
@@ -124,7 +126,7 @@ ITERATOR = "dataloader_iter"
 
 
 def takes(function: Callable[..., Any], name: str, least: int | None = None) -> bool:
-    """Return True if `function` has a parameter `name`, or collects positional ones, or has at least `least` of them."""
+    """Return True if `function` takes a parameter `name`, ``*args``, or `least` positional ones."""
     parameters = inspect.signature(function).parameters
     positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     collects = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
@@ -132,12 +134,15 @@ def takes(function: Callable[..., Any], name: str, least: int | None = None) -> 
 
 
 def takes_iterator(step: Callable[..., Any]) -> bool:
-    """Return True for a step that takes the iterator over batches (a parameter ``dataloader_iter``) in place of a batch."""
+    """Return True for a step that takes an iterator over batches in place of a batch.
+
+    Its parameter is ``dataloader_iter``.
+    """
     return ITERATOR in inspect.signature(step).parameters
 
 
 def note_iterator(name: str) -> None:
-    """Say once what taking the iterator means."""
+    """Warn once that steps that take the iterator are experimental."""
     rank_zero_warn(
         f"Found `{ITERATOR}` argument in the `{name}`. Note that the support for this signature is experimental: batches are not "
         "moved to the device, and a step may take several of them"
@@ -145,7 +150,10 @@ def note_iterator(name: str) -> None:
 
 
 def check_loader_index(owner: object, name: str, least: int, several: bool, prefix: str) -> None:
-    """Raises RuntimeError where ``dataloader_idx`` is missing with several loaders, or must be given with one."""
+    """Check that a hook takes ``dataloader_idx`` with several loaders, and only then.
+
+    With one loader it may take it with a default. Raises RuntimeError.
+    """
     function = getattr(owner, name)
     where = f"`{type(owner).__name__}.{name}()`"
     if several and not takes(function, "dataloader_idx", least):

@@ -38,7 +38,7 @@ _ONLY_AUTOMATIC = ("reduce_on_plateau", "monitor", "strict")
 
 
 def configured(module: Module, given: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Optimizers and schedulers of ``module``, checked against each other and against its way of optimizing.
+    """Parse and check the optimizers and schedulers of ``module``.
 
     Warns for None and for unknown keys. Raises MisconfigurationError for what cannot be used.
     """
@@ -64,11 +64,11 @@ def configured(module: Module, given: Any) -> tuple[list[Optimizer], list[LRSche
 
 
 class MultipleOptimizersError(MisconfigurationError, RuntimeError):
-    """Several optimizers where only one can be run for the module."""
+    """Raised for several optimizers if only one can be run for the module."""
 
 
 def parse_optimizers(given: Any, manual: bool = False) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Optimizers and schedulers from anything ``configure_optimizers`` may return.
+    """Parse what ``configure_optimizers`` returned into optimizers and schedulers.
 
     That is: an optimizer, a list of them, ``(optimizers, schedulers)``, a dict or dicts with ``optimizer``
     and ``lr_scheduler`` (a scheduler, or a dict of :class:`LRSchedulerConfig`'s fields) and
@@ -175,7 +175,10 @@ def _steps_it(module: Module) -> bool:
 
 
 class ManagedOptimizer:
-    """Stands for ``optimizer``; everything but :meth:`step` is the optimizer's own, and ``isinstance`` says so."""
+    """Proxy of ``optimizer`` that runs hooks and counts steps; ``isinstance`` sees through it.
+
+    Everything but :meth:`step` is the optimizer's own.
+    """
 
     def __init__(self, optimizer: Optimizer, trainer: Trainer | None = None) -> None:
         self._optimizer, self._trainer = optimizer, trainer
@@ -194,7 +197,9 @@ class ManagedOptimizer:
         self.actions, self.count = actions, count
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update the parameters once. ``closure``, where given, runs forward and backward first and its result is returned.
+        """Update the parameters once, with hooks and clipping before the update.
+
+        ``closure`` runs forward and backward first, and its result is returned.
 
         Between backward and update run ``on_before_optimizer_step`` and, in automatic optimization, clipping.
         """
@@ -243,7 +248,7 @@ class ManagedOptimizer:
         self._optimizer.add_param_group(param_group)
 
     def unscale(self) -> None:
-        """Take the scale out of 16-bit gradients, once between two steps."""
+        """Unscale 16-bit gradients, once between two steps."""
         precision = self._trainer.precision_plugin if self._trainer is not None else None
         if precision is not None and precision.scaler is not None and not self._unscaled:
             self._unscaled = True
@@ -251,7 +256,7 @@ class ManagedOptimizer:
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Only this optimizer's parameters require gradients; without ``sync_grad`` ranks do not exchange them."""
+        """Require gradients of this optimizer's parameters only."""
         if self._trainer is None:
             raise RuntimeError("this optimizer is not in use by a Trainer")
         module = self._trainer.lightning_module

@@ -33,7 +33,10 @@ class Predictions:
     def begin(
         cls, loaders: Sequence[ResumableLoader | ResumableCombination], keep: bool, *, writes: bool, at_epoch_end: bool
     ) -> Predictions:
-        """Start a prediction; ``writes``: a callback writes what it gives, ``at_epoch_end``: one does so at the end."""
+        """Start collecting a prediction, with batch indices if they are known.
+
+        ``writes``: a callback writes predictions, ``at_epoch_end``: one does so at the end.
+        """
         known = [isinstance(loader, ResumableLoader) and loader.track_indices() for loader in loaders]
         if writes and not all(known):
             unknown = loaders[known.index(False)]
@@ -49,7 +52,7 @@ class Predictions:
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs
 
     def next_batch(self, number: int) -> None:
-        """Note which samples the batch that comes now is made of."""
+        """Record the sample indices of the next batch."""
         loader = self.loaders[number]
         indices = loader.indices if isinstance(loader, ResumableLoader) else None
         self.current_batch_indices = indices.popleft() if indices is not None else None

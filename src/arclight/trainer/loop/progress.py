@@ -15,7 +15,7 @@ from arclight.trainer.hparams import known_fields
 
 @dataclass
 class Progress:
-    """Position of a fit. A checkpoint holds these numbers as they are; a resume starts from them."""
+    """Position of a fit, as a checkpoint saves it and a resume restores it."""
 
     epoch: int = 0
     """Epochs completed, which is the number of the one under way."""
@@ -50,7 +50,7 @@ class Progress:
             self.next_epoch()
 
     def set_step(self, step: int) -> None:
-        """Set the number of optimizer updates completed, for weights that were trained elsewhere or earlier."""
+        """Set the number of optimizer updates completed, for weights trained elsewhere."""
         self.global_step = step
 
     def next_epoch(self) -> None:
@@ -58,7 +58,7 @@ class Progress:
 
 
 class StopRun(Exception):  # noqa: N818 - no error
-    """Raised by a hook once the run has reached its goal: the run ends as if nothing were left to do."""
+    """Raised by a hook once the run has reached its goal, to end it normally."""
 
 
 class TrainerStatus(StrEnum):

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class RunState:
-    """Position, logged values, data, optimizers and requests to stop. A trainer has one; a trial gets one of its own."""
+    """State of a run: position, logged values, data, optimizers and requests to stop.
+
+    A trainer has one; a trial gets one of its own.
+    """
 
     def __init__(self) -> None:
         self.progress, self.window, self.state = Progress(), AccumulationState(), TrainerState()
@@ -69,7 +72,7 @@ class RunState:
         self.data_seed = data_seed
 
     def begin_fit(self, data_seed: int) -> None:
-        """Forget what an earlier fit left, but for its position; values of an epoch under way are kept with it."""
+        """Reset the state for a new fit, except its position."""
         if not self.progress.batch:
             self.training_values, self.metrics = ResultCollection("train"), Metrics()
         self.window = AccumulationState()
@@ -101,16 +104,16 @@ class RunState:
             self.logged = before
 
     def use_optimizers(self, optimizers: list[Optimizer], managed: list[ManagedOptimizer]) -> None:
-        """Train with these; ``managed`` are the same as a module sees them."""
+        """Set the optimizers to train with; ``managed`` are as a module sees them."""
         self.optimizers, self.managed_optimizers = optimizers, managed
 
     def request_stop(self, *, sigterm: bool = False, requeue: bool = False) -> None:
-        """Ask the fit to end after the batch under way."""
+        """Request the fit to end after the current batch."""
         self.should_stop = True
         self.received_sigterm, self.requeue = self.received_sigterm or sigterm, self.requeue or requeue
 
     def rewind(self, global_step: int, plateau_step: int) -> None:
-        """Count updates from ``global_step`` again, outside of any accumulation window; epochs, batches and data go on."""
+        """Set the number of updates back to ``global_step``, outside of any accumulation window."""
         self.window.clear()
         self.progress.set_step(global_step)
         self.progress.plateau_step = plateau_step
@@ -121,7 +124,7 @@ class RunState:
 
     @property
     def batch_under_way(self) -> bool:
-        """Return True from the start of a training batch until it is counted; one that is skipped never is."""
+        """True from the start of a training batch until it is counted."""
         values = self.training_values
         return values.in_batches and values.batch.index == self.progress.batch
 

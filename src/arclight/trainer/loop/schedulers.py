@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerSteps:
-    """Resolve the functions that step the learning-rate schedulers of a run; none in manual optimization.
+    """Functions that step a run's learning-rate schedulers; none in manual optimization.
 
     ``watch``: wraps each for the profiler; ``count_batches``: a scheduler's ``frequency`` at step interval counts the batches of its
     epoch, not the updates of the fit.
@@ -42,7 +42,10 @@ class SchedulerSteps:
         self._watch, self._count_batches = watch, count_batches
 
     def of(self, interval: str, *, plateau: bool) -> list[Callable[[], Any]]:
-        """Return one function per scheduler of this interval: of those that watch a value (``plateau``), or of the others."""
+        """Return one function per scheduler of this interval.
+
+        With ``plateau`` those of schedulers that watch a value, else those of the others.
+        """
         if not self.module.automatic_optimization:
             return []  # training_step steps them
         return [
@@ -52,7 +55,9 @@ class SchedulerSteps:
         ]
 
     def after_validation(self) -> Callable[[], None] | None:
-        """Return a function that steps what watches a value at every update, once for each; None if nothing does.
+        """Return a function that steps schedulers that watch a value after each update.
+
+        None if there are none.
 
         It runs behind the batch's validation and saves, as a value may come from there. ``progress.plateau_step`` tells a
         resume whether the update that it starts after is still to be followed.
@@ -123,7 +128,7 @@ def _monitored(run: RunState, config: LRSchedulerConfig) -> Any:
 
 
 class StepSync:
-    """Moves the step count of a fit that joins others, which went on without it or were set back.
+    """Set the step count of a fit that joins others, which have done more or fewer steps.
 
     Make it where optimizers and schedules are new (``on_fit_start``), call :meth:`set` when training begins (``on_train_start``).
     What is counted in samples, batches or epochs stays: those are this fit's own.
@@ -176,7 +181,7 @@ def _move(config: LRSchedulerConfig, fresh: dict[str, Any], before: int, step: i
 
 @contextmanager
 def _any_order() -> Iterator[None]:
-    """Torch warns of schedules that are stepped before their optimizer."""
+    """Silence torch's warning of schedules that are stepped before their optimizer."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         yield

@@ -76,7 +76,7 @@ class Session:
 
     @contextmanager
     def _handle_exceptions(self) -> Iterator[None]:
-        """Run something, and tell callbacks, data and loggers when it fails."""
+        """Run the block, and notify callbacks, data and loggers of an exception."""
         trainer, run = self._trainer, self._run
         trainer.strategy.setup_environment()
         within = run.state.status == TrainerStatus.RUNNING  # a hook of a run under way has called this one
@@ -118,7 +118,7 @@ class Session:
 
     @contextmanager
     def _torch_flags(self) -> Iterator[None]:
-        """Set those of torch's settings that hold for a run."""
+        """Set torch's flags for the duration of a run."""
         settings = self._trainer.settings
         with (
             deterministic_kernels(warn_only=settings.deterministic == "warn")
@@ -197,7 +197,7 @@ class Session:
         check_state_keys(trainer.callbacks)
 
     def _place(self, module: Module, stage: str) -> None:
-        """Bring parameters to their type and device."""
+        """Move parameters to their device and type."""
         strategy, precision = self._trainer.strategy, self._trainer.precision_plugin
         strategy.precision = precision
         strategy.example = partial(self._trainer.data.sample_batch, module, stage)
@@ -267,7 +267,7 @@ class Session:
         self._finish(module, "fit")
 
     def _resolve_length(self) -> None:
-        """Decide how long a fit lasts if the user did not say: 1000 epochs, or none where steps or time limit it."""
+        """Set the default length of a fit: 1000 epochs, or no limit if steps or time limit it."""
         trainer = self._trainer
         if trainer.max_epochs is not None:
             return
@@ -314,7 +314,7 @@ class Session:
             trainer.log_warning("`Trainer.fit` stopped: No training batches.")
 
     def _sanity_check(self, module: Module) -> None:
-        """Run a few validation batches before training, so that a mistake there shows now and not after an epoch."""
+        """Run a few validation batches before training, to find mistakes there early."""
         trainer, run = self._trainer, self._run
         if not trainer.num_sanity_val_steps or not trainer.enable_validation:
             return
@@ -356,7 +356,7 @@ class Session:
     def predict_iter(
         self, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
     ) -> Iterator[Any]:
-        """Give ``predict_step``'s outputs as they come, keeping none."""
+        """Yield the outputs of ``predict_step`` as they come, keeping none."""
         with self._handle_exceptions():
             module, data = self._begin_prediction(model, loaders, datamodule, ckpt_path)
             if data.runs:
@@ -376,7 +376,7 @@ class Session:
     def _begin_evaluation(
         self, stage: str, model: Any, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
     ) -> Module:
-        """Set up; the weights of a checkpoint, the averaged ones where it has them: those are what a fit evaluated."""
+        """Set up an evaluation, with the weights of a checkpoint if one is given."""
         trainer = self._trainer
         require_model(model, stage, trainer.attached_module)
         loaders, datamodule = resolve_dataloaders(stage, loaders, None, datamodule)

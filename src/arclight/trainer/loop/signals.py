@@ -1,4 +1,4 @@
-"""Handle SIGTERM and preemption signals of SLURM: note them at once, act between two batches."""
+"""Handle SIGTERM and SLURM preemption: record the signal, act between two batches."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def _job() -> str:
-    """Return the name that SLURM's queue has for this job through every requeue; empty where it is no job."""
+    """Return the SLURM job's name, the same after each requeue; empty outside of SLURM."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
 
 
 class RequeueCheckpoints:
-    """The checkpoints from which a job goes on when the queue starts it again.
+    """Checkpoints that a requeued job resumes from.
 
     They lie in the folders of runs of one name and are named after the job (by Lightning's convention in ``default_root_dir``, for
     whichever job). ``suffix``: ending of their names.
@@ -51,7 +51,7 @@ class RequeueCheckpoints:
         return Path(self._paths.root) / self._paths.folder_name
 
     def all(self, any_job: bool = False) -> list[Path]:
-        """List those of this job, the newest last; ``any_job``: those of other jobs too."""
+        """List this job's checkpoints, newest last; with ``any_job`` those of other jobs too."""
         job, run_folders = re.escape(_job()) if not any_job else r"[0-9_-]+", self._paths.run_folders
         own = rf"hpc_ckpt_{job}_(\d+)" if run_folders else r"hpc_ckpt_(\d+)"
         pattern = re.compile(own + re.escape(self._suffix))
@@ -62,13 +62,13 @@ class RequeueCheckpoints:
         return [path for _, path in sorted(kept)]
 
     def newest(self, any_job: bool = False) -> Path | None:
-        """Return the newest, the same on every rank; None if there is none."""
+        """Return the newest checkpoint, the same on every rank; None if there is none."""
         kept = self.all() or (self.all(any_job=True) if any_job else [])
         found: Path | None = self._strategy.broadcast(kept[-1] if kept else None)
         return found
 
     def next_path(self, before: list[Path]) -> Path:
-        """Return the path for one after those ``before``, the same on every rank."""
+        """Return the path of the checkpoint after those ``before``, the same on every rank."""
         number = int(before[-1].name.removesuffix(self._suffix).rpartition("_")[2]) + 1 if before else 1
         if not self._paths.run_folders:
             path = Path(self._paths.root) / f"hpc_ckpt_{number}{self._suffix}"
@@ -78,21 +78,26 @@ class RequeueCheckpoints:
         return shared
 
     def delete(self) -> None:
-        """Remove what this job was to go on from: its fit is done, and another fit of the job must not begin there."""
+        """Delete this job's requeue checkpoints after its fit is done.
+
+        Another fit of the same job must not resume from them.
+        """
         if self._strategy.is_global_zero and self._paths.run_folders and _job() and SLURMEnvironment.detect():
             for path in self.all():
                 remove_checkpoint(path)
 
 
 class SignalConnector:
-    """Note the signals that ask a trainer to end, and end its run in order."""
+    """Record the signals that request an end, and end the trainer's run in order."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     @contextmanager
     def handlers(self) -> Iterator[None]:
-        """Within, SIGTERM asks the trainer to save and end; in a SLURM job, the requeue signal asks it to do so and to queue again.
+        """Handle SIGTERM by saving and ending, and SLURM's requeue signal by also requeuing.
+
+        For the duration of the block.
 
         A handler that the user has set for SIGTERM runs too; one for the requeue signal is left alone, with a notice. Afterwards all
         is as before.
@@ -126,14 +131,14 @@ class SignalConnector:
                 signal.signal(number, _settable(handler))
 
     def _requeue_signal(self) -> signal.Signals | None:
-        """Return the signal on which this job goes back into SLURM's queue; None where it does not."""
+        """Return the signal on which this job is requeued in SLURM; None if it is not."""
         environment = self._trainer.strategy.cluster_environment
         if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
             return None
         return environment.requeue_signal
 
     def requeue_job(self) -> None:
-        """Save on every rank, put the SLURM job back into the queue, and end: the job that starts again goes on from here."""
+        """Save on every rank, requeue the SLURM job and end, so that it resumes from here."""
         trainer, kept = self._trainer, self._trainer.requeue_checkpoints
         before = kept.all()
         path = kept.next_path(before)
@@ -160,7 +165,7 @@ class SignalConnector:
         raise SIGTERMException
 
     def _save(self) -> Path | str | None:
-        """Save by the callback that removes the checkpoint when there is a newer one; None if no checkpoints are kept."""
+        """Save an interim checkpoint and return its path; None if no checkpoints are kept."""
         trainer, suffix = self._trainer, self._trainer.checkpoint_io.suffix
         keeps = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
         if not suffix and keeps:

@@ -82,7 +82,7 @@ class StepBuilder:
         )
 
     def forward(self) -> Step:
-        """Return ``training_step`` as a function of batch and index, whatever arguments the user's version takes."""
+        """Return ``training_step`` as a function of batch and index, whatever arguments it takes."""
         module, strategy = self.module, self.strategy
         if module.automatic_optimization:
             step = strategy.wrap_step(module, module.training_step)
@@ -115,7 +115,10 @@ class StepBuilder:
         return self._plain(forward, parts)
 
     def parts(self, optimizer: Optimizer, zero_first: bool | None = None) -> StepParts:
-        """Resolve what surrounds backward and the step of ``optimizer``; ``zero_first`` overrides when gradients are cleared."""
+        """Resolve the hooks and functions around backward and the step of ``optimizer``.
+
+        ``zero_first`` overrides when gradients are cleared.
+        """
         trainer, module, scaler = self.trainer, self.module, self.precision.scaler
         backward: Callable[[torch.Tensor], Any] = (
             logging_as(module, "backward", module.backward)
@@ -141,7 +144,7 @@ class StepBuilder:
         )
 
     def _before_step(self, optimizer: Optimizer) -> list[Callable[[], Any]]:
-        """Hooks, then clipping: what happens to gradients before they are used."""
+        """List the actions between backward and update: hooks, then clipping."""
         trainer, module = self.trainer, self.module
         actions: list[Callable[[], Any]] = [partial(h, optimizer) for h in trainer.resolve("on_before_optimizer_step")]
         value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
@@ -182,7 +185,7 @@ class StepBuilder:
         warn_none_loss(self.run, self.trainer.warn)
 
     def _plain(self, forward: Step, parts: StepParts) -> Step:
-        """Forward, backward, update: one optimizer step per batch."""
+        """Build the step for one update per batch: forward, backward, update."""
         run, progress, skip = self.run, self.run.progress, self._skip
         zero_first, backward, optimizer_step = parts.zero_first, parts.backward, parts.optimizer_step
         before_backward, after_backward = parts.before_backward, parts.after_backward
@@ -213,7 +216,7 @@ class StepBuilder:
         return step
 
     def _accumulating(self, forward: Step, optimizer: Optimizer, parts: StepParts) -> Step:
-        """Several batches per optimizer step."""
+        """Build the step for gradient accumulation: several batches per update."""
         run, strategy, module = self.run, self.strategy, self.module
         windows, progress, window = self._accumulator(optimizer), run.progress, run.window
 
@@ -243,7 +246,10 @@ class StepBuilder:
         return step
 
     def _closure(self, forward: Step, optimizer: Optimizer) -> Step:
-        """Build the step with a closure, for optimizers that evaluate the loss themselves and modules that override ``optimizer_step``."""
+        """Build the step with a closure.
+
+        For optimizers that evaluate the loss themselves and modules that override ``optimizer_step``.
+        """
         run, module, skip = self.run, self.module, self._skip
         parts, windows = self.parts(optimizer, zero_first=True), self._accumulator(optimizer)
         managed = run.managed_optimizers[0]
@@ -298,7 +304,7 @@ class StepBuilder:
         return step
 
     def _after_closure(self, parts: StepParts, stepped: list[ManagedOptimizer], ran: bool) -> None:
-        """Follow an update; it counts only now, so that hooks and schedules see the number of the one before."""
+        """Run the actions after an update and count it."""
         if not stepped:
             return
         if not ran:
@@ -312,7 +318,7 @@ class StepBuilder:
         stepped.clear()
 
     def _forward_only(self, forward: Step) -> Step:
-        """Without an optimizer a step is a forward."""
+        """Build the step of a module without an optimizer: forward only."""
         progress = self.run.progress
 
         def step(batch: Any, index: int) -> Any:
@@ -323,7 +329,7 @@ class StepBuilder:
         return step
 
     def _manual(self, forward: Step) -> Step:
-        """Return the step of a ``training_step`` that runs its optimizers; a batch in which any of them stepped is one update."""
+        """Build the step of manual optimization, in which ``training_step`` runs the optimizers."""
         progress, optimizers = self.run.progress, self.run.managed_optimizers
         stepped: list[ManagedOptimizer] = []
         every = self.behavior.count_optimizer_steps

@@ -1,4 +1,4 @@
-"""Check that a module has the steps that an entry point needs, before anything is set up; unwrap compiled modules.
+"""Check that a module has the steps that an entry point needs; unwrap compiled modules.
 
 `arclight.trainer.loop.session` calls these first in fit, validate, test and predict. Messages begin with Lightning's words, which users'
 tests match.
@@ -18,7 +18,10 @@ from arclight.trainer.module import Module
 
 
 def as_module(model: Any, entry_point: str) -> Module:
-    """Return ``model`` if it is a Module, unwrapped if it was compiled. Raises TypeError for anything else."""
+    """Return ``model`` if it is a Module, unwrapped if it was compiled.
+
+    Raises TypeError for anything else.
+    """
     if isinstance(model, Module):
         return model
     if isinstance(getattr(model, "_orig_mod", None), Module):
@@ -54,7 +57,10 @@ def check_module(module: Module, stage: str, clip_value: float | None, accumulat
 
 
 def refuse_removed_hooks(module: Module, stage: str, removed: Iterable[tuple[str, str, str]]) -> None:
-    """Raise NotImplementedError for a hook in ``removed`` (stage, name, replacement) that ``module`` has: it would not be called."""
+    """Raise NotImplementedError for hooks of ``module`` that are no longer called.
+
+    ``removed``: stage, name and replacement of each.
+    """
     for of, name, replacement in removed:
         if of == stage and callable(getattr(module, name, None)):
             raise NotImplementedError(
@@ -106,7 +112,9 @@ def wrapped_module(model: object) -> nn.Module | None:
 
 
 def from_compiled(model: Any) -> Module:
-    """Return the Module inside what ``torch.compile`` returned, with its forward and its steps compiled in the same way.
+    """Return the Module inside a compiled one, with its forward and steps compiled.
+
+    They are compiled as ``torch.compile`` was told to.
 
     The module itself is changed. Raises ValueError for anything else.
     """

@@ -19,7 +19,9 @@ Item = TypeVar("Item")
 
 
 class Profiler:
-    """Override :meth:`start`, :meth:`stop` and :meth:`summary`. Actions may lie within one another.
+    """Base class of profilers; override :meth:`start`, :meth:`stop` and :meth:`summary`.
+
+    Actions may be nested.
 
     The report is logged on rank 0, or with ``filename`` appended to ``<dirpath>/<stage>-<filename>[-<rank>].txt``;
     without ``dirpath`` that is the folder of the run's logs.
@@ -36,7 +38,7 @@ class Profiler:
         self._lightning_module: Any = None
 
     def start(self, action_name: str) -> None:
-        """Begin an action."""
+        """Start an action."""
         raise NotImplementedError(f"{type(self).__name__} has no start(action_name)")
 
     def stop(self, action_name: str) -> None:
@@ -44,7 +46,7 @@ class Profiler:
         raise NotImplementedError(f"{type(self).__name__} has no stop(action_name)")
 
     def summary(self) -> str:
-        """Return the report; empty where there is nothing to say."""
+        """Return the report; empty if there is nothing to say."""
         return ""
 
     @contextmanager
@@ -57,7 +59,10 @@ class Profiler:
             self.stop(action_name)
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Begin a run of ``stage`` (fit, validate, test or predict); ``local_rank`` is None where there is one process."""
+        """Start profiling a run of ``stage`` (fit, validate, test or predict).
+
+        ``local_rank``: None if there is one process.
+        """
         self._stage, self._local_rank = stage, local_rank
         self.dirpath = self.dirpath or log_dir
 
@@ -75,7 +80,7 @@ class Profiler:
         self.teardown(self._stage)
 
     def teardown(self, stage: str | None) -> None:
-        """Let go of what a run needed."""
+        """Release what a run needed."""
         self._output_file = None
 
     @property
@@ -83,7 +88,7 @@ class Profiler:
         return self._local_rank or 0
 
     def _prepare_filename(self, action_name: str | None = None, extension: str = ".txt") -> str:
-        """Return ``<stage>-<filename>-<rank>-<action>`` of what is known, in letters that every file system takes."""
+        """Return the file name ``<stage>-<filename>-<rank>-<action>``, valid on any file system."""
         parts = [
             self._stage,
             self.filename or None,
@@ -106,7 +111,7 @@ class Profiler:
 
 
 class PassThroughProfiler(Profiler):
-    """Records nothing; with it, nothing of a profiler is in the way of a run."""
+    """Profiler that records nothing, at no cost."""
 
     def start(self, action_name: str) -> None:
         pass
@@ -116,7 +121,9 @@ class PassThroughProfiler(Profiler):
 
 
 def resolve_profiler(choice: Profiler | str | None) -> Profiler:
-    """Return the profiler that ``Trainer(profiler=...)`` means: an object, ``"simple"``, ``"advanced"``, ``"pytorch"``, or None.
+    """Resolve ``Trainer(profiler=...)`` to a profiler.
+
+    ``choice``: an object, ``"simple"``, ``"advanced"``, ``"pytorch"``, or None.
 
     Raises MisconfigurationError for another name.
     """
@@ -136,7 +143,10 @@ def resolve_profiler(choice: Profiler | str | None) -> Profiler:
 
 
 def profiled(profiler: Profiler, action_name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, seen by ``profiler`` as ``action_name``; the function itself where nothing is profiled."""
+    """Wrap ``function`` so that ``profiler`` sees it as ``action_name``.
+
+    Without profiling it is returned as it is.
+    """
     if type(profiler) is PassThroughProfiler:
         return function
     start, stop = profiler.start, profiler.stop
@@ -152,7 +162,10 @@ def profiled(profiler: Profiler, action_name: str, function: Callable[..., Any])
 
 
 def profiled_items(profiler: Profiler, action_name: str, items: Iterator[Item]) -> Iterator[Item]:
-    """Yield ``items``, the wait for each seen by ``profiler`` as ``action_name``; the iterator itself where nothing is profiled."""
+    """Yield ``items``, with the wait for each profiled as ``action_name``.
+
+    Without profiling the iterator is returned as it is.
+    """
     if type(profiler) is PassThroughProfiler:
         return items
     step = profiled(profiler, action_name, lambda: next(items, _END))

@@ -20,7 +20,7 @@ def profiling_enabled(profiler: Profiler | None) -> bool:
 
 
 def profile_action(profiler: Profiler | None, action: str, function: Function) -> Function:
-    """Return ``function`` as an action of the loop itself."""
+    """Return ``function`` profiled as an action of the loop."""
     return profiled(profiler, action, function) if profiler is not None and profiling_enabled(profiler) else function
 
 
@@ -42,17 +42,17 @@ def profile_module_hook(profiler: Profiler | None, module: nn.Module, hook: str,
 
 
 def profile_data_hook(profiler: Profiler, data: Any, hook: str) -> Function:
-    """Return a data module's ``hook``."""
+    """Return a data module's ``hook``, profiled."""
     return profile_action(profiler, f"[LightningDataModule]{type(data).__name__}.{hook}", getattr(data, hook))
 
 
 def profile_strategy(profiler: Profiler, strategy: object, action: str, function: Function) -> Function:
-    """Return ``function`` as something that depends on where the run takes place."""
+    """Return ``function`` profiled as an action of the strategy."""
     return profile_action(profiler, f"[Strategy]{type(strategy).__name__}.{action}", function)
 
 
 def profile_transfer(profiler: Profiler, strategy: object, move: Function | None) -> Function | None:
-    """Profile the move of a batch to the device, if there is one."""
+    """Profile the transfer of a batch to the device, if there is one."""
     return None if move is None else profile_strategy(profiler, strategy, "batch_to_device", move)
 
 
@@ -65,7 +65,7 @@ def reset_profiler(profiler: Profiler) -> None:
 def setup_profiler(
     profiler: Profiler, module: nn.Module, stage: str, local_rank: int | None, log_dir: Callable[[], str | None]
 ) -> None:
-    """Begin the profile of a run; a report to a file goes beside the logs."""
+    """Set up the profiler for a run; a report to a file goes beside the logs."""
     if profiling_enabled(profiler):
         profiler._lightning_module = module
         profiler.setup(stage=stage, local_rank=local_rank, log_dir=log_dir())

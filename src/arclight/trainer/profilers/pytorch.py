@@ -31,7 +31,9 @@ _REACHABLE_ACTIONS = {
 
 
 class StageSchedule:
-    """Call ``schedule`` with the number of steps of one kind (training, validation, ...), until that kind's trace is complete.
+    """Schedule that counts the steps of one kind (training, validation, ...) at a time.
+
+    ``schedule`` is called with that count, until the kind's trace is complete.
 
     torch.profiler calls this object after every step with its own count, of all kinds together. Before the first step nothing is recorded;
     steps of the sanity check are not counted.
@@ -42,7 +44,7 @@ class StageSchedule:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all steps."""
+        """Reset all steps."""
         self.steps = dict.fromkeys(STAGES, 0)
         self.finished: set[str] = set()
         self.stage: str | None = None
@@ -50,7 +52,7 @@ class StageSchedule:
         self._previous = ProfilerAction.NONE
 
     def count_step(self, action_name: str, fitting: bool) -> None:
-        """Note the step that has ended, by its action name, which ends with its kind."""
+        """Count the step that has ended, by the kind that its action name ends with."""
         self.stage = next(stage for stage in STAGES if action_name.endswith(stage))
         self._fitting = fitting
 
@@ -81,7 +83,7 @@ _NEEDED_STEPS = 5
 
 
 class RegisterRecordFunction:
-    """While this context is entered, a trace shows the forward of each of ``model``'s modules by its name."""
+    """Context in which a trace shows the forward of each of ``model``'s modules by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -117,7 +119,9 @@ class RegisterRecordFunction:
 
 
 class PyTorchProfiler(Profiler):
-    """Torch's own profiler: operators on CPU and GPU, with the run's actions and modules as labels.
+    """Profile with torch's own profiler: operators on CPU and GPU.
+
+    The run's actions and modules are labels.
 
     ``schedule`` (default: of each five steps of a stage skip one, warm up one, record three, once) is asked by the
     number of a stage's steps; None records everything. ``export_to_chrome`` writes a trace that Chrome,
@@ -234,7 +238,7 @@ class PyTorchProfiler(Profiler):
         self.profiler.step()
 
     def _steps_to_come(self, action_name: str) -> float:
-        """Steps of the run's stage that ``action_name`` is one of; infinity where no trainer knows."""
+        """Count the steps to come of the kind of ``action_name``; infinity without a trainer."""
         if self._lightning_module is None:
             return float("inf")
         trainer = self._lightning_module.trainer

@@ -12,7 +12,7 @@ from arclight.trainer.profilers.profiler import Profiler
 
 
 class SimpleProfiler(Profiler):
-    """Times each action by the wall clock.
+    """Time each action by the wall clock.
 
     ``extended`` adds the number of calls and the share of the time since the profiler was made; rows are in order of
     that share, else of the mean duration. An action that lies within another counts for both.
@@ -42,14 +42,14 @@ class SimpleProfiler(Profiler):
         self.recorded_durations[action_name].append(now - self.current_actions.pop(action_name))
 
     def _make_report_extended(self) -> tuple[list[tuple[str, float, int, float, float]], int, float]:
-        """Rows of (action, mean, calls, sum, percentage), the number of all calls, and the seconds since the start."""
+        """Return rows of (action, mean, calls, sum, percentage), all calls, and seconds."""
         whole = time.perf_counter() - self.start_time
         sums = [(name, math.fsum(times), len(times)) for name, times in self.recorded_durations.items()]
         rows = [(name, total / count, count, total, 100.0 * total / whole) for name, total, count in sums]
         return sorted(rows, key=lambda row: row[4], reverse=True), sum(row[2] for row in rows), whole
 
     def _make_report(self) -> list[tuple[str, float, float]]:
-        """Rows of (action, mean, sum)."""
+        """Return rows of (action, mean, sum), the largest mean first."""
         sums = [(name, math.fsum(times), len(times)) for name, times in self.recorded_durations.items()]
         return sorted(
             ((name, total / count, total) for name, total, count in sums), key=lambda row: row[1], reverse=True
@@ -71,7 +71,7 @@ class SimpleProfiler(Profiler):
 
 
 def _table(heads: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells under one or more heads, each head between two lines."""
+    """Format a table of cells under one or more heads, each between two rules."""
     width = max(len(row[0]) for row in rows)
 
     def line(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Group, smooth and thin out logged metrics into the charts of training and federated reports."""
+"""Group, smooth and thin logged metrics into the charts of training and federated reports."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def grouped(curves: Curves) -> dict[str, list[str]]:
 
 
 def charts_of(group: str, curves: Curves, most_points: int) -> list[Chart]:
-    """Return the charts of one group: rates share one, so do ``x_step`` and ``x_epoch``; ``train/x`` shows ``val/x`` too."""
+    """Return the charts of one group of metrics.
+
+    Rates share one, and so do ``x_step`` and ``x_epoch``; ``train/x`` shows ``val/x`` too.
+    """
     names = grouped(curves).get(group, [])
     if group == "lr":
         rates = [name for name in names if not name.endswith(("-momentum", "-weight_decay"))]
@@ -69,7 +72,7 @@ def charts_of(group: str, curves: Curves, most_points: int) -> list[Chart]:
 
 
 def base_name(name: str, curves: Curves) -> str:
-    """Return ``x`` for ``x_step`` and ``x_epoch`` where both were logged."""
+    """Return ``x`` for ``x_step`` and ``x_epoch`` if both were logged."""
     for own, other in (("_step", "_epoch"), ("_epoch", "_step")):
         if name.endswith(own) and name.removesuffix(own) + other in curves:
             return name.removesuffix(own)
@@ -87,7 +90,7 @@ def metric_chart(base: str, family: Sequence[str], curves: Curves, most_points: 
 
 
 def lr_chart(names: Sequence[str], curves: Curves, most_points: int) -> Chart:
-    """Rates that are the same all the way are drawn once, under all their names."""
+    """Chart learning rates; curves that are equal are drawn once, under all their names."""
     same: dict[tuple[Point, ...], list[str]] = {}
     for name in names:
         same.setdefault(tuple(curves[name]), []).append(name)
@@ -109,7 +112,7 @@ def drawn(name: str, points: Sequence[Point], colour: int, most_points: int) -> 
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Exponential smoothing run forwards and backwards, so that no step lags; over about a thirtieth of the curve."""
+    """Smooth a curve exponentially, forwards and backwards, so that no step lags."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
     keep = 1 - 1 / max(2.0, len(finite) / 40)
 
@@ -127,7 +130,7 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """Thin a curve to about ``most`` points: the lowest and the highest of each stretch, so that spikes stay."""
+    """Thin a curve to about ``most`` points, keeping spikes."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / max(1, most // 2))
@@ -143,7 +146,10 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def spans_decades(series: Sequence[Series]) -> bool:
-    """Return True if a logarithmic scale serves better: all positive, and the largest a thousand times the smallest."""
+    """Return True if a logarithmic scale serves better.
+
+    All values are positive, and the largest is over a thousand times the smallest.
+    """
     values = [y for s in series if not s.faint for _, y in s.points if math.isfinite(y)]
     return bool(values) and min(values) > 0 and max(values) > 1000 * min(values)
 
@@ -153,7 +159,7 @@ def last_finite(points: Sequence[Point]) -> float:
 
 
 def best_point(name: str, points: Sequence[Point]) -> Point | None:
-    """Return the best (step, value) of a metric whose name says what is better; None where it does not."""
+    """Return the best (step, value) of a metric; None if its name does not say what is better."""
     finite = [point for point in points if math.isfinite(point[1])]
     mode = mode_of(name)
     if not finite or mode is None:
@@ -162,13 +168,13 @@ def best_point(name: str, points: Sequence[Point]) -> Point | None:
 
 
 def mode_of(name: str) -> str | None:
-    """Return whether less (min) or more (max) of a metric is better; None where its name does not say so."""
+    """Return ``min`` or ``max``, whichever is better by a metric's name; None if unknown."""
     tail = name.rpartition("/")[2]
     return "min" if _LOWER.search(tail) else "max" if _HIGHER.search(tail) else None
 
 
 def number_text(value: float) -> str:
-    """Four significant digits, thousands grouped."""
+    """Format a number with four significant digits and grouped thousands."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e9:

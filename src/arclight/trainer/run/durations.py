@@ -36,14 +36,14 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Duration:
-    """A number of epochs, batches, samples, tokens or seconds, or a fraction of the whole training."""
+    """Length of training: epochs, batches, samples, tokens, seconds, or a fraction of it all."""
 
     value: float
     unit: Unit
 
     @classmethod
     def parse(cls, given: str | timedelta | dict[str, float] | Duration) -> Self:
-        """Return a duration from text (:data:`FORMS`), a timedelta, or a dict of timedelta's arguments.
+        """Parse a duration from text (:data:`FORMS`), a timedelta or a dict of its arguments.
 
         Raises MisconfigurationError for anything else, for a part of an epoch or batch, and for a fraction above 1.
         """
@@ -81,11 +81,14 @@ class Duration:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds, where that is the unit."""
+        """Seconds, if that is the unit."""
         return self.value if self.unit is Unit.SECONDS else None
 
     def of(self, whole: Duration) -> Duration:
-        """Return a fraction as that part of ``whole``, rounded up to a whole number where the unit counts; others stay as they are."""
+        """Convert a fraction to that part of ``whole``; return other units as they are.
+
+        It is rounded up to a whole number if the unit counts.
+        """
         if self.unit is not Unit.FRACTION:
             return self
         if whole.unit is Unit.FRACTION:

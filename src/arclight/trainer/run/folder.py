@@ -23,7 +23,7 @@ from arclight.fabric.rank_zero import rank_zero_warn
 
 
 class RunFolder:
-    """A folder of its own for a run: number ``n`` counts up, and no two processes ever get the same.
+    """Folder of one run; its number ``n`` counts up and is unique across processes.
 
     ``RunFolder(root, name)`` makes a new one, with ``number`` exactly that one (FileExistsError where
     it is taken); :meth:`open` goes on in one that exists.
@@ -38,7 +38,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """Return the run in ``path``, to go on with; FileNotFoundError where there is none."""
+        """Open the run in ``path``, to continue it; FileNotFoundError if there is none."""
         folder = Path(path)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a run folder; runs are folders like runs/<name>/<number>")
@@ -50,7 +50,10 @@ class RunFolder:
     def newest(
         cls, root: str | Path = "runs", name: str = "run", *, having: str | Sequence[str] = ""
     ) -> RunFolder | None:
-        """Return the run of that name with the highest number, of those whose folder has a file ``having``, or one of several; None without any."""
+        """Return the newest run of that name whose folder has a file ``having``; None without any.
+
+        With several names in ``having`` one of them is enough.
+        """
         parent = Path(root) / name
         files = [having] if isinstance(having, str) else having
         numbers = [n for n in run_numbers(parent) if any((parent / str(n) / file).exists() for file in files)]
@@ -93,12 +96,12 @@ class RunFolder:
         return self._folder("plots")
 
     def caption_plot(self, name: str, caption: str) -> None:
-        """Say in the report what the plot ``name`` shows."""
+        """Write the report's caption for the plot ``name``."""
         path = self.plots / "captions.json"
         replace_text(path, json.dumps(read_json(path) | {name: caption}, indent=1), durable=False)
 
     def write_environment(self, **facts: Any) -> Path:
-        """Write what the run ran on, and ``facts`` beside it; a resumed run keeps the time it first started.
+        """Write the run's environment with ``facts``; a resumed run keeps its first start time.
 
         A second call in one session adds its facts: only an environment that another session has written was resumed.
         """
@@ -113,7 +116,10 @@ class RunFolder:
         return self.environment
 
     def log_handler(self, level: int = logging.INFO) -> logging.Handler:
-        """Return a handler that appends to log.txt: ``logging.getLogger("arclight").addHandler(run.log_handler())``."""
+        """Return a logging handler that appends to log.txt.
+
+        Use: ``logging.getLogger("arclight").addHandler(run.log_handler())``.
+        """
         handler = logging.FileHandler(self.log, encoding="utf-8", delay=True)
         handler.setLevel(level)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
@@ -151,7 +157,7 @@ def next_folder(parent: Path) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one if there is none or, with a warning, if the file is damaged."""
+    """Read a JSON object; an empty one if the file is missing or (with a warning) damaged."""
     if not path.is_file():
         return {}
     try:
@@ -181,7 +187,7 @@ def _is_time(value: Any) -> bool:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and hardware that results depend on; nothing that could be a secret."""
+    """Collect the versions and hardware that results depend on, but no secrets."""
     import torch
 
     return {
@@ -201,7 +207,7 @@ def environment() -> dict[str, Any]:
 
 @functools.cache
 def installed_packages() -> tuple[tuple[str, str], ...]:
-    """Return names and versions of what is installed, by name; the files of a hundred packages are read once in a process."""
+    """List names and versions of installed packages, sorted by name."""
     about = [package.metadata for package in importlib.metadata.distributions()]
     return tuple(sorted(((each["Name"], each["Version"]) for each in about), key=lambda package: package[0].lower()))
 
@@ -223,7 +229,7 @@ def cpu_name() -> str:
 
 
 def git_commit() -> str | None:
-    """Commit of the working folder, with "+changes" where files differ from it; None outside a repository."""
+    """Return the working folder's git commit, with "+changes" if files differ; or None."""
     try:
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True

@@ -58,7 +58,7 @@ class RunPaths:
         return self.opened or RunFolder.newest(self.root, self.folder_name)
 
     def agree(self) -> None:
-        """Agree on all ranks where this run writes, so that single ranks can ask for it later. A collective."""
+        """Agree across ranks on the folders of this run. A collective."""
         self._agreed = {}
         if self.strategy.world_size == 1:
             return
@@ -82,7 +82,10 @@ class RunPaths:
 
     @property
     def run_folder(self) -> RunFolder:
-        """Return the folder of this run, the same on every rank; it is made at the first call. A collective then."""
+        """Folder of this run, the same on every rank, made at the first use.
+
+        That use is a collective.
+        """
         if self.opened is None:
             made = str(RunFolder(self.root, self.folder_name).path) if self.strategy.is_global_zero else ""
             self.opened = RunFolder.open(self.strategy.broadcast(made))
@@ -153,7 +156,10 @@ class RunPaths:
 
     @property
     def log_dir(self) -> str | None:
-        """Return the run folder; without run folders the first logger's folder, or ``default_root_dir`` without loggers."""
+        """Folder of the run, or of the first logger if there are no run folders.
+
+        Without loggers it is ``default_root_dir``.
+        """
         if self.run_folders:
             return str(self.run_folder.path)
         if "log_dir" in self._agreed:
@@ -177,7 +183,10 @@ class RunPaths:
 
 
 def local_root(folder: str | Path) -> str:
-    """Return ``folder`` as a local path. Raises MisconfigurationError for an address, which can hold checkpoints only."""
+    """Return ``folder`` as a local path.
+
+    Raises MisconfigurationError for an address, which can hold checkpoints only.
+    """
     if is_remote(found := to_path(folder)):
         raise MisconfigurationError(
             f"Trainer(default_root_dir={str(folder)!r}): a run's log, metrics and report are written to local folders; keep "
@@ -194,7 +203,10 @@ def _listed(choice: Any) -> list[Any]:
 
 
 def _versioned_logger(folder: str | Path) -> Any:
-    """Return a TensorBoard logger if that is installed, else a CSV logger, in ``folder/lightning_logs/version_<n>``; n is a SLURM job's number."""
+    """Return the default logger of ``folder/lightning_logs/version_<n>``.
+
+    A TensorBoard logger if that is installed, else a CSV logger; n is a SLURM job's number.
+    """
     from importlib.util import find_spec
 
     from arclight.fabric.environments import SLURMEnvironment

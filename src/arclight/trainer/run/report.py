@@ -31,7 +31,10 @@ _MAX_POINTS = 24_000
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page that a caller adds: a heading, and HTML whose texts are escaped (see :func:`table`)."""
+    """Section of the report that a caller adds: a heading and HTML.
+
+    Texts in it are escaped (see :func:`table`).
+    """
 
     title: str
     html: str
@@ -94,7 +97,9 @@ def page(
     cards: str = "",
     version: str = "",
 ) -> str:
-    """Return a page that needs no network and no other file; sections without content are left out.
+    """Return an HTML page that needs no network and no other file.
+
+    Sections without content are left out.
 
     ``title`` and ``kind``, which stands above it, are texts; ``facts``, ``alert`` and ``cards`` are HTML (see :func:`fact_list`,
     :func:`cards`).
@@ -177,7 +182,7 @@ def alert(failure: str | None) -> str:
 
 
 def headline_numbers(curves: Curves) -> dict[str, float | str]:
-    """Return the last value of up to six metrics: of validation if there are any, else of the first group there is."""
+    """Return the last value of up to six metrics, of validation if there are any."""
     groups = {group: names for group, names in grouped(curves).items() if group != "lr"}
     names = next(iter(groups.values()), [])
     return {name: last_finite(curves[name]) for name in names[:6]}
@@ -238,7 +243,7 @@ def chart_figure(chart: Chart) -> str:
 def figure(
     title: str, drawing: str, value: str = "", keys: Sequence[tuple[int, str]] = (), *, caption: str = "", css: str = ""
 ) -> str:
-    """Return a drawing on a card: its title and a value above, below it the names of its colours and a caption."""
+    """Return a card with a drawing: title and value above, legend and caption below."""
     marks = "".join(f'<span><i class="c{colour % 8}"></i>{escape(name)}</span>' for colour, name in keys)
     legend = f'<div class="legend">{marks}</div>' if marks else ""
     words = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
@@ -265,7 +270,10 @@ def plots(folder: Path) -> str:
 
 
 def image_source(content: bytes, suffix: str) -> str:
-    """Return an image as a data URI. An SVG goes in as an image too: scripts and links inside it do not run."""
+    """Return an image as a data URI.
+
+    An SVG is embedded as an image too: scripts and links inside it do not run.
+    """
     return f"data:image/{_IMAGE_TYPES[suffix]};base64,{base64.b64encode(content).decode()}"
 
 
@@ -281,7 +289,7 @@ def plot_figure(file: Path, caption: str) -> str:
 
 
 def pixel_width(image: bytes) -> int:
-    """Width in a PNG's or JPEG's header, or that an SVG says it has; 0 for anything else."""
+    """Read the width of a PNG, JPEG or SVG in pixels; 0 for anything else."""
     if match := re.match(rb'<svg\s[^>]*?\bwidth="(\d+)"', image):
         return int(match[1])
     if image.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -347,7 +355,10 @@ def environment_table(environment: Mapping[str, Any]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Return an HTML table; cells are HTML, columns whose index is in ``numbers`` are set flush right."""
+    """Return an HTML table, with columns in ``numbers`` aligned right.
+
+    ``numbers``: their indices. Cells are HTML.
+    """
 
     def cells(kind: str, row: Sequence[str]) -> str:
         return "".join(
@@ -368,7 +379,7 @@ _TOML = re.compile(
 
 
 def highlighted(toml: str) -> str:
-    """TOML as HTML with tables, keys, texts and remarks marked."""
+    """Highlight TOML as HTML: tables, keys, texts and comments."""
     out, end = [], 0
     for match in _TOML.finditer(toml):
         out += [escape(toml[end : match.start()]), f'<span class="{match.lastgroup}">{escape(match[0])}</span>']

@@ -1,4 +1,4 @@
-"""Draw charts as SVG: axes, ticks, curves and bars, for every page and picture that a run leaves behind.
+"""Draw SVG charts for pages and pictures: axes, ticks, curves and bars.
 
 Charts of a page take their colours from its style sheet; :func:`standalone` makes a picture that carries its own.
 """
@@ -38,7 +38,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values in [low, high] to pixels in [start, end], on a linear or logarithmic scale."""
+    """Axis that maps [low, high] to pixels [start, end], linearly or by logarithms."""
 
     low: float
     high: float
@@ -70,7 +70,7 @@ def line_chart(
     x_range: tuple[float, float] | None = None,
     y_range: tuple[float, float] | None = None,
 ) -> str:
-    """Return an ``<svg>`` element with axes and the given curves; an empty string where no point is finite.
+    """Draw curves with axes as an ``<svg>`` element; "" if no point is finite.
 
     ``label`` is the description that a screen reader speaks. ``x_range`` and ``y_range`` are the ends of the axes where these
     are not the curves' own. The numbers of the read-out lie in the attribute ``data-chart`` as JSON, for the page's script.
@@ -114,7 +114,7 @@ def stacked_bars(
     x_name: str,
     y_max: float | None = None,
 ) -> str:
-    """Return an ``<svg>`` element with a bar at each of ``places``; an empty string if there is nothing to show.
+    """Draw stacked bars at ``places`` as an ``<svg>`` element; "" if there is nothing to show.
 
     Of more than 120 places, neighbours share a bar: their mean. ``format_value`` is for the tooltips.
     """
@@ -151,7 +151,7 @@ def _means(values: Sequence[float], group: int) -> list[float]:
 
 
 def standalone(width: float, height: float, title: str, subtitle: str, marks: Iterable[str]) -> str:
-    """Return a picture of ``marks`` on a card with a title: a file that needs no style sheet, font or script.
+    """Draw ``marks`` on a card with a title, as a file without external styles or scripts.
 
     It follows the reader's light or dark theme, alone in a browser, as an image in a page, or pasted into one.
     """
@@ -165,7 +165,7 @@ def standalone(width: float, height: float, title: str, subtitle: str, marks: It
 
 
 def sparkline(points: Sequence[Point], *, width: int = 168, height: int = 30) -> str:
-    """Return a curve without axes, the last point marked; an empty string for fewer than two finite points."""
+    """Draw a small curve without axes, its last point marked; "" below two finite points."""
     finite = [point for run in finite_runs(points) for point in run]
     if len(finite) < 2:
         return ""
@@ -258,7 +258,7 @@ def text(
 
 
 def readout(series: Sequence[Series], x_axis: Axis, y_axis: Axis, x_name: str) -> str:
-    """Return the numbers for the page's script: names, colours, points and the pixels of the axes."""
+    """Return a chart's data as JSON for the page's script."""
     return json.dumps(
         {
             "t": x_name,
@@ -278,12 +278,12 @@ def readout(series: Sequence[Series], x_axis: Axis, y_axis: Axis, x_name: str) -
 
 
 def short(value: float) -> float | int:
-    """Return ``value`` to five significant digits (whole numbers stay whole), which is more than a screen shows."""
+    """Round ``value`` to five significant digits, more than a screen shows."""
     return int(value) if value == int(value) else float(f"{value:.5g}")
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:
-    """About ``count`` multiples of 1, 2 or 5 times a power of ten within [low, high]."""
+    """List about ``count`` multiples of 1, 2 or 5 times a power of ten in [low, high]."""
     raw = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / raw)))
@@ -305,7 +305,7 @@ def tick_texts(values: Sequence[float]) -> list[str]:
 
 
 def widen(low: float, high: float) -> tuple[float, float]:
-    """[low, high], given some width where both are equal."""
+    """Widen [low, high] if both are equal."""
     if low < high:
         return low, high
     half = abs(low) / 2 or 0.5
@@ -313,12 +313,12 @@ def widen(low: float, high: float) -> tuple[float, float]:
 
 
 def span(low: float, high: float) -> tuple[float, float]:
-    """[low, high] for an axis along which things go on: from zero where that is near."""
+    """Return an axis' range for [low, high], from zero if that is near."""
     return (0.0, high) if 0 <= low < high * 0.2 else widen(low, high)
 
 
 def padded(low: float, high: float, log: bool) -> tuple[float, float]:
-    """[low, high] with room above and below; a range close to zero starts at zero."""
+    """Pad [low, high] above and below; a range close to zero starts at zero."""
     if log:
         return (low / 1.15, high * 1.15) if low < high else (low / 10, high * 10)
     low, high = widen(low, high)

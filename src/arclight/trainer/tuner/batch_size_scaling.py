@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Settings of a search: the arguments of :class:`arclight.trainer.callbacks.BatchSizeFinder`."""
+    """Settings of a search, as :class:`arclight.trainer.callbacks.BatchSizeFinder` takes them."""
 
     mode: str
     steps_per_trial: int
@@ -33,7 +33,9 @@ class Search:
 
 
 def scale_batch_size(trainer: Trainer, module: Module, search: Search) -> int | None:
-    """Return the batch size found, which module and data then have; None in a development run, which tries nothing.
+    """Search for the largest batch size, set it and return it.
+
+    None in a development run, which tries nothing.
 
     Raises MisconfigurationError where not even one sample fits, and any error of a trial that is not about memory.
     """
@@ -56,7 +58,7 @@ def scale_batch_size(trainer: Trainer, module: Module, search: Search) -> int | 
 
 
 def use_batch_size(data: DataConnector, stages: Sequence[str], module: Module, name: str, size: int) -> None:
-    """Set the batch size ``name`` of module and data, and create the loaders of ``stages`` again."""
+    """Set the batch size ``name`` of module and data, and recreate the loaders of ``stages``."""
     set_setting(module, name, size)
     for stage in stages:
         data.stages[stage].loaded = False
@@ -80,7 +82,7 @@ class _Finder:
         return strategy[self.search.mode](min(self.search.init_val, self.search.max_val))
 
     def _doubled(self, size: int) -> int:
-        """Twice as much as long as it fits; half as much until it does. What is returned has been tried, as in `_bisected`."""
+        """Double the size as long as it fits; halve it until it does."""
         fitting = successes = 0
         while successes < self.search.max_trials:
             if self._fits(size):
@@ -96,7 +98,7 @@ class _Finder:
         return fitting
 
     def _bisected(self, size: int) -> int:
-        """Double up to the first size too large; then halve what lies between that and the last that fitted."""
+        """Double the size until it is too large, then bisect between that and the last that fit."""
         fitting, too_large, successes = 0, 0, 0
         while successes < self.search.max_trials:
             if self._fits(size):
@@ -122,7 +124,7 @@ class _Finder:
         return following
 
     def _larger(self, size: int) -> int:
-        """Return the next size up: no larger than the data or the limit; ``size`` itself where it is there already."""
+        """Return the next size up, at most the data's length and the limit; or ``size`` itself."""
         length = self._samples()
         if length is not None and size >= length:
             self.trainer.log_info(
@@ -144,7 +146,7 @@ class _Finder:
         return following
 
     def _samples(self) -> int | None:
-        """Samples of the largest data set read; None where that is not known."""
+        """Return the length of the largest data set, or None if unknown."""
         loaders = self.trainer.data.stages[self.stages[0]].user_loaders
         sets: list[Any] = [getattr(loader, "dataset", None) for loader in loaders]
         lengths = [len(d) for d in sets if hasattr(d, "__len__") and not isinstance(d, IterableDataset)]

@@ -31,7 +31,7 @@ _MEMORY = 0.98  # share of the running mean of losses kept at each step
 
 
 class LRFinder:
-    """Result of a search: ``results["lr"]`` and, for each rate, the smoothed ``results["loss"]``.
+    """Result of a search: rates in ``results["lr"]``, smoothed losses in ``results["loss"]``.
 
     mode: ``exponential`` (rates evenly spaced in their logarithm) or ``linear``. lr_min, lr_max: first and last rate.
     num_training: number of rates. Raises ValueError for another mode, and MisconfigurationError for rates that are not positive
@@ -55,7 +55,7 @@ class LRFinder:
         return float(self.lr_min * (self.lr_max / self.lr_min) ** share)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate at which the loss fell most steeply, leaving out that many steps at both ends.
+        """Return the rate at which the loss fell most steeply, between the skipped ends.
 
         None, with an error in the log, where fewer than two finite losses remain.
         """
@@ -77,7 +77,9 @@ class LRFinder:
         return self.results["lr"][self._optimal_idx]
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
-        """Loss over learning rate as a figure of matplotlib, drawn in ``ax`` if given; `suggest` marks the suggestion.
+        """Plot loss over learning rate as a matplotlib figure, in ``ax`` if given.
+
+        `suggest` marks the suggestion.
 
         Raises MissingExtraError without matplotlib.
         """
@@ -134,7 +136,7 @@ def lr_find(
 def use_suggestion(
     finder: LRFinder, module: Module, attr_name: str, optimizer: Optimizer, schedulers: Sequence[LRSchedulerConfig]
 ) -> None:
-    """Give the module and its optimizer the rate that a search suggests, if it does."""
+    """Set the suggested rate of module and optimizer, if there is one."""
     name = _attribute(module, attr_name)
     if (rate := finder.suggestion()) is None:
         return
@@ -162,7 +164,7 @@ def _attribute(module: Module, name: str) -> str:
 
 
 def _apply(rate: float, optimizer: Optimizer, schedulers: list[Any]) -> None:
-    """Let the optimizer, and the schedules that reckon from its first rate, go on as if begun with ``rate``."""
+    """Set ``rate`` in the optimizer and in schedules that multiply the initial rate."""
     for group in optimizer.param_groups:
         first = group.get("initial_lr")
         group["lr"] = rate * group["lr"] / first if first else rate  # a warm-up under way keeps its share
@@ -180,7 +182,7 @@ def _with_inner(scheduler: Any) -> Iterator[Any]:
 
 
 class _Ramp(TrialCallback):
-    """Sets the rate of each step and notes its loss."""
+    """Set the rate of each step and record its loss."""
 
     def __init__(self, finder: LRFinder, threshold: float | None) -> None:
         self.finder, self.threshold = finder, threshold
@@ -218,7 +220,7 @@ class _Ramp(TrialCallback):
             trainer.request_stop()
 
     def _smoothed(self, strategy: Strategy, outputs: Any) -> float:
-        """Return the running mean of the losses so far, of all processes alike; NaN for a step without a loss."""
+        """Return the running mean of the losses, the same on all ranks; NaN without a loss."""
         loss = loss_of(outputs) if not isinstance(outputs, Mapping) or "loss" in outputs else None
         value = torch.tensor(math.nan) if loss is None else loss.detach().float()
         if strategy.world_size > 1:

@@ -80,7 +80,7 @@ def trials(trainer: Trainer, module: Module) -> Iterator[Run]:
 
 
 class TrialCallback(Callback):
-    """A callback that goes along with a trial, and lets its losses be what they are."""
+    """Callback of a trial, in which a NaN or infinite loss ends nothing."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.report_loss(None)  # a NaN or infinite one is an outcome like others here, and ends nothing
@@ -88,7 +88,7 @@ class TrialCallback(Callback):
 
 @contextmanager
 def _gradients_aside(module: Module) -> Iterator[None]:
-    """Let a trial begin without gradients and with a place of its own for what the module logs, and then restore both."""
+    """Set gradients and logged entries aside for a trial, and restore both afterwards."""
     entries = module.__dict__["_entries"]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     module.zero_grad(set_to_none=True)
@@ -103,7 +103,7 @@ def _gradients_aside(module: Module) -> Iterator[None]:
 def _keep(
     module: Module, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], precision: Precision
 ) -> Callable[[], None]:
-    """Return the state of module, optimizers, schedules and precision, and a function that puts it back."""
+    """Save the state of module, optimizers, schedules and precision; return a restorer."""
     tensors = _kept_tensors(module)
     modes = [(part, part.training) for part in module.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]

@@ -19,7 +19,7 @@ _METHODS = ("fit", "validate", "test", "predict")
 
 
 class Tuner:
-    """Find a batch size or a learning rate for a run of ``trainer``, and set it; all other state is restored."""
+    """Find a batch size or learning rate for ``trainer`` and set it, restoring the rest."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -29,7 +29,9 @@ class Tuner:
         datamodule: Any = None, method: str = "fit", mode: str = "power", steps_per_trial: int = 3, init_val: int = 2,
         max_trials: int = 25, batch_arg_name: str = "batch_size", margin: float = 0.05, max_val: int = 8192,
     ) -> int | None:  # fmt: skip
-        """Find the largest batch size that fits in memory: see :class:`BatchSizeFinder` for the arguments.
+        """Find the largest batch size that fits in memory.
+
+        See :class:`BatchSizeFinder` for the arguments.
 
         method: the entry point it is for: fit, validate, test or predict. The data must come from the module or ``datamodule``,
         which have the setting ``batch_arg_name``. Raises ValueError for another method and for several processes, and
@@ -52,7 +54,9 @@ class Tuner:
         mode: str = "exponential", early_stop_threshold: float | None = 4.0, update_attr: bool = True, attr_name: str = "",
         weights_only: bool | None = None,
     ) -> LRFinder | None:  # fmt: skip
-        """Losses of a short fit at growing rates: see :class:`LearningRateFinder`. None in a development run.
+        """Run a learning rate range test, a short fit at growing rates; return its result.
+
+        See :class:`LearningRateFinder` for the arguments. None in a development run.
 
         Raises MisconfigurationError for another method than fit and for several optimizers, AttributeError where
         ``update_attr`` finds no attribute to set. Nothing is unpickled, whatever ``weights_only`` says.
@@ -69,7 +73,7 @@ class Tuner:
 
     @contextmanager
     def _first(self, finder: BatchSizeFinder | LearningRateFinder) -> Iterator[None]:
-        """Put ``finder`` before all other callbacks, to end the run when it is done; remove it afterwards."""
+        """Put ``finder`` before all other callbacks, to end the run after it; then remove it."""
         trainer, kind = self._trainer, type(finder)
         if any(isinstance(callback, kind) for callback in trainer.callbacks):
             raise ValueError(

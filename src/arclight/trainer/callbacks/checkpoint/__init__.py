@@ -1,4 +1,6 @@
-"""Callbacks that save checkpoints. In: the end of a step, epoch or validation; out: files, and the history of what is kept.
+"""Save checkpoints: when, under which name, and which of them to keep.
+
+In: the end of a step, epoch or validation; out: files, and the history of what is kept.
 
 Open ``model_checkpoint`` first: when to save. ``history`` ranks, plans what to write and what to delete, and carries it out;
 ``file_ops`` names, copies and links checkpoints; ``on_exception_checkpoint`` saves when a fit fails.

@@ -30,7 +30,9 @@ def format_name(
     auto_insert_metric_name: bool = True,
     equals: str = "=",
 ) -> str:
-    """Return ``template`` with each ``{name}`` or ``{name:format}`` replaced by its value (0 where it has none).
+    """Fill in a file name's ``{name}`` and ``{name:format}`` fields from ``values``.
+
+    A name without a value becomes 0.
 
     With ``auto_insert_metric_name`` the value is preceded by ``name=``, a ``/`` in the name becoming ``_`` so that
     ``{val/loss:.3f}`` makes a file name and not a folder. Raises ValueError for a format that does not fit the value.
@@ -52,7 +54,7 @@ def format_name(
 
 
 def full_path(path: str | Path) -> str:
-    """Return a local path from the root on, links followed and ``~`` put out; an address such as ``s3://bucket/runs`` as it is."""
+    """Return a local path absolute, with ``~`` and links resolved; leave an address as it is."""
     path = to_path(path)
     return str(path) if is_remote(path) else os.path.realpath(os.path.expanduser(path))
 
@@ -65,7 +67,10 @@ def is_within(path: str | Path, folder: str) -> bool:
 
 
 def is_taken(path: str) -> bool:
-    """Return True if a new checkpoint of that name would replace something; at an address, what killed saves left is nothing."""
+    """Return True if a new checkpoint of that name would replace something.
+
+    At an address, the empty remains of an interrupted save do not count.
+    """
     found = to_path(path)
     return files.is_there(found) and not (is_remote(found) and files.is_empty(found))
 
@@ -82,7 +87,7 @@ def written_at(path: str | Path, follow: bool = True) -> int:
 
 
 def check_folder(strategy: Strategy, io: CheckpointIO, folder: str, save_last: Any, warn: bool) -> None:
-    """Warns of a folder that holds something; every rank calls this.
+    """Check the checkpoint folder and warn if it is not empty; every rank calls this.
 
     Raises MisconfigurationError for a folder that cannot hold such checkpoints, and CheckpointError for an address that cannot
     be written to, before any training is done in vain.
@@ -119,7 +124,7 @@ def find_checkpoints(folder: str | None, name: str, extension: str) -> set[str]:
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """Make ``target`` a copy of ``source`` that costs no space: of hard links, where the file system has them."""
+    """Copy a checkpoint, by hard links if the file system has them."""
     if is_remote(target):
         copy(source, target)
         return
@@ -134,7 +139,9 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 
 def link_checkpoint(source: Path, target: Path) -> None:
-    """Make ``target`` a symbolic link to ``source``, relative so that both can be moved together.
+    """Link ``target`` to ``source`` by a relative symbolic link, so that both can be moved.
+
+    Copies it instead if the file system does not allow symbolic links.
 
     A copy, where the file system or the system's rules have no such links.
     """
@@ -155,7 +162,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, be it a file, a folder or a link to one; what is not there, and other folders, stay as they are."""
+    """Remove a checkpoint file, folder or link; leave missing paths and other folders alone."""
     if path.is_file() and not path.is_symlink():
         path.unlink()
     elif files.is_there(path):

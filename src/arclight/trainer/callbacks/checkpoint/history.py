@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_retention(mode: str, monitor: str | None, save_top_k: int, save_last: Any) -> None:
-    """Raises MisconfigurationError for settings of ModelCheckpoint that do not say what to keep."""
+    """Raise MisconfigurationError for ModelCheckpoint settings that do not say what to keep."""
     check_mode(mode)
     if save_top_k < -1:
         raise MisconfigurationError(
@@ -66,16 +66,16 @@ class TopK:
         return (max if self.mode == "min" else min)(scores, key=lambda path: scores[path], default="")
 
     def best(self, scores: dict[str, float]) -> str:
-        """Return the best path; empty where there is none, or none with a value better than the worst possible."""
+        """Return the best path, or "" if no value is better than the worst possible."""
         best = (min if self.mode == "min" else max)(scores, key=lambda path: scores[path], default="")
         return best if best and scores[best] != self.worst_value else ""
 
     def replaced(self, scores: dict[str, float]) -> str:
-        """Return the checkpoint that the next better one replaces; empty while there is room for more."""
+        """Return the checkpoint that the next better one replaces, or "" while there is room."""
         return self.worst(scores) if self.keep == -1 or len(scores) >= self.keep > 0 else ""
 
     def qualifies(self, scores: dict[str, float], score: float) -> bool:
-        """Return True if a checkpoint with ``score`` would be kept beside or instead of one of ``scores``."""
+        """Return True if a checkpoint with ``score`` would be kept among ``scores``."""
         if self.keep == -1 or len(scores) < self.keep:
             return True
         if self.keep == 0:
@@ -107,7 +107,7 @@ class CheckpointHistory:
         return {*self.scores, self.best, self.last, self.newest, *self.kept, *self.interim} - {""}
 
     def state_dict(self, ranking: TopK) -> dict[str, Any]:
-        """Plain data and scalars, under the names of the callback's attributes."""
+        """Return plain data and scalars, under the names of the callback's attributes."""
         own = {
             "newest_path": self.newest, "judged": self.judged, "saved": self.saved, "kept": list(self.kept),
             "interim": list(self.interim),
@@ -131,7 +131,10 @@ class CheckpointHistory:
 
     @classmethod
     def load(cls, state: dict[str, Any], ranking: TopK, before: str, folder: str) -> CheckpointHistory:
-        """Return the record of ``state``, whose checkpoints were in ``before`` and are in ``folder`` now; lost ones are left out."""
+        """Restore the history from ``state``, without checkpoints that no longer exist.
+
+        ``before`` is the folder that they were saved in; paths within it are looked up in ``folder``.
+        """
 
         def find(path: str) -> str:
             inside = path and before and is_within(path, before)
@@ -155,7 +158,7 @@ class CheckpointHistory:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """One save: what to write, what to drop once that is complete, and the record that then holds."""
+    """Plan of one save: what to write, what to delete afterwards, and the resulting history."""
 
     record: CheckpointHistory
     path: str = ""
@@ -213,7 +216,7 @@ class SavePlan:
 
 @dataclass
 class CheckpointWriter:
-    """One save at a time: :meth:`write` begins it, :meth:`take` gives the plan back once it is complete."""
+    """Writer of one checkpoint at a time: :meth:`write` starts it, :meth:`take` completes it."""
 
     asynchronous: bool | None
     """None: where processes write their own shards, and there is more than one."""
@@ -233,14 +236,17 @@ class CheckpointWriter:
         return AsyncCheckpointIO(io)
 
     def end(self, io: CheckpointIO, failed: bool = False) -> CheckpointIO:
-        """Return what was written with before ``io``; other ranks' parts are not waited for long where the run has ``failed``."""
+        """Return the checkpoint IO that was in use before the fit.
+
+        After a failure other ranks' shards are waited for only briefly.
+        """
         if failed and isinstance(io, AsyncCheckpointIO):
             io.limit_wait()
         before, self._before = self._before, None
         return io if before is None else before
 
     def write(self, plan: SavePlan, save: Callable[[str], None], io: CheckpointIO) -> None:
-        """Let ``save`` write the checkpoint of ``plan`` with ``io``, or begin to. A collective: every rank must call it."""
+        """Start writing the checkpoint of ``plan`` by ``save``. A collective: every rank calls it."""
         if path := plan.path or plan.last:
             save(path)
             self._future = getattr(io, "in_flight", None)
@@ -253,7 +259,9 @@ class CheckpointWriter:
         return strategy.world_size == 1 and (self._future is None or self._future.done())
 
     def take(self, strategy: Strategy, io: CheckpointIO, wait: bool = True) -> SavePlan | None:
-        """Return the plan whose checkpoint is complete; None where there is none, or (without ``wait``) it is still written.
+        """Return the plan whose checkpoint is complete, or None.
+
+        None means that nothing was written, or (without ``wait``) that it is still being written.
 
         Raises CheckpointError on every rank where writing in the background failed.
         """
@@ -276,7 +284,9 @@ class CheckpointWriter:
 def apply_plan(
     plan: SavePlan, folder: str, resumed: str | os.PathLike[str] | None, link: bool, keep: Container[str] = ()
 ) -> None:
-    """Bring ``last`` up to date and drop what the complete checkpoint replaces, but for ``keep``. For rank 0.
+    """Update ``last`` and delete the checkpoints that a complete one replaces. For rank 0.
+
+    ``keep``: paths never to delete.
 
     resumed: the checkpoint that the run began from.
     """

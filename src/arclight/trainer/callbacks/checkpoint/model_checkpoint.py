@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SaveSchedule:
-    """Every so many steps, epochs, seconds, or units of a :class:`Duration`; at most one of them."""
+    """Rhythm of saves: every n steps, epochs, seconds or units of a :class:`Duration`."""
 
     steps: int = 0
     epochs: int = 0
@@ -54,7 +54,7 @@ class SaveSchedule:
     def of(
         cls, steps: int | None, epochs: int | None, interval: timedelta | None, every: str | Duration | None
     ) -> SaveSchedule:
-        """Return a rhythm from ModelCheckpoint's arguments: every epoch where none of them is given.
+        """Build a schedule from ModelCheckpoint's arguments; by default every epoch.
 
         Raises MisconfigurationError for negative numbers and for two rhythms at once.
         """
@@ -84,7 +84,10 @@ class SaveSchedule:
         return bool(self.steps) or self.interval is not None or self.count is not None
 
     def resolved(self, trainer: Trainer) -> SaveSchedule:
-        """With a fraction of the training as a number of steps. Raises MisconfigurationError where its length is unknown."""
+        """Convert a fraction of the training to a number of steps.
+
+        Raises MisconfigurationError if the length of the training is unknown.
+        """
         if self.count is None or self.count.unit is not Unit.FRACTION:
             return self
         total = trainer.estimated_stepping_batches
@@ -136,7 +139,9 @@ log = logging.getLogger(__name__)
 
 
 class ModelCheckpoint(Checkpoint):
-    """Save at epoch ends, every ``every_n_train_steps`` steps or every ``train_time_interval``; keep the best.
+    """Save checkpoints periodically and keep the best by a monitored value.
+
+    By default at epoch ends; or every ``every_n_train_steps`` steps, or every ``train_time_interval``.
 
     * ``every`` is a rhythm in any unit: ``"2ep"``, ``"500ba"``, ``"1_000_000tok"``, ``"0.1dur"``, ``"30min"``.
     * ``monitor`` names the logged value that ranks checkpoints by ``mode``; None keeps the newest. ``save_top_k``
@@ -250,7 +255,7 @@ class ModelCheckpoint(Checkpoint):
         return self._published if self._writer.plan is None else self._writer.plan.record
 
     def _publish(self, record: CheckpointHistory) -> None:
-        """Let the public attributes speak of ``record``."""
+        """Update the public attributes to ``record``."""
         self._published = record
         for name, value in record.attributes(self._ranking).items():
             setattr(self, name, value)
@@ -380,7 +385,7 @@ class ModelCheckpoint(Checkpoint):
         self._fitting = False
 
     def _stop_writing(self, trainer: Trainer, failed: bool = False) -> None:
-        """Give the trainer back what it wrote with before the fit."""
+        """Restore the checkpoint IO that the trainer had before the fit."""
         used = trainer.checkpoint_io
         trainer.use_checkpoint_io(self._writer.end(used, failed))
         if trainer.checkpoint_io is not used:
@@ -403,7 +408,7 @@ class ModelCheckpoint(Checkpoint):
         return self.dirpath
 
     def _values(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the values that checkpoints are ranked and named by; logged ``epoch`` and ``step`` come first."""
+        """Return the values that rank and name checkpoints; logged ``epoch`` and ``step`` win."""
         values: dict[str, Any] = {
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
@@ -412,7 +417,9 @@ class ModelCheckpoint(Checkpoint):
         return values | {name: int(values[name]) for name in ("epoch", "step")}
 
     def save_interim(self, trainer: Trainer) -> str | None:
-        """Save all that a resume needs, where a run is broken off; None where this one saves nothing. A collective.
+        """Save everything that resuming an interrupted run needs. A collective.
+
+        Returns the path, or None outside of a fit.
 
         The checkpoint is removed when there is a newer one to resume from (unless the run was resumed from it by its name).
         """
@@ -423,7 +430,7 @@ class ModelCheckpoint(Checkpoint):
         return self._latest.newest
 
     def _save(self, trainer: Trainer, rank: bool = True, keep: bool = False, weights_only: bool | None = None) -> None:
-        """Plan on rank 0, write, and only then let the record speak of it and drop what it replaced.
+        """Plan on rank 0 and write; then update the record and delete what it replaced.
 
         ``rank``: it may enter the best k; ``keep``: it is written whatever its rank, until there is a newer one.
         """
@@ -449,7 +456,7 @@ class ModelCheckpoint(Checkpoint):
         self._finish_save(trainer, wait=False)
 
     def _finish_save(self, trainer: Trainer, wait: bool = True) -> None:
-        """Record and publish the pending save once it is complete; wait for it unless ``wait`` is False."""
+        """Publish the pending save once it is complete; wait for it unless ``wait`` is False."""
         try:
             plan = self._writer.take(trainer.strategy, trainer.checkpoint_io, wait)
         except CheckpointError as error:
@@ -487,14 +494,14 @@ class ModelCheckpoint(Checkpoint):
         )
 
     def _free_path(self, values: Mapping[str, Any], template: str | None = None, replaces: str = "") -> str:
-        """Return a path that is not taken; that of the checkpoint which this one ``replaces`` is free."""
+        """Return a checkpoint path that is not in use; that of ``replaces`` counts as free."""
         path, version = self.format_checkpoint_name(values, template), self.STARTING_VERSION
         while self.enable_version_counter and path != replaces and self._is_in_use(path):
             path, version = self.format_checkpoint_name(values, template, ver=version), version + 1
         return path
 
     def _is_in_use(self, path: str) -> bool:
-        """Tell whether something is there other than what a run left behind that was killed after the point of resumption.
+        """Return True if ``path`` is in use by this run or another one.
 
         Such a file is newer than that point and older than this fit, and in no record: one of this run's, or of
         another process beside it, is younger.

@@ -37,7 +37,7 @@ class OnExceptionCheckpoint(Checkpoint):
         return os.path.join(self.dirpath or "", self.filename + self.FILE_EXTENSION)
 
     def last_checkpoints(self) -> set[str]:
-        """Return the checkpoint of the run that failed, where there is one."""
+        """Return the checkpoint of the run that failed, if there is one."""
         return {self.ckpt_path} if self.dirpath is not None and to_path(self.ckpt_path).exists() else set()
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:

@@ -1,4 +1,4 @@
-"""Measure norms and kurtosis of what modules give out while they train."""
+"""Measure norms and kurtosis of modules' outputs during training."""
 
 from __future__ import annotations
 
@@ -125,7 +125,10 @@ def first_tensor(output: Any) -> Tensor | None:
 
 @torch.no_grad()
 def norm_and_kurtosis(output: Tensor) -> Tensor:
-    """Return the mean norm, the kurtosis, and 1, for adding up: (3,) float32. The kurtosis of equal numbers is NaN."""
+    """Return the mean norm, the kurtosis and 1, to be summed over batches: (3,) float32.
+
+    The kurtosis of equal numbers is NaN.
+    """
     x = (output.full_tensor() if isinstance(output, DTensor) else output).detach().float()
     norm = x.norm(dim=1 if x.ndim >= 4 else -1).mean()
     square = (x - x.mean()).square()

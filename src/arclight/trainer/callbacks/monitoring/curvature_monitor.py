@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class CurvatureMonitor(StepMonitor):
-    """Log ``curvature/bb_long``, ``curvature/bb_short`` and ``curvature/lipschitz`` of every n-th optimizer step.
+    """Log Barzilai-Borwein step sizes and the gradient's Lipschitz constant every n steps.
+
+    The keys are ``curvature/bb_long``, ``curvature/bb_short`` and ``curvature/lipschitz``.
 
     With s and y the changes of weights and of gradients (before they are clipped) from the step before: the long and the short step
     size of Barzilai and Borwein (1988), s.s / s.y and s.y / y.y, and the local Lipschitz constant of the gradient, |y| / |s|. On a
@@ -89,6 +91,6 @@ class CurvatureMonitor(StepMonitor):
 
 
 def estimates(ss: float, sy: float, yy: float) -> dict[str, float]:
-    """Return the estimates from the products s.s, s.y and y.y; none of them where one would divide by zero."""
+    """Return the estimates from the products s.s, s.y and y.y, without divisions by zero."""
     found = {"bb_long": (ss, sy), "bb_short": (sy, yy), "lipschitz": (math.sqrt(yy), math.sqrt(ss))}
     return {f"curvature/{name}": over / under for name, (over, under) in found.items() if ss and under}

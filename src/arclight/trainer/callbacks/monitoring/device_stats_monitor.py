@@ -21,7 +21,7 @@ _PSUTIL_AVAILABLE = find_spec("psutil") is not None
 
 
 class DeviceStatsMonitor(Callback):
-    """Logs the device's statistics before and after the batches whose values are logged.
+    """Log the device's statistics before and after the batches whose values are logged.
 
     Names are ``DeviceStatsMonitor.<hook>/<statistic>``; which statistics there are is the accelerator's affair
     (``torch.cuda.memory_stats`` on CUDA). ``cpu_stats``: the machine's load (needs psutil) with any device (True), with none
@@ -59,7 +59,7 @@ class DeviceStatsMonitor(Callback):
         return stats
 
     def _log(self, trainer: Trainer, hook: str, number: int) -> None:
-        """One row, if batch (in training: step) ``number``, counted from 1, is one whose values are logged."""
+        """Log one row of device statistics, if batch ``number`` (from 1) is due."""
         if not trainer.is_global_zero or number % (trainer.log_every_n_steps or sys.maxsize):
             return
         stats = self._stats(trainer)

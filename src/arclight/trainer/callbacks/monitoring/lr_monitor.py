@@ -1,4 +1,4 @@
-"""Log learning rates: a callback that a user adds, with Lightning's name, arguments and keys."""
+"""Log learning rates, under the name, arguments and keys of Lightning's callback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Log each optimizer's learning rate as ``lr-<Optimizer>``, with ``/pg<n>`` for each of several parameter groups.
+    """Log each optimizer's learning rate as ``lr-<Optimizer>``.
+
+    ``/pg<n>`` follows for each of several parameter groups.
 
     A recipe's optimizer is called by the rules of its groups: ``lr-adamw``, ``lr-muon+adamw``.
 
@@ -118,19 +120,22 @@ class LearningRateMonitor(Callback):
 
 
 def updates(trainer: Trainer) -> int:
-    """Count the batches after which optimizers stepped, also if the trainer counts each optimizer's steps (as Lightning does)."""
+    """Count the batches after which optimizers stepped."""
     counted = len(trainer.optimizers) if trainer.behavior.count_optimizer_steps else 1
     return trainer.progress.global_step // max(1, counted)
 
 
 def momentum(group: dict[str, Any]) -> float | None:
-    """Return the momentum of a parameter group (Adam's first beta); None for an optimizer without one."""
+    """Return a parameter group's momentum (Adam's first beta), or None."""
     value = group["betas"][0] if "betas" in group else group.get("momentum")
     return None if value is None else float(value)
 
 
 def watched_optimizers(trainer: Trainer, prefix: str) -> list[tuple[list[str], Optimizer, str | None]]:
-    """List the group names, optimizer and interval of each scheduler, then of each optimizer without one (no interval)."""
+    """List group names, optimizer and interval of each scheduler and unscheduled optimizer.
+
+    The interval of an optimizer without a scheduler is None.
+    """
     watched: list[tuple[str, Optimizer, str | None]] = [
         (config.name or f"lr-{_display_name(config.scheduler.optimizer)}", config.scheduler.optimizer, config.interval)
         for config in trainer.lr_scheduler_configs
@@ -146,13 +151,16 @@ def watched_optimizers(trainer: Trainer, prefix: str) -> list[tuple[list[str], O
 
 
 def _display_name(optimizer: Optimizer) -> str:
-    """Return the class name of an optimizer; for a `MixedOptimizer`, whose groups each have a rule, the rules."""
+    """Return an optimizer's class name, or the rules of a `MixedOptimizer`'s groups."""
     kinds = dict.fromkeys(str(group["kind"]) for group in optimizer.param_groups if "kind" in group)
     return "+".join(kinds) if isinstance(optimizer, MixedOptimizer) else type(optimizer).__name__
 
 
 def group_names(name: str, optimizer: Optimizer) -> list[str]:
-    """Return one name for each of an optimizer's parameter groups. Raises MisconfigurationError where two would be the same."""
+    """Return one name for each of an optimizer's parameter groups.
+
+    Raises MisconfigurationError if two would be the same.
+    """
     groups = optimizer.param_groups
     if len(groups) == 1:
         return [f"{name}/{groups[0]['name']}" if groups[0].get("name") else name]

@@ -1,4 +1,4 @@
-"""Report a monitored value at each validation, to whoever decides whether the run is worth going on with."""
+"""Report a monitored value at each validation, so that a caller can prune the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class MetricReport(Callback):
-    """Call ``report(value, number)`` with ``monitor`` after each validation, numbered from 1; end the run where it returns True.
+    """Call ``report(value, number)`` after each validation; end the run if it returns True.
+
+    ``value`` is that of ``monitor``, ``number`` counts from 1.
 
     A run without validation reports at the end of each epoch. A value that is not logged raises MissingMetricError.
     """
@@ -47,7 +49,7 @@ class MetricReport(Callback):
             trainer.request_stop()
 
     def best(self) -> float:
-        """Return the best value of the run. Raises ValueError where none was finite."""
+        """Return the best value of the run. Raises ValueError if none was finite."""
         if not self.values:
             raise MissingMetricError("MetricReport", self.monitor, self._logged)
         known = [value for value in self.values if math.isfinite(value)]

@@ -66,7 +66,7 @@ class ModelSummary(Callback):
 
 
 class RichModelSummary(ModelSummary):
-    """The same in a terminal's colours; ``header_style`` is a rich style for the headings."""
+    """Print the summary in a terminal's colours; ``header_style``: a rich style."""
 
     @staticmethod
     def summarize(
@@ -118,7 +118,7 @@ def _count(number: int) -> str:
 
 @contextmanager
 def _on_stderr(console: Console) -> Iterator[Console]:
-    """Let a console that has no file of its own write to stderr: a program's own stdout stays free of displays."""
+    """Redirect a console without a file of its own to stderr, so that stdout stays clean."""
     before, console.stderr = console.stderr, True
     try:
         yield console

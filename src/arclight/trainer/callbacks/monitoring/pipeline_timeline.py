@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 
 
 class PipelineTimeline(Callback):
-    """One training step of a pipeline in the run folder: ``plots/pipeline.html``, ``.json`` in Chrome's format, ``.svg`` in the report.
+    """Record one training step of a pipeline and draw its timeline into the run folder.
+
+    Files: ``plots/pipeline.html``, ``.json`` in Chrome's trace format, and ``.svg`` in the report.
 
     Of ``steps`` training steps, after the first ``after`` of this fit, it is the one of median length; above it the page has the same
     step simulated with the mean times of each stage, and transfers that take none. ``activations``: see

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StepMonitor(Callback):
-    """Base of callbacks that measure every ``every_n_steps``-th optimizer step and change nothing.
+    """Base class of callbacks that measure every n-th optimizer step and change nothing.
 
     Their values are logged at that step alone. Raises MisconfigurationError for ``every_n_steps`` below 1.
     """

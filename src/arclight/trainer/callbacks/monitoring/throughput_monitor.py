@@ -1,4 +1,4 @@
-"""Log the throughput of every stage: a callback that a user adds, with Lightning's name, arguments and keys."""
+"""Log the throughput of every stage, under Lightning's name, arguments and keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class _StageCount:
 
 
 class ThroughputMonitor(Callback):
-    """Log ``train/device/samples_per_sec`` and the like (see :class:`~arclight.trainer.throughput.Throughput`).
+    """Log ``train/device/samples_per_sec`` and related rates of every stage.
+
+    The rates are those of :class:`~arclight.trainer.throughput.Throughput`.
 
     ``batch_size_fn`` counts a batch's samples, ``length_fn`` its items (tokens, say); ``options`` are Throughput's:
     window_size, separator, ... If the module has an attribute ``flops_per_batch`` (``measure_flops`` counts it), floating-point

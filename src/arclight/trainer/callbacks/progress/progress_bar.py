@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """Base of progress bars; a subclass calls ``super().__init__()`` and defines :meth:`enable` and :meth:`disable`.
+    """Base class of progress bars; define :meth:`enable` and :meth:`disable`.
+
+    A subclass calls ``super().__init__()``.
 
     Prefer :meth:`~arclight.Callback.on_progress`, which comes at most ten times a second, to hooks of every batch.
     """
@@ -67,7 +69,7 @@ class ProgressBar(Callback):
     predict_description = "Predicting"
 
     def get_metrics(self, trainer: Trainer, pl_module: Module) -> dict[str, Any]:
-        """Name and value of what is shown; override to add some or leave some out."""
+        """Return the names and values to show; override to add some or leave some out."""
         standard, logged = get_standard_metrics(trainer), trainer.progress_bar_metrics
         if taken := sorted(standard.keys() & logged.keys()):
             rank_zero_warn(
@@ -81,7 +83,7 @@ class ProgressBar(Callback):
 
     @property
     def total_train_batches(self) -> int | float:
-        """Batches of this epoch; infinity where nobody knows."""
+        """Number of batches of this epoch; infinity if unknown."""
         trainer = self.trainer
         if trainer.max_epochs == -1 and trainer.max_steps > 0:
             left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
@@ -90,14 +92,17 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches(self) -> int | float:
-        """Batches of all validation loaders; 0 in an epoch without validation, and before the loaders are made."""
+        """Number of batches of all validation loaders.
+
+        It is 0 in an epoch without validation, and before the loaders are made.
+        """
         every = self.trainer.check_val_every_n_epoch
         due = every is None or (self.trainer.current_epoch + 1) % every == 0
         return sum(self.trainer.num_val_batches) if due else 0
 
     @property
     def total_val_batches_current_dataloader(self) -> int | float:
-        """Batches that the validation or sanity check under way takes from the loader that is being read."""
+        """Number of batches of the loader that the current validation or sanity check reads."""
         return self._of_current_loader()
 
     @property
@@ -113,7 +118,7 @@ class ProgressBar(Callback):
         return self.trainer.num_eval_batches[self._current_eval_dataloader_idx]
 
     def has_dataloader_changed(self, dataloader_idx: int) -> bool:
-        """Return True if this is the first batch of loader ``dataloader_idx``, which becomes the current one."""
+        """Return True for the first batch of loader ``dataloader_idx``; make it the current one."""
         before, self._current_eval_dataloader_idx = self._current_eval_dataloader_idx, dataloader_idx
         return before != dataloader_idx
 
@@ -122,7 +127,10 @@ class ProgressBar(Callback):
 
 
 def get_standard_metrics(trainer: Trainer) -> dict[str, int | str]:
-    """Return ``v_num``, the loggers' version, where they number their own runs; a run folder has its number in its name."""
+    """Return ``v_num``, the version of loggers that number their own runs.
+
+    Empty if there are run folders, whose names have the number.
+    """
     if trainer.behavior.run_folders:
         return {}
     versions = dict.fromkeys(str(logger.version) for logger in trainer.loggers if logger.version not in ("", None))

@@ -47,7 +47,7 @@ class RichProgressBarTheme:
 
 
 class FieldColumn(ProgressColumn):
-    """A text that the bar keeps with its task, at least ``width`` wide so that its neighbours stay where they are."""
+    """Column that shows a text field of the task, at least ``width`` wide."""
 
     def __init__(self, field: str, style: Styled, width: int = 0) -> None:
         self.field, self.style = field, style
@@ -69,7 +69,7 @@ class BatchesProcessedColumn(ProgressColumn):
 
 
 class MetricsTextColumn(ProgressColumn):
-    """Names and values of the metrics; drawn below the bars, where there is room for many."""
+    """Names and values of the metrics; drawn below the bars, if there is room for many."""
 
     def __init__(self, theme: RichProgressBarTheme) -> None:
         self.theme = theme
@@ -86,7 +86,7 @@ class MetricsTextColumn(ProgressColumn):
 
 
 class CustomProgress(Progress):
-    """Rows of visible tasks, and the metrics of the first on lines of their own. The last column is the metrics' one."""
+    """Rows of the visible tasks, then the first one's metrics on lines of their own."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         tasks = [task for task in self.tasks if task.visible]
@@ -102,7 +102,10 @@ class CustomProgress(Progress):
 
 
 def standard_columns(theme: RichProgressBarTheme, description: int = 0, batches: int = 0) -> list[ProgressColumn]:
-    """Description, bar, batches, speed, time. The least widths keep the bar in its place when another takes its turn."""
+    """Return the columns for description, bar, batches, speed and time.
+
+    The least widths (characters) keep the bar in place when another one takes its turn.
+    """
     return [
         TextColumn(
             "{task.description}", style=theme.description, table_column=Column(no_wrap=True, min_width=description)
@@ -129,7 +132,7 @@ def _cell(column: str | ProgressColumn, task: Task) -> RenderableType:
 
 
 def count_text(done: int, total: float) -> str:
-    """Return ``done`` of ``total``, padded to the width of the total; ``done`` alone where the total is not known."""
+    """Format ``done`` of ``total`` with equal width; ``done`` alone if the total is infinite."""
     return f"{done:>{len(f'{int(total):,}')},}/{int(total):,}" if math.isfinite(total) else f"{done:,}"
 
 
@@ -225,7 +228,7 @@ class RichProgressBar(ProgressBar):
         return next(task for task in self.progress.tasks if task.id == number)
 
     def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
-        """Columns of the bars; each task has the fields ``speed`` and ``time``."""
+        """Return the bars' columns; each task has the fields ``speed`` and ``time``."""
         if trainer.state.fn != "fit":
             return standard_columns(self.theme)
         words = (self.validation_description, self._get_train_description((trainer.max_epochs or 1) - 1))
@@ -233,7 +236,7 @@ class RichProgressBar(ProgressBar):
         return standard_columns(self.theme, max(map(len, words)), len(batches))
 
     def get_metrics(self, trainer: Trainer, pl_module: Module) -> dict[str, Any]:
-        """Name and value of what is shown, as plain numbers."""
+        """Return the names and values to show, as plain numbers."""
         metrics = super().get_metrics(trainer, pl_module)
         return {name: map_tensors(value, lambda tensor: tensor.item()) for name, value in metrics.items()}  # type: ignore[arg-type, return-value]
 
@@ -410,7 +413,7 @@ class RichProgressBar(ProgressBar):
             column.metrics = metrics
 
     def _show(self, trainer: Trainer, finished: bool = False) -> None:
-        """Bring the running bar up to date and draw it: in its place, or as a line where that is due."""
+        """Update the running bar and draw it: in place, or as a line when one is due."""
         number = self._current(trainer)
         if self.progress is None or not self._running or number is None:
             return
@@ -449,12 +452,12 @@ class RichProgressBar(ProgressBar):
 
 
 def _known(total: float) -> float | None:
-    """Rich's total: None where there is none."""
+    """Return Rich's total: None for an infinite one."""
     return total if math.isfinite(total) else None
 
 
 def total_batches(trainer: Trainer) -> float:
-    """Batches of the whole fit; infinity where neither limit nor length is known."""
+    """Count the batches of the whole fit; infinity if neither limit nor length is known."""
     total = math.inf
     if trainer.max_epochs not in (-1, None) and math.isfinite(trainer.num_training_batches):
         total = trainer.max_epochs * trainer.num_training_batches

@@ -11,7 +11,7 @@ SMOOTHING = 3.0
 
 
 class ProgressClock:
-    """Counts units of work per second, leaving out pauses, and extrapolates to the end, pauses included."""
+    """Clock of a progress bar: units per second without pauses, and the time left with them."""
 
     def __init__(self, done: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -30,7 +30,7 @@ class ProgressClock:
         self._done, self._time = done, now
 
     def pause(self) -> None:
-        """Other work begins (validation): it does not count against the speed."""
+        """Pause the clock: other work (validation) does not count against the speed."""
         self._paused = True
 
     def resume(self, done: int) -> None:
@@ -41,7 +41,7 @@ class ProgressClock:
         return self._clock() - self._start
 
     def left(self, total: float) -> float | None:
-        """Seconds until ``total`` units are done; None while that is a guess."""
+        """Estimate the seconds until ``total`` units are done; None while that is a guess."""
         done = self._done - self._first_done
         if not done or not math.isfinite(total) or self.elapsed < 1:
             return None

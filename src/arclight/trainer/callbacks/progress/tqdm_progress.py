@@ -1,4 +1,4 @@
-"""Draw progress bars by tqdm, one for each stage: ``Trainer(callbacks=[TQDMProgressBar()])``; names are Lightning's."""
+"""Draw tqdm progress bars, one for each stage, under Lightning's names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tqdm(_Base):
 
 
 class TQDMProgressBar(ProgressBar):
-    """Bars for sanity check, training, validation, testing and prediction on stdout; needs the package tqdm.
+    """Show tqdm bars of all stages on stdout; needs the package tqdm.
 
     ``refresh_rate``: batches between two updates, 0 for no display (at least ``TQDM_MINITERS``; 20 on Colab by default);
     ``process_position``: rows above that other processes' bars take; ``leave``: keep a bar for every epoch.
@@ -168,7 +168,7 @@ class TQDMProgressBar(ProgressBar):
         bar.set_description(description)
 
     def _advance(self, bar: Any, done: int, metrics: bool = False) -> None:
-        """Show ``done`` batches every ``refresh_rate`` batches, redrawing at most ten times a second."""
+        """Show ``done`` batches every ``refresh_rate`` batches, at most ten times a second."""
         last = done == bar.total
         if self.is_disabled or not (last or done % self.refresh_rate == 0):
             return

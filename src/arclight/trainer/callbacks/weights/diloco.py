@@ -1,4 +1,4 @@
-"""DiLoCo: replicas train alone for many steps, then step an outer optimizer on their changes."""
+"""Train replicas by DiLoCo: many local steps, then one step of an outer optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DiLoCo(Callback):
-    """Replicas train alone for ``sync_every`` steps, then exchange what has become of them with one all-reduce.
+    """Train replicas for ``sync_every`` local steps, then all-reduce their pseudo-gradients.
 
     The mean of (anchor - local weights) is a gradient for an outer SGD with Nesterov momentum, whose result, the new anchor, every
     replica goes on from (Douillard et al. 2023). With ``fragments`` the blocks of the model take turns, so that each exchange is
@@ -99,7 +99,7 @@ class DiLoCo(Callback):
 
     @torch.no_grad()
     def _exchange(self, module: Module, names: list[str]) -> None:
-        """One outer step of the named parameters."""
+        """Run one outer step of the named parameters."""
         weights = _trainable(module)
         local = {name: local_tensor(weights[name]) for name in names}
         exact = any(weight.dtype == torch.float64 for weight in local.values())
@@ -113,7 +113,10 @@ class DiLoCo(Callback):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the outer optimizer's state, and what the replicas differ in as tensors with the replicas as first dimension."""
+        """Return the outer optimizer's state, and the replicas' differing tensors stacked.
+
+        The first dimension of those is the replica.
+        """
         if self._mesh is None:
             return self._loaded
         module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
@@ -157,7 +160,10 @@ class DiLoCo(Callback):
         return stacked
 
     def _restore_replica(self, trainer: Trainer, module: Module) -> None:
-        """Restore weights, moments and buffers of this replica; the anchor for all where their number has changed."""
+        """Restore weights, moments and buffers of this replica.
+
+        If the number of replicas changed, all begin at the anchor.
+        """
         from arclight.fabric.distributed.sharding import shard_like
 
         state, self._loaded = self._loaded, {}
@@ -212,7 +218,7 @@ def _each(state: Mapping[Any, Any], change: Any) -> dict[Any, Any]:
 
 
 def _one_further(placement: Any) -> Any:
-    """Return a placement along a tensor's dimensions when another one stands before them."""
+    """Shift a placement by one dimension, for tensors stacked along a new first one."""
     if placement.is_replicate():
         return placement
     # FSDP over tensor parallelism along one dimension is no kind of Shard to Python.

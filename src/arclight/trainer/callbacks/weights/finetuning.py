@@ -108,7 +108,10 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def flatten_modules(modules: Modules) -> list[nn.Module]:
-        """Return the modules within ``modules`` (one, or lists of them) that have parameters of their own or no children."""
+        """List the modules within ``modules`` that have own parameters or no children.
+
+        ``modules``: one, or nested iterables of them.
+        """
         if isinstance(modules, nn.ModuleDict):
             modules = modules.values()
         if isinstance(modules, Iterable):
@@ -119,20 +122,20 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters that require gradients (or do not), without those of batch norms unless ``train_bn``."""
+        """Yield the parameters with this ``requires_grad``; of batch norms only if ``train_bn``."""
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, _BatchNorm):
                 yield from (p for p in module.parameters(recurse=False) if p.requires_grad == requires_grad)
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
-        """Let gradients reach the parameters, and batch norms follow their data again."""
+        """Require gradients of the parameters, and let batch norms track statistics again."""
         for module in BaseFinetuning.flatten_modules(modules):
             _set_trainable(module, True)
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
-        """Freeze the parameters that ``module`` itself holds; a batch norm stops following its data."""
+        """Freeze the parameters that ``module`` itself holds; batch norms stop tracking."""
         _set_trainable(module, False)
 
     @staticmethod
@@ -143,7 +146,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those of ``params`` that ``optimizer`` does not have yet, with a warning about the others."""
+        """Return the ``params`` that ``optimizer`` lacks, with a warning about the others."""
         present = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         params = list(params)
         new = [parameter for parameter in params if id(parameter) not in present]
@@ -186,7 +189,7 @@ def _set_trainable(module: nn.Module, trainable: bool) -> None:
 
 
 class BackboneFinetuning(BaseFinetuning):
-    """Trains the module's ``backbone`` from epoch ``unfreeze_backbone_at_epoch`` on.
+    """Train the module's ``backbone`` from epoch ``unfreeze_backbone_at_epoch`` on.
 
     Its learning rate begins at ``backbone_initial_lr``, by default ``backbone_initial_ratio_lr`` times that of the first
     group, and is multiplied by ``lambda_func(epoch)`` every epoch, with ``should_align`` up to that of the first group.

@@ -34,7 +34,7 @@ Amount = int | float
 
 
 class ModelPruning(Callback):
-    """Prunes at the end of every epoch.
+    """Prune at the end of every epoch.
 
     ``pruning_fn``: "l1_unstructured", "random_unstructured", "ln_structured" or "random_structured" (the last two need
     ``pruning_dim``, ln also ``pruning_norm``), or a subclass of ``torch.nn.utils.prune.BasePruningMethod``.
@@ -103,7 +103,7 @@ class ModelPruning(Callback):
         """By ``id`` of a module: its copy from before training (``data``), and the pruned ``names`` with their places."""
 
     def filter_parameters_to_prune(self, parameters_to_prune: Parameters = ()) -> Parameters:
-        """Override to leave out some."""
+        """Override to leave some parameters out."""
         return parameters_to_prune
 
     # -- hooks -----------------------------------------------------------------------------------------------------
@@ -125,7 +125,10 @@ class ModelPruning(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the masks, and the weights that a lottery ticket starts from, by place among the parameters to prune."""
+        """Return the masks and the initial weights of lottery tickets.
+
+        Keys are positions among the parameters to prune.
+        """
         places = enumerate(self._parameters_to_prune)
         masks = {str(place): getattr(module, f"{name}_mask", None) for place, (module, name) in places}
         starts = {
@@ -139,7 +142,7 @@ class ModelPruning(Callback):
         self._restored = state_dict
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Put on the masks of the run that goes on, and start its tickets where that run did."""
+        """Restore the masks and initial weights of a resumed run."""
         restored, self._restored = self._restored, {}
         for place, mask in restored.get("masks", {}).items():
             module, name = self._parameters_to_prune[int(place)]
@@ -212,7 +215,7 @@ class ModelPruning(Callback):
             )
 
     def apply_lottery_ticket_hypothesis(self) -> None:
-        """Put the parameters that are pruned back to where they started, or to a new start."""
+        """Reset the pruned parameters to their initial values, or to newly drawn ones."""
         for original in self._original_layers.values():
             start = original["data"]
             if self._resample_parameters and callable(getattr(start, "reset_parameters", None)):
@@ -236,7 +239,7 @@ class ModelPruning(Callback):
     def sanitize_parameters_to_prune(
         pl_module: nn.Module, parameters_to_prune: Parameters | None = (), parameter_names: Sequence[str] = ()
     ) -> Parameters:
-        """Return the pairs to prune: those given, checked, or else every parameter of one of the names.
+        """Return the parameters to prune: those given, or every parameter with one of the names.
 
         Raises MisconfigurationError for pairs of another shape or that are not in the model.
         """
@@ -311,12 +314,12 @@ def _zeros(module: nn.Module, name: str) -> int:
 
 
 def _is_parameter(module: nn.Module, name: str) -> bool:
-    """Return True if it is one, or was before an earlier fit pruned it."""
+    """Return True for a parameter, also one that an earlier fit has pruned."""
     return isinstance(getattr(module, name, None), nn.Parameter) or f"{name}_orig" in module._parameters
 
 
 def _masked(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return ``weights`` with each pair of original and mask as the one parameter that they make, on the host."""
+    """Return ``weights`` with each original and mask merged into one parameter, on the host."""
     pruned = {
         name.removesuffix("_mask") for name in weights if name.endswith("_mask") and f"{name[:-5]}_orig" in weights
     }

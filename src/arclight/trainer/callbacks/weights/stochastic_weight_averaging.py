@@ -26,7 +26,9 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class StochasticWeightAveraging(WeightAveraging):
-    """Average the weights at the end of each epoch from ``swa_epoch_start`` on, while the rate is held at ``swa_lrs``.
+    """Average the weights at the end of each epoch from ``swa_epoch_start`` on.
+
+    The learning rate is held at ``swa_lrs`` meanwhile.
 
     * ``swa_epoch_start``: the first such epoch, counted from 1, or the share of ``max_epochs`` that comes before it.
     * ``swa_lrs``: the learning rate, or one for each parameter group. The rate moves there within ``annealing_epochs``
@@ -102,7 +104,7 @@ class StochasticWeightAveraging(WeightAveraging):
         super().load_averages({self.entry: averages})
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Save the module's own scheduler where a resume looks for it; the other is this callback's state."""
+        """Save the module's own scheduler; that of the averaging is this callback's state."""
         if self._scheduler is not None:
             checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in self._resting]
 
@@ -167,7 +169,7 @@ class StochasticWeightAveraging(WeightAveraging):
             self._backup += self._measure_statistics(trainer, pl_module)
 
     def _measure_statistics(self, trainer: Trainer, module: Module) -> list[torch.Tensor]:
-        """Statistics of batch normalization for the averaged weights, which become part of the average; those of before."""
+        """Measure batch normalization statistics for the averaged weights; return the former ones."""
         norms = {name: m for name, m in module.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats}
         if not norms:
             return []
@@ -204,7 +206,7 @@ def _held(holder: dict[str, Any], name: str) -> torch.Tensor:
 
 @torch.no_grad()
 def _pass_over(trainer: Trainer, module: Module) -> None:
-    """One epoch of forward passes through ``training_step``."""
+    """Run one epoch of forward passes through ``training_step``."""
     move, step = trainer.data.transfer(module), trainer.precision_plugin.wrap(module.training_step)
     trainer.enter("training_step")
     with keeping_modes(module):

@@ -27,7 +27,7 @@ AverageListsFunction = Callable[[list[torch.Tensor], list[torch.Tensor], torch.T
 
 
 class WeightAveraging(Callback):
-    """Keep an average of the weights; here the plain mean of all updates (stochastic weight averaging).
+    """Evaluate with an average of the weights; here the plain mean of all updates (SWA).
 
     * Subclasses say when to update (:meth:`should_update`) and how much of the new weights to take (:meth:`share`), or
       ``avg_fn(average, weight, n_averaged)`` gives the new average of one tensor, or ``multi_avg_fn(averages, weights,
@@ -70,11 +70,14 @@ class WeightAveraging(Callback):
         self._fitting, self._leads = False, True
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Return True to update after step ``step_idx``, or at the end of epoch ``epoch_idx`` (both from 0)."""
+        """Return True to update after step ``step_idx`` or at the end of epoch ``epoch_idx``.
+
+        Both count from 0.
+        """
         return step_idx is not None
 
     def share(self, update: int) -> float:
-        """Weight of the model in update number ``update`` (from 1), in [0, 1]."""
+        """Return the weight of the model in update number ``update`` (from 1), in [0, 1]."""
         return 1 / update
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -90,7 +93,7 @@ class WeightAveraging(Callback):
 
     @property
     def average_model(self) -> AveragedModel | None:
-        """A copy of the newest fit's module with the average as its weights; made again at each call, None before a fit."""
+        """Copy of the newest fit's module with averaged weights, made at each call; or None."""
         if self._module is None:
             return None
         model = AveragedModel(copy.deepcopy(self._module), use_buffers=self.use_buffers)
@@ -102,7 +105,9 @@ class WeightAveraging(Callback):
     """The name that subclasses written for Lightning look for."""
 
     def averages(self) -> dict[str, Averages]:
-        """Entries for a checkpoint: tensors under the model's parameter names; nothing before the first update.
+        """Return checkpoint entries: averaged tensors by the model's parameter names.
+
+        There are none before the first update.
 
         While the average is in the model's place, also ``state_dict``: what is saved as the model is always the model.
         """
@@ -113,7 +118,7 @@ class WeightAveraging(Callback):
         return entries
 
     def load_averages(self, entries: dict[str, Any]) -> None:
-        """Take back what :meth:`averages` gave, from a checkpoint's entries."""
+        """Restore the averages of :meth:`averages` from a checkpoint's entries."""
         saved = entries.get(self.entry) or {}
         self._averages = {name: tensor.detach().clone().to(self.device) for name, tensor in saved.items()}
 
@@ -125,7 +130,10 @@ class WeightAveraging(Callback):
         self._last_step = state_dict.get("last_step", state_dict.get("latest_update_step"))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Lightning has the average where the model is, and the model as ``current_model_state``."""
+        """Convert the average of a Lightning checkpoint to our layout.
+
+        Lightning saves the average as the model, and the model as ``current_model_state``.
+        """
         if "current_model_state" in checkpoint and self._leads:
             names = tensor_owners(pl_module, self.use_buffers)
             average, checkpoint["state_dict"] = checkpoint["state_dict"], checkpoint.pop("current_model_state")
@@ -135,7 +143,7 @@ class WeightAveraging(Callback):
     # -- updates ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        """Every fit has an average of its own; a resume loads the saved one after this."""
+        """Reset the average for a new fit; a resume loads the saved one after this."""
         if stage != "fit":
             return
         others = [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]
@@ -228,7 +236,7 @@ class WeightAveraging(Callback):
         self._fitting = False
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        """Replace the weights by their average; later checkpoints of this fit keep the trained weights."""
+        """Copy the average to the weights; later checkpoints of this fit keep the trained ones."""
         self._copy_average_to_current(pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
@@ -238,7 +246,7 @@ class WeightAveraging(Callback):
         self._fitting, self._backup = False, None
 
     def _swap_models(self, pl_module: Module) -> None:
-        """Put the average in the model's place, or the model back into its own."""
+        """Swap the model for its average, or restore the model."""
         if self._backup is None:
             self._put_in()
             return
@@ -261,7 +269,9 @@ class WeightAveraging(Callback):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Exponential moving average: after each update, average = decay_k * average + (1 - decay_k) * weights.
+    """Keep an exponential moving average (EMA) of the weights.
+
+    After each update, average = decay_k * average + (1 - decay_k) * weights.
 
     decay_k = decay * (1 - exp(-k / ramp_steps)) at update k, so that early averages follow the weights quickly
     (``ramp_steps=0``: decay from the start). Updates come every ``update_every_n_steps`` optimizer steps (0: none),
@@ -333,6 +343,6 @@ def _is_averaged(tensor: torch.Tensor) -> bool:
 
 
 def averaged_copy(tensor: torch.Tensor, device: torch.device | str | int | None) -> torch.Tensor:
-    """Return a copy that an average can grow in: at least float32 where it is a floating-point tensor."""
+    """Copy a tensor to average in, floating-point ones in at least float32."""
     half = tensor.is_floating_point() and tensor.element_size() < 4
     return tensor.detach().to(device=device, dtype=torch.float32 if half else tensor.dtype, copy=True)
