@@ -1,4 +1,4 @@
-"""Devices, precision, strategies, launchers and cluster environments: the layer between a training loop and the machines.
+"""Run a training loop on devices: accelerators, precision, strategies and launchers.
 
 In: what a user asks for (accelerator, devices, strategy, precision); out: one strategy that runs it, and helpers for tensors on it. Open
 ``selection`` first: how arguments become a strategy. ``accelerators``, ``precision``, ``strategies`` and ``environments`` hold the classes,

@@ -1,4 +1,4 @@
-"""Replace a file or folder atomically: a kill at any moment leaves the old one or the new one.
+"""Replace a file or folder atomically, so that a kill leaves the old or the new one.
 
 A folder under construction lies beside its destination as ``.<name>.saving-<host>-<pid>-<process>-<number>``; where the
 file system cannot exchange two folders, the old one waits as ``.<name>.replaced-...`` meanwhile. The name tells whether
@@ -29,25 +29,28 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced)-(?P<host>\w+
 
 
 def make_staging(path: Path) -> Path:
-    """Return a new empty folder beside `path`, whose parents are made where they are missing."""
+    """Make an empty staging folder beside `path`, and missing parents."""
     staging = temporary_path(path)
     staging.mkdir()
     return staging
 
 
 def temporary_path(path: Path, kind: str = "saving") -> Path:
-    """Name for a file or folder under construction that is to replace `path`, whose parents are made where they are missing."""
+    """Return a temporary path for a file or folder that is to replace `path`.
+
+    Parents that are missing are made.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_name(f".{path.name}.{kind}-{_HOST}-{os.getpid()}-{_PROCESS}-{next(_numbers)}")
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Put the text into the file `path`, in UTF-8; see `replace_bytes`."""
+    """Replace the file `path` by a text in UTF-8; see `replace_bytes`."""
     replace_bytes(path, text.encode(), durable=durable)
 
 
 def replace_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Put the content into the file `path`; what was there stays whole until the new one is there.
+    """Replace the content of the file `path` atomically.
 
     durable: whether it is on the disk when this returns, and a power failure may not undo it.
     """
@@ -66,7 +69,7 @@ def replace_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 def replace_folder(staging: Path, path: Path, *, durable: bool = True) -> None:
-    """Put the folder `staging` at `path`; what was there stays complete until the new one is there.
+    """Replace the folder `path` by `staging` atomically.
 
     durable: whether a power failure may not undo it.
     """
@@ -97,7 +100,10 @@ def _rename_to_new(staging: Path, path: Path) -> bool:
 
 
 def retire(path: Path, *, durable: bool = True) -> None:
-    """Remove a folder so that no half of it is ever seen under its name. durable: as for `publish`."""
+    """Remove a folder atomically: never is a half of it seen under its name.
+
+    durable: as for `replace_folder`.
+    """
     doomed = temporary_path(path)
     path.rename(doomed)
     (sync_folder if durable else _leave)(path.parent)
@@ -145,7 +151,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _leave(folder: Path) -> None:
-    """To the system, which writes names down when it likes."""
+    """Do nothing: the system writes names to the disk in its own time."""
 
 
 def _alive(match: re.Match[str]) -> bool:
@@ -165,7 +171,7 @@ def _alive(match: re.Match[str]) -> bool:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one step; False where the system cannot."""
+    """Swap two names atomically; return False if the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -12,7 +12,9 @@ import torch
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``batch`` with ``function`` applied to every tensor; containers keep their types, other leaves stay.
+    """Apply ``function`` to every tensor of ``batch``; containers keep their types.
+
+    Other leaves stay.
 
     An object with a ``to`` method of its own (a packed sequence, say) is a leaf that is left to :func:`move_batch`.
     """
@@ -52,7 +54,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor, 1 where there is none."""
+    """Return a batch's number of samples: the first dimension of its first tensor, else 1."""
     first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if isinstance(first, torch.Tensor):  # nearly every batch
         return first.shape[0] if first.ndim else 1
@@ -60,8 +62,11 @@ def batch_size_of(batch: Any) -> int:
 
 
 def slice_batch(batch: Any, start: int, stop: int, size: int) -> Any:
-    """Samples ``start`` to ``stop`` of a batch of ``size``: slices of every tensor with that first dimension, and of lists
-    with one entry for each sample. Containers keep their types, all else stays whole.
+    """Slice samples ``start`` to ``stop`` out of a batch of ``size``.
+
+    Every tensor with that first dimension is sliced, and lists with one entry for each sample. Containers keep their
+    types,
+    all else stays whole.
     """
     if isinstance(batch, torch.Tensor):
         return batch[start:stop] if batch.ndim and batch.shape[0] == size else batch
@@ -83,7 +88,7 @@ def slice_batch(batch: Any, start: int, stop: int, size: int) -> Any:
 
 
 def split_batch(module: Any, batch: Any, size: int, count: int) -> Iterator[tuple[Any, int]]:
-    """Cut a batch of ``size`` samples into ``count`` parts, as even as can be; each comes with its number of samples.
+    """Split a batch of ``size`` samples into ``count`` even parts, and yield each with its size.
 
     A module cuts its own where it has ``part_of_batch(batch, start, stop)``; otherwise :func:`slice_batch` does.
     """
@@ -96,7 +101,10 @@ def split_batch(module: Any, batch: Any, size: int, count: int) -> Iterator[tupl
 
 
 def count_samples_and_tokens(batch: Any) -> tuple[int, int]:
-    """Samples and tokens in a batch; tokens are those of its first tensor, or of ``input_ids`` or ``tokens``, if that is (B, T) of integers."""
+    """Count samples and tokens in a batch.
+
+    Tokens are those of its first tensor, or of ``input_ids`` or ``tokens``, if that is (B, T) of integers; else 0.
+    """
     first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if isinstance(first, Mapping):
         first = first.get("input_ids", first.get("tokens", first))
@@ -107,7 +115,7 @@ def count_samples_and_tokens(batch: Any) -> tuple[int, int]:
 
 
 def batch_sizes(batch: Any) -> Iterator[int]:
-    """Yield the first dimension of each tensor or array in a batch (1 for a single number), in order.
+    """Yield the first dimension of each tensor or array in a batch; 1 for a single number.
 
     A list without tensors is a batch of what is in it: its length counts.
     """
@@ -137,7 +145,10 @@ def _parts(batch: Any) -> Iterable[Any]:
 
 
 def as_tensors(data: Any, device: torch.device) -> Any:
-    """Return ``data`` with its numbers, booleans and arrays as tensors on ``device``; tensors and all else as they are."""
+    """Convert numbers, booleans and arrays in ``data`` to tensors on ``device``.
+
+    Tensors are moved there; all else stays as it is.
+    """
     if isinstance(data, (bool, int, float, complex, np.generic)):
         return torch.tensor(data.item() if isinstance(data, np.generic) else data, device=device)
     if isinstance(data, np.ndarray):
@@ -154,7 +165,10 @@ def as_tensors(data: Any, device: torch.device) -> Any:
 
 
 def as_scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``metrics`` with each tensor of one element as its number. Raises ValueError for a larger one."""
+    """Return ``metrics`` with each tensor of one element as its number.
+
+    Raises ValueError for a larger one.
+    """
     return {name: _scalar(name, value) for name, value in metrics.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class MisconfigurationError(ValueError, TypeError):
-    """Settings, hooks or return values that do not go together; the message says which and what to do."""
+    """Raised for settings, hooks or return values that contradict one another."""
 
 
 class SIGTERMException(SystemExit):

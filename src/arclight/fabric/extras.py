@@ -1,4 +1,4 @@
-"""Optional dependencies: imported where they are used, with an error that says which extra brings them."""
+"""Import optional dependencies, with an error that names the missing extra."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MissingExtraError(ModuleNotFoundError):
 
 
 def require(module: str, *, extra: str) -> Any:
-    """Return the imported ``module``; raises MissingExtraError naming the ``extra`` to install where it is missing."""
+    """Import ``module``; raise MissingExtraError naming the ``extra`` if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -21,7 +21,7 @@ from arclight.fabric.environments import ClusterEnvironment
 
 
 class Launcher:
-    """Runs a function in this process; nothing to start."""
+    """Launcher of one process, which runs the function in this one."""
 
     runs_in_this_process = True
     """Whether the function's effects are seen here: it runs in this process, not only in others."""
@@ -30,7 +30,7 @@ class Launcher:
     """Whether it works in a notebook and at a prompt."""
 
     def launch(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Run ``function(*arguments, **options)`` in every process of this node; return the result of the first."""
+        """Run ``function(*arguments, **options)`` on all ranks of this node; return the first's."""
         return function(*arguments, **options)
 
 
@@ -39,7 +39,7 @@ class RankFailedError(RuntimeError):
 
 
 class SubprocessLauncher(Launcher):
-    """Starts the same command once more for every other local rank, then runs the function here as rank 0.
+    """Launch the same command for every other local rank, and run the function as rank 0.
 
     Each child runs the script from its start and reaches this call with ``LOCAL_RANK`` set. Processes that were started
     from outside are all there already. One process that fails ends all of them, also after the function has returned:
@@ -92,7 +92,7 @@ class SubprocessLauncher(Launcher):
         before_exit.append(self._stop_children)
 
     def _watch(self) -> None:
-        """End this process when a child fails: its main thread may be inside a collective that will never return."""
+        """End this process when a child fails, as a collective might never return."""
         while any(child.poll() is None for child in self.children):
             time.sleep(0.2)
             failed = next((pair for pair in enumerate(self.children, 1) if pair[1].poll() not in (None, 0)), None)
@@ -148,7 +148,9 @@ def _this_command() -> list[str]:
 
 
 class MultiProcessingLauncher(Launcher):
-    """Runs the function in new processes (``spawn``, ``fork`` or ``forkserver``) and brings rank 0's result back.
+    """Run the function in new processes and return rank 0's result.
+
+    The start method is ``spawn``, ``fork`` or ``forkserver``.
 
     Arguments and the result travel by pickle between processes of this one run, as torch.multiprocessing does. New
     interpreters begin with this one's random generators and switches of torch. Raises ValueError for a method that this
@@ -216,7 +218,7 @@ class MultiProcessingLauncher(Launcher):
 
 
 def _interpreter_state() -> dict[str, Any]:
-    """Random generators and switches of torch that a new interpreter does not have."""
+    """Return random generators and torch's switches, which a new interpreter lacks."""
     import torch
 
     from arclight.fabric.seeding import rng_state
@@ -285,7 +287,7 @@ _EXIT_LIMIT_S = 60.0
 
 
 def exit_with_parent(parent: int | None = None) -> None:
-    """End this process when its parent has gone, however that ended: nobody waits for it any more.
+    """End this process when its parent has gone, for whatever reason.
 
     It gets SIGTERM, on which a run saves and ends in order, and SIGKILL if it is still there a while later (in a collective
     that nobody else enters, for one). Linux sends the signal itself; elsewhere a thread that looks for the parent does.
@@ -306,7 +308,7 @@ def _watch_parent(parent: int) -> None:
 
 
 def _drop_inherited_exit_functions() -> None:
-    """Leave the exit functions of a forked process's parent to the parent, whose temporary directories they delete."""
+    """Drop a forked process' inherited exit functions, which delete its parent's folders."""
     atexit._clear()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
@@ -314,10 +316,12 @@ def _drop_inherited_exit_functions() -> None:
 
 
 def _end_process() -> None:
-    """End a process whose result is delivered, without taking the interpreter apart: threads of gloo that still look
-    for it while it goes have aborted such processes.
+    """End a process whose result is delivered, without tearing down the interpreter.
 
-    A forked process may never get through its exit functions: a stream that another thread of its parent was writing at the
+    Threads of gloo that still run during the teardown have aborted such processes.
+
+    A forked process may never get through its exit functions: a stream that another thread of its parent was writing
+    at the
     time of the fork stays locked, and `logging` flushes all of them.
     """
     limit = threading.Timer(_EXIT_LIMIT_S, os._exit, (0,))
@@ -330,7 +334,7 @@ def _end_process() -> None:
 
 
 def leave_group() -> None:
-    """Leave the process group, if there is one: gloo's threads abort a process that ends while they still run."""
+    """Destroy the process group, if any, before gloo's threads can abort the process."""
     import torch.distributed as dist
 
     stop_watchdog()
@@ -339,7 +343,7 @@ def leave_group() -> None:
 
 
 def divide_threads(num_processes: int) -> None:
-    """Divide the cores of this host among its processes, unless OMP_NUM_THREADS already says how many each may use."""
+    """Divide this host's cores among its processes, unless OMP_NUM_THREADS is set."""
     if num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
 
@@ -349,5 +353,5 @@ def divide_threads(num_processes: int) -> None:
 
 
 def available_cores() -> int:
-    """Cores of this host that this process may use."""
+    """Count the cores of this host that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Recognise out-of-memory errors, release cached device memory, and tune the host's allocator.
+"""Recognise out-of-memory errors, free cached memory, and tune the host's allocator.
 
 By itself glibc returns large blocks to the system when they are freed. A training step takes the same blocks as the one before, and each
 page that it gets anew is zeroed by the kernel at its first use: 33,000 page faults in a step of YOLOv5n at 320 px with a batch of 16.
@@ -23,7 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_out_of_device_memory(error: BaseException) -> bool:
-    """CUDA's own words or those of Apple's devices, or torch's error class for any accelerator."""
+    """Return True for an out-of-memory error of CUDA, MPS or any other accelerator."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return _contains(error, "CUDA", "out of memory") or _contains(error, "MPS", "out of memory")
@@ -56,12 +56,17 @@ def free_memory() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed blocks of up to 32 MiB for later ones; False where it does not: another C library, or a process that returns them."""
+    """Keep freed blocks of up to 32 MiB in glibc for reuse; return True if that is in effect.
+
+    Not with another C library, nor in a process that returns them (`return_freed_memory`).
+    """
     return not _returns_freed and _tune((_TRIM_FROM, _NEVER), (_MAPPED_FROM, _LARGEST_POOLED))
 
 
 def return_freed_memory() -> bool:
-    """Let glibc map large blocks one by one and keep few arenas, from now on in this process; False with another C library.
+    """Return freed memory to the system: map large blocks in glibc, keep few arenas.
+
+    For the rest of this process; returns False with another C library.
 
     A server that handles many clients' tensors would otherwise hold more with every client, in a pool for each few threads.
     """

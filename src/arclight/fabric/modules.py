@@ -1,4 +1,4 @@
-"""Create modules without initial values or on the meta device; switch modes for a while; find and restore tied parameters."""
+"""Initialise modules on the meta device, switch modes, and find or tie parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class SkipInit(torch.overrides.TorchFunctionMode):
-    """Leaves out the functions of ``torch.nn.init``: weights stay as allocated, to be loaded right after."""
+    """Skip the functions of ``torch.nn.init``, for weights that are loaded afterwards."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -34,7 +34,7 @@ def enter_all(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[
 
 
 def materialize_meta(module: nn.Module, device: torch.device) -> None:
-    """Give memory and first values to what of ``module`` is on the meta device."""
+    """Allocate and initialise what of ``module`` is on the meta device."""
     if any(parameter.is_meta for parameter in module.parameters()):
         from arclight.fabric.distributed.sharding import materialize
 
@@ -43,7 +43,7 @@ def materialize_meta(module: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def keeping_modes(model: nn.Module) -> Iterator[None]:
-    """Put every module back into its own mode afterwards: some may be frozen in another than the model's."""
+    """Restore every module's own mode afterwards; some may be frozen in another one."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -54,14 +54,14 @@ def keeping_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode, then each back into its own."""
+    """Set every module to evaluation mode, and restore each one's own mode afterwards."""
     with keeping_modes(model):
         model.eval()
         yield
 
 
 def find_shared_parameters(module: nn.Module) -> list[list[str]]:
-    """Names of each parameter that has more than one, in the order in which the module lists them."""
+    """List the names of each parameter that has several, in the module's order."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -69,7 +69,7 @@ def find_shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def set_shared_parameters(module: nn.Module, shared: list[list[str]]) -> nn.Module:
-    """Tie again what :func:`find_shared_parameters` found: each group's names get the first one's parameter."""
+    """Tie parameters as :func:`find_shared_parameters` found them."""
     for first, *others in shared:
         parameter = module.get_parameter(first)
         for name in others:

@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def known_rank() -> int | None:
-    """Return the global rank of this process: of the process group, else what the launcher says; None where nobody says."""
+    """Return the global rank of this process, or None if it is not known."""
     distributed = sys.modules.get("torch.distributed")  # not imported: then there is no group either
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
@@ -27,7 +27,9 @@ def known_rank() -> int | None:
 
 
 class RankZeroOnly:
-    """The decorator :data:`rank_zero_only`: on every other rank the function does not run, and gives None.
+    """Decorator that runs a function on rank 0 only (:data:`rank_zero_only`).
+
+    On other ranks it returns None.
 
     The rank is looked up at each call, so one decorated before the processes were started is right in each of them.
     """
@@ -73,12 +75,15 @@ def rank_zero_debug(message: object, *arguments: Any, **options: Any) -> None:
 
 @rank_zero_only
 def rank_zero_warn(message: str, stacklevel: int = 4, category: type[Warning] = UserWarning, **options: Any) -> None:
-    """Call ``warnings.warn`` on rank 0; ``stacklevel`` counts from here, so that the caller's caller is shown."""
+    """Call ``warnings.warn`` on rank 0.
+
+    ``stacklevel`` counts from here, so that the caller's caller is shown.
+    """
     warnings.warn(message, category, stacklevel=stacklevel, **options)
 
 
 class LightningDeprecationWarning(DeprecationWarning):
-    """Something that will go, told to users and not only to developers."""
+    """Warning of something that will be removed, shown to users too."""
 
 
 warnings.simplefilter("default", category=LightningDeprecationWarning)

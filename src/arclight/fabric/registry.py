@@ -1,4 +1,4 @@
-"""Register classes by name: built in, from entry points of installed packages, or by the user."""
+"""Register classes by name: built in, from installed packages, or by the user."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ log = logging.getLogger(__name__)
 
 @cache
 def installed(kind: str) -> dict[str, Any]:
-    """Classes that installed packages offer as entry points in the group ``arclight.<kind>``, by name."""
+    """Load the classes that installed packages offer in ``arclight.<kind>``, by name."""
     return {entry.name: entry.load() for entry in entry_points(group=f"arclight.{kind}")}
 
 
 @cache
 def _entries(query: Callable[..., Any], group: str) -> tuple[Any, ...]:
-    """Return the entry points of ``group``; looking through all installed packages takes milliseconds, so it is done once."""
+    """Return the entry points of ``group``, cached: looking through all packages takes long."""
     return tuple(query(group=group))
 
 
 def load_external_callbacks(group: str) -> list[Any]:
-    """Callbacks that installed packages bring: what the functions give that they offer as entry points in ``group``.
+    """Build the callbacks that installed packages offer as entry points in ``group``.
 
-    Such a function takes nothing and gives a callback or a list of them.
+    An entry point is a function that takes nothing and returns a callback or a list of them.
     """
     callbacks: list[Any] = []
     for entry in _entries(entry_points, group):
@@ -39,7 +39,7 @@ def load_external_callbacks(group: str) -> list[Any]:
 
 
 class Registry(dict[str, dict[str, Any]]):
-    """Names with the class that each stands for, its description and the arguments that it is made with.
+    """Registry of names, each with a class, a description and its arguments.
 
     ``kind`` is what a name stands for: ``strategy`` or ``accelerator``. An entry is a dictionary with the keys ``<kind>``,
     ``<kind>_name``, ``description`` and ``init_params``.
@@ -52,7 +52,7 @@ class Registry(dict[str, dict[str, Any]]):
     def register(
         self, name: str, cls: Callable[..., Any] | None = None, description: str = "", override: bool = False, **init_params: Any
     ) -> Callable[..., Any]:  # fmt: skip
-        """Let ``name`` stand for ``cls(**init_params)``; without ``cls`` this is a decorator.
+        """Register ``cls(**init_params)`` under ``name``; without ``cls`` a decorator.
 
         Raises TypeError for a name that is no text, ValueError for one that is taken, unless ``override``.
         """
@@ -73,7 +73,7 @@ class Registry(dict[str, dict[str, Any]]):
         return enter if cls is None else enter(cls)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Make the object that ``name`` stands for; else ``default``. Raises KeyError without one."""
+        """Build the object registered as ``name``, else return ``default``; KeyError without one."""
         if name in self:
             return self[name][self.kind](**self[name]["init_params"])
         if name in installed(self.plural):
@@ -83,7 +83,7 @@ class Registry(dict[str, dict[str, Any]]):
         raise KeyError(f"{name!r} is no registered {self.kind}; there are: {', '.join(self.names()) or 'none'}")
 
     def remove(self, name: str) -> None:
-        """Forget ``name``. Raises KeyError where it is not registered."""
+        """Remove ``name``. Raises KeyError if it is not registered."""
         self.pop(name)
 
     def names(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Seed the global random number generators, save and restore their state, and isolate blocks of code from them.
+"""Seed the global random generators, save and restore their state, and isolate blocks.
 
 Fabric, the Trainer, the loader and federated clients call this. Seeded runs must stay reproducible across versions: a change of which
 generators are seeded, or with what, shows in ``tests/house/digests.json``.
@@ -59,13 +59,13 @@ def _seed_of_environment(verbose: bool) -> int:
 
 
 def reset_seed() -> None:
-    """Seed everything again as the last :func:`seed_everything`; do nothing if it was never called."""
+    """Repeat the last :func:`seed_everything`; do nothing if it was never called."""
     if "PL_GLOBAL_SEED" in os.environ:
         seed_everything(workers=os.environ.get("PL_SEED_WORKERS", "0") == "1", verbose=False)
 
 
 def seed_loader_worker(worker_id: int, rank: int | None = None) -> None:
-    """Seed a DataLoader's worker (``worker_init_fn``): streams differ between workers and ranks, in every generator.
+    """Seed a DataLoader's worker (``worker_init_fn``), differently on each worker and rank.
 
     Our own loader needs none; this is for loaders that are used without it.
     """
@@ -146,7 +146,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 @contextmanager
 def deterministic_kernels(warn_only: bool = False) -> Iterator[None]:
-    """Run a block with deterministic kernels only; torch raises RuntimeError for an operator without one, or warns."""
+    """Run a block with deterministic kernels; torch raises or warns if there is none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS, which reads it when it starts
     before, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -160,7 +160,9 @@ def deterministic_kernels(warn_only: bool = False) -> Iterator[None]:
 
 
 class ProcessLock:
-    """A reentrant lock that a forked process replaces, since the thread that holds it may not exist there.
+    """Reentrant lock that a forked process replaces.
+
+    The thread that holds it may not exist there.
 
     Use it as ``with lock.current:``, which costs no Python call.
     """

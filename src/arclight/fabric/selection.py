@@ -1,4 +1,4 @@
-"""Select a strategy and its accelerator, devices, environment and precision from a user's arguments."""
+"""Select a strategy, accelerator, devices, environment and precision from arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from arclight.fabric.warnings import PossibleUserWarning
 
 @dataclass
 class Plugins:
-    """A user's plugins by what they are; None where there is none of the kind."""
+    """Plugins of a user by kind; None if there is none of it."""
 
     precision: Precision | None = None
     environment: ClusterEnvironment | None = None
@@ -40,7 +40,9 @@ def select(
     *, accelerator: Any = "auto", strategy: Any = "auto", devices: Any = "auto", num_nodes: int = 1, precision: Any = None,
     plugins: Any = None, sync_batchnorm: bool = False, owner: str = "Trainer",
 ) -> Strategy:  # fmt: skip
-    """Return the strategy that a user of ``owner`` asked for, with everything it needs; no process is started, no device claimed.
+    """Select the strategy for a user's arguments, with everything that it needs.
+
+    No process is started, no device claimed. ``owner``: the class that the user called, for messages.
 
     * ``accelerator``: a name or an Accelerator. ``strategy``: a name or a Strategy, which may hold an accelerator, devices, a
       cluster environment, a checkpoint IO and a precision of its own. ``precision``: a name. ``plugins``: a Precision, a
@@ -87,7 +89,10 @@ def select(
 
 
 def sort_plugins(plugins: Any) -> Plugins:
-    """Return each plugin to its place. Raises TypeError for what is none, ValueError for two of a kind."""
+    """Sort plugins by kind.
+
+    Raises TypeError for what is none, ValueError for two of a kind.
+    """
     found = Plugins()
     twice: list[str] = []
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]:
@@ -114,7 +119,7 @@ def sort_plugins(plugins: Any) -> Plugins:
 
 
 def _named(strategy: Any) -> Strategy | None:
-    """Return the strategy that a name or an object stands for; None for ``auto``."""
+    """Return the strategy of a name or an object; None for ``auto``."""
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         strategy = strategy()
     if isinstance(strategy, Strategy):
@@ -134,7 +139,7 @@ def _named(strategy: Any) -> Strategy | None:
 
 
 def _from_strategy(strategy: Strategy | None, accelerator: Any, precision: Any, plugin: Plugins) -> tuple[Any, Any]:
-    """Accelerator and precision, taken from the strategy where it holds them. Raises ValueError for two choices of one thing."""
+    """Return accelerator and precision, taken from the strategy if it has its own."""
     if plugin.precision is not None and precision is not None:
         raise ValueError(f"Received both `precision={precision}` and `plugins={plugin.precision}`. Choose one")
     if strategy is None:

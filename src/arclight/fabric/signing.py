@@ -68,7 +68,10 @@ class SigningKey:
 
 
 def is_signed(text: bytes, signature: str, public: str) -> bool:
-    """Return True if ``signature`` is the one of ``text`` by ``public``, a key for which `is_public_key` holds."""
+    """Return True if ``signature`` is the one of ``text`` by the key ``public``.
+
+    `is_public_key` must hold for the key.
+    """
     invalid = _cryptography("exceptions").InvalidSignature
     key = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PublicKey.from_public_bytes(
         base64.b64decode(public)
@@ -108,7 +111,10 @@ def private_pem(key: Any) -> bytes:
 
 
 def write_new(path: Path, content: bytes, *, secret: bool) -> None:
-    """Write a file that is not there yet, readable by its owner alone if ``secret``; FileExistsError if it is."""
+    """Write a new file, readable by its owner alone if ``secret``.
+
+    Raises FileExistsError if it exists.
+    """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
     with os.fdopen(file, "wb") as opened:
         opened.write(content)

@@ -9,11 +9,11 @@ from arclight.fabric.rank_zero import rank_zero_warn
 
 
 class PossibleUserWarning(UserWarning):
-    """Something that is often a mistake, and may well be meant."""
+    """Warning of something that is often a mistake, but may be intended."""
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Silence :class:`PossibleUserWarning`, everywhere or where the warning module's name matches ``module``.
+    """Silence :class:`PossibleUserWarning`, everywhere or in modules that match ``module``.
 
     The environment variable ``POSSIBLE_USER_WARNINGS=off`` does the same from the start.
     """
@@ -25,7 +25,7 @@ if os.environ.get("POSSIBLE_USER_WARNINGS", "").lower() in ("0", "off"):
 
 
 class WarningCache(set[str]):
-    """Warns of each message once, on rank 0."""
+    """Warn of each message once, on rank 0."""
 
     def warn(self, message: str, stacklevel: int = 5, category: type[Warning] = UserWarning) -> None:
         if message not in self:

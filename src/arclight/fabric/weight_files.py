@@ -1,4 +1,4 @@
-"""Read and write Hugging Face weights: a safetensors file, or a folder of several with an index."""
+"""Read and write Hugging Face weights: a safetensors file, or several with an index."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ INDEX = ".safetensors.index.json"
 
 
 class WeightFiles:
-    """The tensors of ``path``: a safetensors file, an index, or a folder with ``<stem>.safetensors`` or the index of that name.
+    """Tensors of a safetensors file, of an index, or of a folder with either.
+
+    In a folder the name is ``<stem>.safetensors``, or that of its index.
 
     ``name in files`` and iteration open nothing where there is an index. Raises FileNotFoundError where there is neither,
     ValueError for an index that cannot be; what is asked for later raises these for its own file, naming that and the tensor.
@@ -60,7 +62,7 @@ class WeightFiles:
         return self._files[name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor that lies in the file: what is read is read when it is used, and what is changed is changed in memory only."""
+        """Return a tensor mapped from the file, read when used; changes stay in memory."""
         try:
             found: torch.Tensor = self._handle(self._files[name]).get_tensor(name)
         except SafetensorError as error:
@@ -68,7 +70,10 @@ class WeightFiles:
         return found
 
     def part(self, name: str) -> Any:
-        """Return a tensor of which only what is sliced is read: see `safetensors.safe_open.get_slice`."""
+        """Return a lazy tensor that reads what is sliced.
+
+        See `safetensors.safe_open.get_slice`.
+        """
         try:
             return self._handle(self._files[name]).get_slice(name)
         except SafetensorError as error:
@@ -110,7 +115,10 @@ def _lacks(name: str, file: Path, error: Exception) -> ValueError:
 
 
 def byte_count(size: int | str, setting: str = "max_shard_size") -> int:
-    """Bytes of a number or of such as "500MB". Raises ValueError, naming the ``setting``, for what is no size."""
+    """Return the bytes of a number or of a text such as "500MB".
+
+    Raises ValueError, naming the ``setting``, for what is no size.
+    """
     if isinstance(size, int):
         found: int | None = size
     else:
@@ -122,7 +130,10 @@ def byte_count(size: int | str, setting: str = "max_shard_size") -> int:
 
 
 def shards(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Places of tensors in the order given, in files of at most ``limit`` bytes; a larger tensor has its own."""
+    """Group tensors into files of at most ``limit`` bytes; yield their positions.
+
+    The order is kept; a larger tensor has a file of its own.
+    """
     shard: list[int] = []
     total = 0
     for place, size in enumerate(sizes):
@@ -147,6 +158,6 @@ def write_shard(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
 
 
 def write_index(files: Mapping[str, str], total_bytes: int, folder: Path, stem: str = "model") -> None:
-    """Say in ``folder`` which file each tensor is in."""
+    """Write the index in ``folder`` of the file that each tensor is in."""
     content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
     (folder / f"{stem}{INDEX}").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,6 @@
-"""Put kinds of device behind one interface. In: ``accelerator=`` and ``devices=``; out: an Accelerator.
+"""Define accelerators: one interface for all kinds of device.
+
+In: ``accelerator=`` and ``devices=``; out: an Accelerator.
 
 Open ``base`` first, the interface; ``devices`` are CPU, CUDA and MPS, ``accelerator_registry`` resolves names.
 """

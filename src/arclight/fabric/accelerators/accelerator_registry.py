@@ -1,4 +1,4 @@
-"""Register accelerators by name, and resolve ``accelerator=`` of Trainer and Fabric to one (`resolve_accelerator`)."""
+"""Register accelerators by name, and resolve ``accelerator=`` of Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ for _kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator):
 
 
 def resolve_accelerator(choice: str | Accelerator | type[Accelerator]) -> Accelerator:
-    """Return the accelerator for ``choice``; ``auto`` takes the first available of CUDA, MPS and CPU, ``gpu`` of CUDA and MPS.
+    """Resolve ``choice`` to an accelerator.
+
+    ``auto`` is the first available of CUDA, MPS and CPU, ``gpu`` of CUDA and MPS.
 
     Raises ValueError for an unknown name, MissingDeviceError if this machine has no such device.
     """

@@ -9,7 +9,10 @@ import torch
 
 
 class Accelerator(ABC):
-    """A kind of device. A user's own is a subclass, passed as ``accelerator=`` or registered under a name."""
+    """Base class of accelerators (kinds of device).
+
+    A user's own is passed as ``accelerator=`` or registered under a name.
+    """
 
     @staticmethod
     @abstractmethod
@@ -44,16 +47,16 @@ class Accelerator(ABC):
         """Claim ``device`` for this process. Raises ValueError for a device of another kind."""
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Return the numbers that say how busy and full ``device`` is."""
+        """Return statistics of the load and memory of ``device``."""
         raise NotImplementedError(f"{type(self).__name__} has no statistics of its devices")
 
     @abstractmethod
     def teardown(self) -> None:
-        """Give back what this process no longer needs."""
+        """Release what this process no longer needs."""
 
     @classmethod
     def register_accelerators(cls, accelerator_registry: Any) -> None:
-        """Enter names for this class into a registry."""
+        """Register this class under its names in a registry."""
         accelerator_registry.register(cls.name(), cls, description=cls.__name__)
 
 

@@ -1,4 +1,4 @@
-"""Parse ``devices=`` and drive the kinds of device: CPU, CUDA (NVIDIA, and AMD through ROCm), MPS."""
+"""Parse ``devices=``, and define the CPU, CUDA (or ROCm) and MPS accelerators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def check_devices(devices: Any) -> None:
 
 
 def choose_devices(devices: Any, available: list[int]) -> list[int] | None:
-    """Return the numbers of the devices that a user means, out of those ``available``; None for none at all.
+    """Return the indices of the devices that a user requests, or None for none at all.
+
+    They are among those ``available``.
 
     ``3`` and ``"3"`` are the first three, ``-1`` and ``"-1"`` all, ``[1, 3]``, ``"1, 3"`` and ``"1,"`` those numbers.
     Raises TypeError for another type, MisconfigurationError for a device that is not there or named twice.
@@ -57,7 +59,7 @@ def choose_devices(devices: Any, available: list[int]) -> list[int] | None:
 
 
 def _one_for_each_process(chosen: list[int], available: list[int]) -> bool:
-    """Torchrun's processes are often shown one device each: the others belong to their siblings."""
+    """Return True if torchrun shows each process one device, the others being its siblings'."""
     import torch
 
     several_processes = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
@@ -98,7 +100,7 @@ class CPUAccelerator(Accelerator):
         keep_freed_memory()
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Percentages of the processor, the memory and the swap space in use. Needs psutil."""
+        """Return the percentages of processor, memory and swap space in use. Needs psutil."""
         return get_cpu_stats()
 
     def teardown(self) -> None:
@@ -106,12 +108,15 @@ class CPUAccelerator(Accelerator):
 
 
 def get_cpu_stats() -> dict[str, float]:
-    """`host_load` under the names that are logged."""
+    """Return `host_load` under the names that are logged."""
     return dict(zip((_CPU_PERCENT, _CPU_VM_PERCENT, _CPU_SWAP_PERCENT), host_load().values(), strict=True))
 
 
 def host_load() -> dict[str, float]:
-    """Percentages of the host's processor (``percent``), memory (``vm_percent``) and swap space in use. Needs psutil."""
+    """Return the percentages of processor, memory and swap space in use. Needs psutil.
+
+    The keys are ``percent``, ``vm_percent`` and ``swap_percent``.
+    """
     try:
         import psutil
     except ModuleNotFoundError as error:
@@ -170,7 +175,9 @@ def is_cuda_available() -> bool:
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Return the numbers of ``num_devices`` CUDA devices (all: -1) on which this process can make a tensor.
+    """Find ``num_devices`` CUDA devices (-1: all) on which this process can make a tensor.
+
+    Returns their indices.
 
     On machines whose devices are set to serve one process each, others may hold some of them.
     Raises ValueError where there are too few, RuntimeError where too many are taken.
@@ -205,7 +212,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
 @cache
 def _suggest_tensor_cores(device: torch.device) -> None:
-    """Say once that float32 matrix products could be faster, where the user has not chosen either way."""
+    """Suggest Tensor Cores for float32 matrix products once, if the user has not chosen."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] < 8:
         return
     if torch.get_float32_matmul_precision() == "highest":
@@ -216,7 +223,7 @@ def _suggest_tensor_cores(device: torch.device) -> None:
 
 
 class MPSAccelerator(Accelerator):
-    """Apple's GPU, one of it, through Metal."""
+    """Apple's GPU (one) through Metal."""
 
     @staticmethod
     def name() -> str:
@@ -242,7 +249,7 @@ class MPSAccelerator(Accelerator):
         check_kind(device, "mps")
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
-        """Return the host's load (processor and GPU share the memory), and what Metal has allocated, in bytes. Needs psutil."""
+        """Return the host's load and the bytes that Metal has allocated. Needs psutil."""
         load = {f"M1_{name}": value for name, value in host_load().items()}
         return load | {"mps_allocated_bytes": torch.mps.current_allocated_memory()}
 

@@ -18,11 +18,11 @@ def is_sharded(module: torch.nn.Module) -> bool:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of this process's part of ``tensor``; all of it where it is not sharded."""
+    """Return the memory of this process's shard of ``tensor``; all of it if not sharded."""
     part: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
 def local_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`local_tensor` of each, for what is done element by element."""
+    """Return :func:`local_tensor` of each, for element-wise operations."""
     return [local_tensor(tensor) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Describe what a process waits for: the operation, the module and the line of its main thread."""
+"""Describe the operation, module and line that a process' main thread is waiting in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent
 
 
 class RankMissingError(RuntimeError):
-    """Processes waited for others that did not come; the message names both, and where they were."""
+    """Raised if ranks waited in vain for others; names both, and where they were."""
 
 
 def is_collective_error(error: BaseException) -> bool:
@@ -36,7 +36,10 @@ def main_thread_stack() -> str:
 
 
 def main_thread_location() -> str:
-    """Return the same in a few words: ``all_reduce, in blocks.1.linear (Linear), train.py:30 training_step``."""
+    """Return the location of the main thread in a few words.
+
+    As in ``all_reduce, in blocks.1.linear (Linear), train.py:30 training_step``.
+    """
     frame = _main_frame()
     operation, called, line = "", "", ""
     modules: list[Any] = []

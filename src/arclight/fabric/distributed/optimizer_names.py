@@ -19,7 +19,10 @@ Names = Mapping[torch.Tensor, str]
 
 
 def name_parameters(modules: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
-    """Return the names of all parameters of ``modules``; none of one that two modules give different names."""
+    """Map all parameters of ``modules`` to their names.
+
+    One that two modules name differently is left out.
+    """
     found: dict[torch.Tensor, str] = {}
     unclear: set[torch.Tensor] = set()
     taken: dict[str, torch.Tensor] = {}
@@ -31,7 +34,10 @@ def name_parameters(modules: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
 
 
 def add_parameter_names(optimizer: Optimizer, state: dict[str, Any], names: Names) -> dict[str, Any]:
-    """Return a ``state_dict`` of ``optimizer`` with its parameters' names; as it is where one of them has none."""
+    """Add parameter names to a ``state_dict`` of ``optimizer``.
+
+    It is returned as it is if one of them has none.
+    """
     groups = optimizer.param_groups
     if _is_by_name(state) or not all(parameter in names for group in groups for parameter in group["params"]):
         return state
@@ -43,7 +49,10 @@ def add_parameter_names(optimizer: Optimizer, state: dict[str, Any], names: Name
 
 
 def key_by_name(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state :func:`add_parameter_names`, its parameters known by those alone. Raises ValueError for one without."""
+    """Key an optimizer's state by the names that :func:`add_parameter_names` added.
+
+    Raises ValueError for a parameter without one.
+    """
     if _is_by_name(state):
         return state
     numbered: dict[Any, str] = {}

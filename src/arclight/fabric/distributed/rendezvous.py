@@ -1,4 +1,4 @@
-"""Open the key-value store of the rendezvous, and separate its keys from those of earlier elastic restarts.
+"""Open the key-value store of a rendezvous, apart from earlier elastic restarts.
 
 The parallel strategies call this before they create a process group. An elastic launcher restarts all processes when one is lost and
 keeps the store, in which keys of the previous attempt (addresses, stop requests, failures) would be read as current. Restart counts

@@ -45,7 +45,9 @@ class Region:
 
 
 def local_regions(tensor: Any) -> list[Region]:
-    """Return the boxes with elements that this process holds of ``tensor``; one with everything where it is not sharded.
+    """Return the regions of ``tensor`` that this process holds, leaving out empty ones.
+
+    There is one with everything if it is not sharded.
 
     Raises ValueError for a tensor whose parts are still to be summed, or are not cut as its placements say.
     """
@@ -68,7 +70,7 @@ def local_regions(tensor: Any) -> list[Region]:
 def _candidates(
     shape: tuple[int, ...], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> list[list[_Runs]]:
-    """Own indexes along every dimension.
+    """List the index ranges along every dimension that this process may hold.
 
     Uneven shards under a strided placement are cut in another order by FSDP than by ``distribute_tensor``; their shapes
     tell which it was, for the shapes are equal only where the indexes are.

@@ -25,7 +25,9 @@ from arclight.fabric.seeding import seed_device
 
 
 def gather_tree(tree: Any, keep: bool) -> Any:
-    """Gather every sharded tensor of ``tree``: on the CPU if ``keep``, else to an empty tensor; every rank must call this.
+    """Gather every sharded tensor of ``tree``; every rank must call this.
+
+    On the CPU if ``keep``, else to an empty tensor.
 
     One tensor is whole at a time beyond those that are kept.
     """
@@ -57,7 +59,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(full: torch.Tensor, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Return the shard of ``full`` that this process keeps, sharded as ``like`` is; ``full`` itself where ``like`` is not sharded. No communication.
+    """Return this process' shard of ``full``, sharded as ``like`` is. No communication.
+
+    If ``like`` is not sharded it is ``full`` itself.
 
     It lies on ``device``, by default where ``like`` lies. Of a tensor that is still in a file only that shard is read. Shapes
     that differ are left for the caller's ``load_state_dict`` to name.
@@ -134,7 +138,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[Any, nn.Parameter]) -> None:
-    """Point ``optimizer`` from parameters that were replaced by shards to those; its state becomes shards too."""
+    """Point ``optimizer`` to the shards that replaced its parameters, and shard its state."""
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
     for old in [parameter for parameter in optimizer.state if parameter in replaced]:
@@ -150,7 +154,9 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[Any, nn.Parameter
 
 @torch.no_grad()
 def clip_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, error: bool) -> torch.Tensor:
-    """Clip by the norm of all gradients, whichever meshes they are sharded over; the norm before, equal on every process.
+    """Clip gradients by their total norm over all meshes; return the norm before.
+
+    It is equal on every process.
 
     Raises RuntimeError with ``error`` if the norm is NaN or infinite.
     """
@@ -162,7 +168,7 @@ def clip_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: fl
 
 @torch.no_grad()
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of all gradients, whichever meshes they are sharded over; 0 where there are none."""
+    """Return the norm of all gradients, over whichever meshes; 0 if there are none."""
     meshes: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
@@ -176,7 +182,10 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Ten
 
 @torch.no_grad()
 def scale_to_norm(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float, error: bool) -> None:
-    """Scale gradients whose norm is ``total`` down to ``max_norm``. With ``error``, raises RuntimeError if it is NaN or infinite."""
+    """Scale gradients of norm ``total`` down to ``max_norm``.
+
+    With ``error``, raises RuntimeError if the norm is NaN or infinite.
+    """
     if error and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the norm of the gradients is {float(total)}, so they cannot be clipped; with error_if_nonfinite=False they are "
@@ -188,7 +197,7 @@ def scale_to_norm(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_no
 
 @torch.no_grad()
 def scale_tensors(parts: list[torch.Tensor], factor: torch.Tensor | float) -> None:
-    """Multiply ``parts`` in place by ``factor``, which may lie on another device than they (shards that are kept on the host)."""
+    """Multiply ``parts`` in place by ``factor``, which may lie on another device."""
     if isinstance(factor, torch.Tensor):
         factor = factor.to(parts[0].device)
     torch._foreach_mul_(parts, factor)
@@ -208,7 +217,7 @@ def clip_value(parameters: Iterable[torch.Tensor], limit: float) -> None:
 
 @torch.no_grad()
 def copy_from_rank_zero(module: nn.Module, device: torch.device) -> None:
-    """Copy rank 0's values of all tensors of ``module`` that are there and not sharded, by way of ``device``."""
+    """Copy rank 0's values of ``module``'s unsharded tensors, by way of ``device``."""
     for tensor in itertools.chain(module.parameters(), module.buffers()):
         if not tensor.is_meta and not isinstance(tensor, DTensor):
             value = tensor.to(device).contiguous()
@@ -220,7 +229,7 @@ def copy_from_rank_zero(module: nn.Module, device: torch.device) -> None:
 def materialize(
     module: nn.Module, device: torch.device, seed: Callable[[str], int] | None = None, local: bool = False
 ) -> None:
-    """Give memory and first values to what is on the meta device, by the modules' own ``reset_parameters``.
+    """Allocate and initialise meta tensors by the modules' own ``reset_parameters``.
 
     With ``seed`` each module draws from generators seeded by its name, and the global ones stay as they are. ``local`` says that
     processes have different modules: each keeps what it drew, which the seed makes the same wherever it is drawn.
@@ -273,7 +282,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _draw(module: nn.Module, own: dict[str, torch.Tensor], reset: Any, device: torch.device) -> None:
-    """Whole tensors with first values in the place of ``own``; the module's other tensors stay as they are."""
+    """Replace ``own`` by full tensors and initialise them; restore the module's other tensors."""
     others = [(tensor, tensor.detach().clone()) for name, tensor in _own_tensors(module) if name not in own]
     for name, tensor in own.items():
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

@@ -17,7 +17,7 @@ class Store(Protocol):
 
 
 class StopSignal:
-    """Request a stop on any rank, at any time, and agree on the one position where all ranks stop.
+    """Request a stop on any rank, and agree on the one position where all ranks stop.
 
     A loop counts its positions (steps, batches: any integer that grows in the same way on every rank) and passes
     each through here before it goes on::
@@ -52,7 +52,10 @@ class StopSignal:
         return (StopSignal, ())  # a new process starts with a new signal
 
     def connect(self, store: Store, rank: int, world_size: int, timeout: float = 60.0) -> None:
-        """Share requests with other ranks through ``store``; each waits ``timeout`` seconds for the others' positions."""
+        """Share requests with other ranks through ``store``.
+
+        Each waits ``timeout`` seconds for the others' positions.
+        """
         with self._lock:
             self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
 
@@ -64,7 +67,10 @@ class StopSignal:
             other._store = None
 
     def begin(self) -> None:
-        """Start counting again, for another loop. All ranks must do so; a request that came too late is dropped."""
+        """Start counting again, for another loop; all ranks must do so.
+
+        A request that came too late is dropped.
+        """
         with self._lock:
             if self._store is not None and not self.asked:
                 self._store.set(self._key(f"position/{self._rank}"), "ended")
@@ -73,7 +79,10 @@ class StopSignal:
             self._decided.clear()
 
     def request(self, reason: str = "") -> None:
-        """Ask all ranks to stop at the next position that none of them has passed. Safe in a signal handler and any thread."""
+        """Request all ranks to stop at the next position that none of them has passed.
+
+        Safe in a signal handler and any thread.
+        """
         self._requested = reason
         if self._store is None:
             self.reason, self._agreed = reason, self.position  # whatever the loop comes to next
@@ -106,7 +115,7 @@ class StopSignal:
     # -- the watching thread ---------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Exchange requests and positions with the other ranks; True while a position is missing (look again soon)."""
+        """Exchange requests and positions with other ranks; return True to poll again soon."""
         with self._lock:
             store = self._store
             if store is None or self._decided.is_set():
@@ -131,7 +140,7 @@ class StopSignal:
             return False
 
     def lose(self, why: str) -> None:
-        """Note that the other ranks are out of reach: whoever waits for an answer gets an error."""
+        """Record that the other ranks are out of reach, so that a wait for them raises."""
         self._lost = why
         self._decided.set()
 

@@ -1,4 +1,4 @@
-"""Watch each process from a thread: carry stop signals, name the rank that hangs and the one that failed first."""
+"""Watch each rank from a thread: carry stop signals, name ranks that hang or fail first."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 class Watchdog:
-    """Watch one process of a group, from a thread of its own and over the group's store: no collective, no device.
+    """Thread that watches one rank through the store, without collectives or devices.
 
     * It carries :class:`StopSignal` between ranks.
     * Where this rank has been inside the same collective for ``patience`` seconds, it asks all ranks for the number of
@@ -68,7 +68,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; the store may go afterwards."""
+        """End the thread; the store may be closed afterwards."""
         self._end.set()
         if self._thread is not threading.current_thread():
             self._thread.join(ANSWER_TIMEOUT_S + 1)
@@ -106,7 +106,7 @@ class Watchdog:
             os._exit(1)
 
     def _answer(self, question: int) -> None:
-        """Answer all questions up to this one: ranks in different collectives may ask at the same time."""
+        """Answer all questions up to this one: ranks in different collectives may ask at once."""
         answer = {"entered": collective_counts(), "stack": main_thread_stack(), "place": main_thread_location()}
         for number in range(self._answered + 1, question + 1):
             self.store.set(f"arclight/hang/{number}/{self.rank}", json.dumps(answer))
@@ -133,7 +133,7 @@ class Watchdog:
         return True
 
     def _question(self, patience: float = ANSWER_TIMEOUT_S) -> list[Any]:
-        """Ask every rank; None for those that give no answer in time.
+        """Request collective counts and stacks of every rank; None for those without an answer.
 
         Others' questions are answered meanwhile: two ranks that ask each other would both take the other for silent.
         """
@@ -194,7 +194,10 @@ class Watchdog:
     # -- the first failure -----------------------------------------------------------------------------------------
 
     def failed_first(self) -> int:
-        """Return the rank that failed first: this one, unless another said so before. -1 where the store is gone, with rank 0."""
+        """Return the rank that failed first: this one, unless another reported before.
+
+        -1 if the store has ended with rank 0.
+        """
         try:
             return int(self.store.compare_set(FAILED_KEY, "", str(self.rank)).decode())
         except Exception:  # the store is in rank 0, which has ended: its own traceback says why
@@ -210,7 +213,10 @@ def collective_counts() -> dict[str, int]:
 
 
 def lagging_ranks(entered_by_rank: list[dict[str, int] | None], asking: int) -> list[int]:
-    """Return ranks that have entered fewer collectives than ``asking`` in a group that they share, or that do not answer."""
+    """List ranks that have entered fewer collectives than ``asking``, or do not answer.
+
+    Only groups that both share are compared.
+    """
     mine = entered_by_rank[asking] or {}
     return [
         rank
@@ -223,7 +229,7 @@ _current: Watchdog | None = None
 
 
 def start_watchdog(store: Any, rank: int, world_size: int, timeout: float, stop: StopSignal) -> Watchdog:
-    """Watch over this process for as long as it is in its process group."""
+    """Start the watchdog of this process, for as long as it is in its process group."""
     global _current
     stop_watchdog()
     _current = Watchdog(store, rank, world_size, timeout, stop)
@@ -234,14 +240,14 @@ def start_watchdog(store: Any, rank: int, world_size: int, timeout: float, stop:
 
 
 def carry_stop_signal(stop: StopSignal) -> None:
-    """Let this process's watch carry ``stop`` from now on: a program's next strategy joins the group that is there."""
+    """Let this process' watchdog carry ``stop`` from now on."""
     if _current is not None and _current.stop is not stop:
         stop.succeed(_current.stop)
         _current.stop = stop
 
 
 def stop_watchdog() -> None:
-    """End this process's watch, if it has one."""
+    """Stop this process's watchdog, if it has one."""
     global _current
     if _current is not None:
         _current.close()
@@ -249,7 +255,7 @@ def stop_watchdog() -> None:
 
 
 def explain_failure(error: BaseException) -> BaseException:
-    """Return ``error``, or for a collective's failure because of other ranks a RankMissingError that names them."""
+    """Return ``error``, or a RankMissingError if a collective failed because of other ranks."""
     if _current is None or isinstance(error, RankMissingError) or not is_collective_error(error):
         return error
     try:
@@ -264,7 +270,7 @@ def explain_failure(error: BaseException) -> BaseException:
 
 
 def failed_first() -> int | None:
-    """Called by a rank that fails: the rank that failed before it and so brought it down; None where it is the first itself."""
+    """Return the rank that failed before this one; None if this one is the first."""
     if _current is None:
         return None
     first = _current.failed_first()
@@ -275,7 +281,7 @@ _previous_hooks: list[Any] = []
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Show a traceback on the rank that failed first; the others fail because of it and say only that."""
+    """Print a traceback on the rank that failed first, and one line on the others."""
     explanation = explain_failure(error)
     if explanation is not error:
         kind, error, trace = type(explanation), explanation, None

@@ -1,4 +1,7 @@
-"""Detect the cluster environment (``clusters``). In: variables of its launcher; out: rank, world size, address."""
+"""Detect the cluster environment (``clusters``).
+
+In: variables of its launcher; out: rank, world size, address.
+"""
 
 from __future__ import annotations
 

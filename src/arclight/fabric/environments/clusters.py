@@ -26,7 +26,10 @@ DEFAULT_PORT = 12910
 
 
 class ClusterEnvironment:
-    """Rank, size and meeting point of this process. A user's own environment is a subclass, passed in ``plugins=``."""
+    """Base class of cluster environments: rank, world size and main address.
+
+    A user's own is passed in ``plugins=``.
+    """
 
     @staticmethod
     def detect() -> bool:
@@ -35,7 +38,7 @@ class ClusterEnvironment:
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Return True if something outside this program starts every process; otherwise the program starts them itself."""
+        """True if something outside this program starts every process."""
         return False
 
     @property
@@ -49,34 +52,34 @@ class ClusterEnvironment:
         return int(os.environ.get("MASTER_PORT", DEFAULT_PORT))
 
     def world_size(self) -> int:
-        """Number of processes on all nodes."""
+        """Return the number of processes on all nodes."""
         return 1
 
     def set_world_size(self, size: int) -> None:
-        """Take the size that the program asked for; ignored where the cluster decides."""
+        """Set the world size that the program computed; ignored if the cluster decides it."""
         LOG.debug("%s: setting world size is not allowed, the cluster decides; ignored", type(self).__name__)
 
     def global_rank(self) -> int:
-        """Number of this process among all."""
+        """Return this process' rank among all."""
         return 0
 
     def set_global_rank(self, rank: int) -> None:
-        """Take the rank that the program worked out; ignored where the cluster decides."""
+        """Set the rank that the program computed; ignored if the cluster decides it."""
         LOG.debug("%s: setting global rank is not allowed, the cluster decides; ignored", type(self).__name__)
 
     def local_rank(self) -> int:
-        """Number of this process among those on its node."""
+        """Return this process' rank on its node."""
         return 0
 
     def node_rank(self) -> int:
-        """Number of this process's node."""
+        """Return the rank of this process' node."""
         return 0
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise ValueError where the cluster's processes are not ``num_devices`` on each of ``num_nodes``."""
+        """Raise ValueError unless the cluster runs ``num_devices`` processes on ``num_nodes`` each."""
 
     def teardown(self) -> None:
-        """Undo what the environment changed in this process."""
+        """Restore what the environment changed in this process."""
 
 
 def find_free_network_port() -> int:
@@ -87,7 +90,9 @@ def find_free_network_port() -> int:
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """One or more nodes on which this program was started once each; it starts the other processes of its node itself.
+    """Environment that starts the other processes of its node itself.
+
+    The program is started once on each node.
 
     With several nodes set ``MASTER_ADDR``, ``MASTER_PORT`` and, on each, ``NODE_RANK``. Whoever sets ``LOCAL_RANK`` says that
     all processes are there already. (The name is Lightning's.)
@@ -142,7 +147,9 @@ class LightningEnvironment(ClusterEnvironment):
 
 
 class PlainEnvironment(ClusterEnvironment):
-    """Processes started by hand or by any scheduler that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
+    """Environment of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    They are set by hand or by any scheduler.
 
     ``LOCAL_RANK`` and ``NODE_RANK`` are 0 where they are not set: one process on each of several one-device nodes needs no more.
     """
@@ -251,7 +258,7 @@ class SLURMEnvironment(ClusterEnvironment):
 
     @staticmethod
     def job_id() -> int | None:
-        """Return the job's number; None in an interactive job, whose runs must not share their logs, or if it is not a number."""
+        """Return the SLURM job's number; None in an interactive job or if it is no number."""
         number = os.environ.get("SLURM_JOB_ID", "")
         return int(number) if number.isdigit() and not _interactive() else None
 
@@ -267,7 +274,7 @@ class SLURMEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """``MASTER_PORT``, else 15000 plus the last four digits of the job's number, which every process knows."""
+        """``MASTER_PORT``, else 15000 plus the last four digits of the job's number."""
         if "MASTER_PORT" not in os.environ:
             job = os.environ.get("SLURM_JOB_ID")
             os.environ["MASTER_PORT"] = str(DEFAULT_PORT if job is None else 15000 + int(job[-4:]))
@@ -303,7 +310,10 @@ class SLURMEnvironment(ClusterEnvironment):
 
     @staticmethod
     def resolve_root_node_address(nodes: str) -> str:
-        """Return the first host of a SLURM node list: of names between spaces or commas, with ranges such as ``host[5-9,12]``."""
+        """Return the first host of a SLURM node list.
+
+        Names are separated by spaces or commas and may have ranges such as ``host[5-9,12]``.
+        """
         first = re.match(r"(?:[^\[\s,]|\[[^\]]*\])*", nodes.strip())
         assert first is not None  # it matches the empty string
         return re.sub(r"\[\s*([^\],\s-]*)[^\]]*\]", r"\1", first.group())
@@ -321,7 +331,7 @@ def _started_by_srun() -> bool:
 
 
 def _warn_unless_srun() -> None:
-    """Forgetting ``srun`` is a usual slip, and the processes that were not started are then waited for in vain."""
+    """Warn if ``srun`` is available but not used: processes would be missing."""
     if shutil.which("srun") is not None and not _started_by_srun():
         command = " ".join(["srun", os.path.basename(sys.executable), *sys.argv])[:64]
         rank_zero_warn(
@@ -332,10 +342,11 @@ def _warn_unless_srun() -> None:
 
 
 class LSFEnvironment(ClusterEnvironment):
-    """One process for each task of a job step. Ranks come from ``JSM_NAMESPACE_*``, hosts from the file named in
-    ``LSB_DJOB_RANKFILE`` (one line for each process, after one for the node that starts the job), the port from ``LSB_JOBID``.
+    """Environment of LSF, with one process for each task of a job step.
 
-    Raises ValueError where one of these is missing.
+    Ranks come from ``JSM_NAMESPACE_*``, hosts from the file named in ``LSB_DJOB_RANKFILE`` (one line for each
+    process, after
+    one for the node that starts the job), the port from ``LSB_JOBID``. Raises ValueError if one of these is missing.
     """
 
     def __init__(self) -> None:
@@ -459,7 +470,7 @@ class MPIEnvironment(ClusterEnvironment):
         return self._find_node()
 
     def _find_node(self) -> int:
-        """Number the hosts in the order of their names; a communicator of each gives the ranks on it."""
+        """Return this host's rank in the order of names, and split a communicator for it."""
         if self._node_rank is None:
             host = socket.gethostname()
             everyone = self._comm_world.gather(host, root=0)
@@ -479,8 +490,10 @@ KINDS: tuple[type[ClusterEnvironment], ...] = (
 
 
 def detect_environment() -> ClusterEnvironment:
-    """Return the environment that started this process; environments of installed packages (entry points in the group
-    ``arclight.environments``) are asked first, :class:`LightningEnvironment` is what remains.
+    """Detect the environment that started this process.
+
+    Environments of installed packages (entry points in the group ``arclight.environments``) are asked first;
+    :class:`LightningEnvironment` is the last resort.
     """
     kinds = [*installed("environments").values(), *KINDS]
     return next((kind() for kind in kinds if kind.detect()), LightningEnvironment())

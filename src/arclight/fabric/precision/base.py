@@ -14,7 +14,10 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 class Precision:
-    """Parameters and arithmetic in float32, unless a subclass says otherwise. A user's own is passed in ``plugins=``."""
+    """Base class of precisions: parameters and arithmetic in float32.
+
+    A user's own is passed in ``plugins=``.
+    """
 
     precision: str = "32-true"
     """What it is called in ``precision=``."""
@@ -35,11 +38,11 @@ class Precision:
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Context in which new floating tensors get this precision's storage type."""
+        """Return a context in which new floating tensors get this precision's storage type."""
         return nullcontext()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """Context in which new modules get parameters of this precision's storage type."""
+        """Return a context in which new modules' parameters get this precision's storage type."""
         return self.tensor_init_context()
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -49,7 +52,7 @@ class Precision:
         return data
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Context in which forward runs."""
+        """Return the context in which forward runs."""
         return nullcontext()
 
     def convert_output(self, data: Any) -> Any:
@@ -57,7 +60,7 @@ class Precision:
         return data
 
     def wrap(self, step: Step) -> Step:
-        """Return ``step`` run in the forward context; the very same function where there is nothing to do."""
+        """Wrap ``step`` in the forward context; return it unchanged if there is none."""
         if type(self).forward_context is Precision.forward_context:
             return step
 
@@ -70,17 +73,17 @@ class Precision:
     # -- backward and step -----------------------------------------------------------------------------------------
 
     def pre_backward(self, tensor: torch.Tensor, module: nn.Module | None) -> None:
-        """Called before :meth:`backward`."""
+        """Run before :meth:`backward`."""
 
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients of ``tensor``; further arguments are those of ``Tensor.backward``."""
         tensor.backward(*args, **kwargs)
 
     def post_backward(self, tensor: torch.Tensor, module: nn.Module | None) -> None:
-        """Called after :meth:`backward`."""
+        """Run after :meth:`backward`."""
 
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Call ``optimizer.step(**kwargs)`` on gradients in their own unit."""
+        """Call ``optimizer.step(**kwargs)`` on unscaled gradients."""
         return optimizer.step(**kwargs)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -88,7 +91,7 @@ class Precision:
         return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Bring the gradients to their own unit, before they are clipped."""
+        """Unscale the gradients before they are clipped."""
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -97,10 +100,10 @@ class Precision:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore the state of :meth:`state_dict`."""
 
     def teardown(self) -> None:
-        """Give back what is no longer needed."""
+        """Release what is no longer needed."""
 
 
 class DefaultDtype(AbstractContextManager[None]):

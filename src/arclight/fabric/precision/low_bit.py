@@ -22,7 +22,9 @@ from arclight.fabric.rank_zero import rank_zero_warn
 
 
 class Float8Precision(MixedPrecision):
-    """Linear layers multiply in float8, everything else as under ``bf16-mixed``; parameters stay in float32.
+    """Multiply linear layers in float8, with all else as under ``bf16-mixed``.
+
+    Parameters stay in float32.
 
     ``filter(layer, name)`` says which linear layers; by default those whose sizes are multiples of 16, which the
     hardware needs. Scales are computed from each tensor at each call. GPUs from compute capability 8.9 and processors multiply in 8 bits;
@@ -74,7 +76,7 @@ _TRANSFORMER_ENGINE_AVAILABLE = find_spec("transformer_engine") is not None
 
 
 class TransformerEnginePrecision(Precision):
-    """Linear and LayerNorm layers are replaced by Transformer Engine's, which multiply in float8.
+    """Replace Linear and LayerNorm layers by Transformer Engine's, which multiply in float8.
 
     Parameters are in ``weights_dtype``; what cannot run in float8 runs in ``fallback_compute_dtype``. ``recipe`` is a ``DelayedScaling``
     or its arguments. ``replace_layers=False`` leaves the layers to you. Raises ModuleNotFoundError without transformer_engine;
@@ -159,7 +161,9 @@ _MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 
 
 class BitsandbytesPrecision(TruePrecision):
-    """Linear layers become bitsandbytes' own, whose weights are quantized when they arrive on a CUDA GPU.
+    """Replace linear layers by bitsandbytes' own, with quantized weights.
+
+    They are quantized when they arrive on a CUDA GPU.
 
     ``mode``: ``nf4`` or ``fp4`` (with ``-dq`` the scales are quantized too), ``int8`` for inference, ``int8-training``. ``dtype`` is
     what is computed in: float16 for the int8 modes, else bfloat16 where the GPU has it. Layers whose names begin with one of
@@ -183,7 +187,7 @@ class BitsandbytesPrecision(TruePrecision):
         self.precision = f"bitsandbytes-{mode}"
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Replace the linear layers. Raises TypeError where there are none."""
+        """Replace the linear layers. Raises TypeError if there are none."""
         if not any(isinstance(layer, nn.Linear) for layer in module.modules()):
             raise TypeError("BitsandbytesPrecision quantizes Linear layers, and your model has no Linear layers")
         import bitsandbytes

@@ -19,7 +19,10 @@ NAMES = (
 
 
 def precision_name(choice: str | int | None) -> str:
-    """Return the full name of a precision: ``16`` is ``16-mixed``. Raises ValueError for what is none."""
+    """Return the full name of a precision: ``16`` is ``16-mixed``.
+
+    Raises ValueError for an unknown one.
+    """
     name = "32-true" if choice is None else _ALIASES.get(str(choice), str(choice))
     if name not in NAMES and name not in installed("precisions"):
         names = ", ".join([*NAMES, *installed("precisions")])
@@ -59,7 +62,10 @@ def resolve_precision(choice: str | int | Precision | None, device: str) -> Prec
 
 
 def faster_precision(device: str) -> str:
-    """Return ``bf16-mixed`` where a convolution's forward and backward is at least a fifth faster in it than in float32."""
+    """Return ``bf16-mixed`` if a convolution is at least a fifth faster in it, else ``32-true``.
+
+    Forward and backward are timed on a processor; a CUDA device is asked for its support.
+    """
     if device == "cuda":
         return "bf16-mixed" if torch.cuda.is_bf16_supported() else "32-true"
     if device != "cpu":
@@ -69,7 +75,7 @@ def faster_precision(device: str) -> str:
 
 
 def _time_convolution(dtype: torch.dtype) -> float:
-    """Seconds of the fastest of five forward and backward passes; the layout is the one that bfloat16 kernels want."""
+    """Time the fastest of five forward and backward passes, in seconds."""
     images = torch.ones(4, 64, 40, 40, dtype=dtype).contiguous(memory_format=torch.channels_last)
     weight = torch.ones(64, 64, 3, 3, dtype=dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
     times = []

@@ -12,7 +12,10 @@ from arclight.fabric.precision.base import DefaultDtype, Precision, floats_to
 
 
 class TruePrecision(Precision):
-    """Everything in ``dtype``: parameters, what goes in, and tensors that a step makes; what comes out is in the default type."""
+    """Compute everything in ``dtype``: parameters, inputs, and tensors that a step makes.
+
+    Outputs are in the default type.
+    """
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         with torch.no_grad():  # complex tensors keep their type, which Module.to would not let them

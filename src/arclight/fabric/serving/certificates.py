@@ -96,7 +96,10 @@ def make_certificate(folder: str | Path, hosts: Sequence[str], *, extra: str) ->
 
 
 def fingerprint_of(certificate: str | Path, *, extra: str) -> str:
-    """Return the SHA-256 of a PEM file's first certificate, in hexadecimal. Raises CertificateError without one."""
+    """Return the SHA-256 of a PEM file's first certificate, in hexadecimal.
+
+    Raises CertificateError without one.
+    """
     serialization = require("cryptography.hazmat.primitives.serialization", extra=extra)
     try:
         read = require("cryptography.x509", extra=extra).load_pem_x509_certificate(Path(certificate).read_bytes())
@@ -106,7 +109,10 @@ def fingerprint_of(certificate: str | Path, *, extra: str) -> str:
 
 
 def check_certificate(certificate: str | Path, private_key: str | Path, *, extra: str) -> None:
-    """Raise CertificateError unless the certificate is valid today and ``private_key`` belongs to it; ``extra`` installs cryptography."""
+    """Check that the certificate is valid today and that ``private_key`` belongs to it.
+
+    Raises CertificateError. ``extra`` installs cryptography.
+    """
     for path, what in ((certificate, "certificate"), (private_key, "private key")):
         if not Path(path).is_file():
             raise CertificateError(f"there is no {what} {path}; `arclight federate keys server` makes both")

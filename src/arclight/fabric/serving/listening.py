@@ -14,7 +14,7 @@ from arclight.fabric.extras import require
 
 
 class AddressError(OSError):
-    """An address cannot be listened on; ``errno`` is the system's number, where it gave one."""
+    """Raised if an address cannot be listened on; ``errno`` is the system's number, if any."""
 
     @classmethod
     def of(cls, host: str, port: int, error: OSError) -> AddressError:
@@ -31,7 +31,9 @@ class AddressError(OSError):
 
 
 def reserve_address(host: str, port: int) -> socket.socket:
-    """Bind a TCP socket to an address, with port 0 to any free port; it refuses connections until ``listen`` is called.
+    """Bind a TCP socket to an address, with port 0 to any free port.
+
+    It refuses connections until ``listen`` is called.
 
     Accepted connections send small answers at once (TCP_NODELAY). Raises AddressError if the address is in use, unknown, or not of this
     machine.
@@ -65,7 +67,9 @@ MAX_HEAD_BYTES = 65_536
 
 
 def http_protocol(extra: str, *, head_s: float) -> Any:
-    """Return uvicorn's protocol for httptools, which alone keeps headers of any size, with bounds on the heads of requests.
+    """Return uvicorn's protocol for httptools, with bounds on the heads of requests.
+
+    By itself httptools keeps headers of any size.
 
     A head has at most ``MAX_HEAD_BYTES``. A connection is closed ``head_s`` seconds after it was made, or after the first byte of a further
     request, if the head has not ended by then; ``timeout_keep_alive`` of uvicorn bounds the time between two requests.
@@ -117,7 +121,7 @@ MAX_WAITING = 8
 
 
 def _one_by_one(extra: str) -> Any:
-    """Make uvicorn's protocol handle requests that are sent at once on one connection within bounds.
+    """Return uvicorn's protocol, bounded in requests that wait on one connection.
 
     It reads on with each answer, and keeps all that comes: nothing is read while ``MAX_WAITING`` requests of the connection wait. It tells
     the last one that has come that the client has left: the one that is answered is told, too. It answers what is no request at once, which
@@ -154,7 +158,7 @@ def _one_by_one(extra: str) -> Any:
                 super().data_received(data)
 
         def send_400_response(self, msg: str) -> None:
-            """Refuse what is no request: by an answer in its turn, else by the end of the connection."""
+            """Refuse a malformed request: by an answer in its turn, or by closing the connection."""
             if self._is_malformed:
                 return
             last, self._is_malformed = self.cycle, True

@@ -1,4 +1,4 @@
-"""Run one model's training on one process or many: single device, DDP, FSDP, the user's own mesh.
+"""Define strategies: single device, DDP, FSDP and the user's own mesh.
 
 In: a module, optimizers, values; out: the same wrapped or sharded, and collectives. Open ``base`` first: the interface, and one process.
 ``parallel`` adds processes, ``ddp`` replicates; ``sharded`` is the base of ``fsdp`` and ``model_parallel``, with ``root_module``. ``layer_sync`` is

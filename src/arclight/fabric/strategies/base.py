@@ -72,7 +72,7 @@ class Strategy:
     """The module to run; set by a Trainer at each entry point."""
 
     def connect(self, model: nn.Module) -> None:
-        """Take ``model`` as the module to run."""
+        """Set ``model`` as the module to run."""
         self.lightning_module = model
 
     def attach(
@@ -86,7 +86,7 @@ class Strategy:
 
     @property
     def in_stages(self) -> bool:
-        """Return True where each process has stages of a pipeline, and none the whole model."""
+        """True if each process has stages of a pipeline, and none the full model."""
         return False
 
     @property
@@ -107,7 +107,7 @@ class Strategy:
         self.accelerator.setup_device(self.root_device)
 
     def teardown(self) -> None:
-        """Give back what is no longer needed when a run has ended."""
+        """Release what is no longer needed when a run has ended."""
         self.precision.teardown()
         for part in (self.accelerator, self.checkpoint_io, self.cluster_environment):
             if part is not None and hasattr(part, "teardown"):
@@ -161,7 +161,10 @@ class Strategy:
     # -- stopping together -----------------------------------------------------------------------------------------
 
     def request_stop(self, reason: str = "") -> None:
-        """Ask all ranks to stop, from any rank, thread or signal handler. See :class:`StopSignal`."""
+        """Request all ranks to stop, from any rank, thread or signal handler.
+
+        See :class:`StopSignal`.
+        """
         self.stop.request(reason)
 
     def should_stop(self, position: int) -> bool:
@@ -170,11 +173,13 @@ class Strategy:
 
     @property
     def replica_mesh(self) -> Any:
-        """A mesh whose first dimension counts copies of the model that steps do not keep alike; None where there are none."""
+        """Mesh whose first dimension counts replicas that steps do not keep equal, or None."""
         return None
 
     def replicate_mesh(self, mesh: Any) -> Any:
-        """Return the mesh that holds all replicas of a tensor, which one replica shards over ``mesh`` (None: it holds the full tensor).
+        """Return the mesh of all replicas of a tensor that one replica shards over ``mesh``.
+
+        With None for ``mesh`` each holds the full tensor.
 
         Its first dimension is that of :attr:`replica_mesh`; its last ones are ``mesh``'s.
         """
@@ -182,7 +187,7 @@ class Strategy:
 
     @property
     def step_group(self) -> Any:
-        """The processes whose batches make one update, this one among them, as a process group; None for all there are."""
+        """Process group of the ranks whose batches make one update; None for all."""
         return None
 
     @property
@@ -196,13 +201,13 @@ class Strategy:
         module.to(self.device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Return ``module``, wrapped where forward and backward must know of other processes."""
+        """Return ``module``, wrapped if forward and backward involve other processes."""
         return module
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Both at once, for optimizers that were made before the module was wrapped."""
+        """Set up both, for optimizers that were made before the module was wrapped."""
         return self.setup_module(module), [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -212,7 +217,9 @@ class Strategy:
     """False for a strategy whose optimizers are not to be restored from a checkpoint of the Trainer."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers from a Trainer's checkpoint (its ``optimizer_states``), for strategies that override this.
+        """Restore the optimizers from a Trainer's checkpoint, in strategies that override this.
+
+        The key is ``optimizer_states``.
 
         Without an override the Trainer restores them itself, which is why there is nothing here to call.
         """
@@ -225,19 +232,25 @@ class Strategy:
         return dataloader
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """New tensors come into being on the device, in the precision's type, without first values if ``empty_init``."""
+        """Return a context in which new tensors are on the device, in the precision's type.
+
+        With ``empty_init`` they are not initialised.
+        """
         return enter_all(
             self.root_device, SkipInit() if empty_init else nullcontext(), self.precision.tensor_init_context()
         )
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """New modules come into being on the device, in the precision's type, without first values if ``empty_init``."""
+        """Return a context in which new modules are on the device, in the precision's type.
+
+        With ``empty_init`` they are not initialised.
+        """
         return enter_all(
             self.root_device, SkipInit() if empty_init else nullcontext(), self.precision.module_init_context()
         )
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward from ``tensor``, as the precision does it."""
+        """Run backward from ``tensor`` with the precision's hooks."""
         precision, kind = self.precision, type(self.precision)
         if kind.pre_backward is not Precision.pre_backward:  # a call that does nothing costs more than the question
             precision.pre_backward(tensor, module)
@@ -246,14 +259,17 @@ class Strategy:
             precision.post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Call ``optimizer.step(**kwargs)``, as the precision does it: a step whose 16-bit gradients overflowed is left out."""
+        """Run ``optimizer.step(**kwargs)`` by the precision.
+
+        A step whose 16-bit gradients overflowed is skipped.
+        """
         return self.precision.optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:  # fmt: skip
-        """Scale the optimizer's gradients down to a total norm of ``max_norm`` at most; the norm before."""
+        """Clip the optimizer's gradients to a total norm of ``max_norm``; return the norm before."""
         self.precision.unscale_gradients(optimizer)
         return self.clip_norm(list(self.precision.main_params(optimizer)), max_norm, norm_type, error_if_nonfinite)
 
@@ -265,25 +281,28 @@ class Strategy:
     def clip_norm(
         self, parameters: list[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip gradients that carry no scale (any more) by their total norm, which comes back."""
+        """Clip unscaled gradients by their total norm, which is returned."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def clip_value(self, parameters: list[torch.Tensor], limit: float) -> None:
-        """Clip gradients that carry no scale (any more) by element."""
+        """Clip unscaled gradients by element."""
         nn.utils.clip_grad_value_(parameters, limit)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Context in which backward does not reduce gradients (all but the last batch of a window)."""
+        """Return a context in which backward does not reduce gradients.
+
+        For all but the last batch of a window.
+        """
         return nullcontext()
 
     def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Context of all but the last batch of a Trainer's accumulation window."""
+        """Return the context of all but the last batch of an accumulation window."""
         return self.no_backward_sync(module)
 
     # -- model: for the Trainer ------------------------------------------------------------------------------------
 
     def place(self, module: nn.Module, whole_step: bool = True) -> None:
-        """Move ``module`` to its device, or this process's shard of it. Optimizers are made after this.
+        """Move ``module``, or this rank's shard of it, to its device, before optimizers are made.
 
         ``whole_step`` says that forward and backward passes lie in one step function each, which :meth:`wrap_step` may
         wrap; otherwise, in manual optimization, there is no such function.
@@ -292,21 +311,24 @@ class Strategy:
         module.to(self.device)
 
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``step``, a bound method of ``module`` that runs forward, made aware of other processes."""
+        """Wrap ``step``, a method of ``module`` that runs forward, to synchronise with other ranks."""
         return step
 
     def wrap_evaluation_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Do the same for a step that no backward follows."""
+        """Wrap a step that no backward follows."""
         return step
 
     def sync_module_attributes(self, module: nn.Module) -> None:
-        """Synchronise the attributes that steps have set in ``module``, at the end of an epoch or evaluation, before its hooks."""
+        """Synchronise the attributes that steps set in ``module``.
+
+        Called at the end of an epoch or evaluation, before its hooks.
+        """
 
     def copy_from_rank_zero(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy rank 0's values into every rank's tensors: weights that nobody else keeps alike, running statistics."""
+        """Copy rank 0's values into every rank's tensors."""
 
     def average_gradients(self, module: nn.Module) -> None:
-        """Average over ranks the gradients that such a module's backward left."""
+        """Average gradients over ranks after a backward of manual optimization."""
 
     def move(self, batch: Any) -> Any:
         return move_batch(batch, self.device)
@@ -320,7 +342,10 @@ class Strategy:
         """Wait for every process."""
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[Any]:
-        """Context that rank 0 (of each node where ``local``) leaves before the others enter, however long it takes."""
+        """Return a context that rank 0 leaves before the others enter, however long it takes.
+
+        With ``local``, rank 0 of each node.
+        """
         return nullcontext()
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
@@ -336,11 +361,13 @@ class Strategy:
         return tensor
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """:meth:`all_reduce` for a tensor; anything else comes back as it is."""
+        """Reduce a tensor by :meth:`all_reduce`; return anything else as it is."""
         return self.all_reduce(tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """Return every rank's ``tensor``, stacked along a new first dimension; with one process the tensor as it is.
+        """Gather every rank's ``tensor``, stacked along a new first dimension.
+
+        With one process the tensor is returned as it is.
 
         With ``sync_grads`` a gradient of the result flows back to the rank that each part came from. Raises ValueError on all
         ranks where shapes or types differ (see :meth:`verify_same_across_ranks`).
@@ -348,14 +375,16 @@ class Strategy:
         return tensor
 
     def verify_same_across_ranks(self, tensor: torch.Tensor, group: Any, operation: str) -> None:
-        """Verify that all ranks give ``operation`` tensors of one shape and type; raise ValueError on every rank otherwise.
+        """Verify that ``operation`` gets tensors of one shape and type on all ranks.
+
+        Raises ValueError on every rank otherwise.
 
         One exchange of a few bytes for tensors on processors. On other devices that would cost more than the operation:
         there ranks compare only where ``TORCH_DISTRIBUTED_DEBUG`` is set, to INFO or DETAIL.
         """
 
     def exchange(self, name: str, timeout: float) -> StoreGather | None:
-        """Make a channel by which threads beside the loop send values to rank 0; None for one process."""
+        """Return a channel for threads to send values to rank 0; None for one process."""
         return None
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -368,7 +397,10 @@ class Strategy:
         self, path: Any, state: dict[str, Any], storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:  # fmt: skip
-        """Write ``state``; what has a ``state_dict()`` saves that. ``filter`` says for an entry which of its items to keep."""
+        """Save ``state``; an object with a ``state_dict()`` saves that.
+
+        ``filter`` says for an entry which of its items to keep.
+        """
         names = self.parameter_names(state.values())
         tree = {
             name: kept
@@ -387,7 +419,9 @@ class Strategy:
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint into the objects of ``state`` (or into the one module or optimizer); what is left over.
+        """Load a checkpoint into the objects of ``state``, and return the remaining entries.
+
+        ``state`` may also be one module or optimizer.
 
         Raises KeyError with ``strict`` for an object that the checkpoint has nothing for.
         """
@@ -445,7 +479,7 @@ class Strategy:
         return name_parameters(self.unwrap(part) for part in parts if isinstance(part, nn.Module))
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Return the user's module in what :meth:`setup_module` gave."""
+        """Return the user's module in what :meth:`setup_module` returned."""
         return module
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -453,7 +487,7 @@ class Strategy:
         return self.unwrap(module).state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Whole weights, into what may be shards of them."""
+        """Load full weights into a module that may be sharded."""
         self.unwrap(module).load_state_dict(state_dict, strict=strict)
 
     def own_weights(self, module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
@@ -466,7 +500,7 @@ class Strategy:
     def named_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], names: Mapping[torch.Tensor, str]
     ) -> dict[str, Any]:
-        """Return a ``state_dict`` of ``optimizer`` in a form that fits any division of the model; every rank calls this."""
+        """Return ``optimizer``'s state by names, so that it fits any sharding; on every rank."""
         return add_parameter_names(optimizer, state, names)
 
     def share_of(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -474,19 +508,22 @@ class Strategy:
         return whole
 
     def portable(self, tree: Any) -> Any:
-        """Return a state tree whose tensors are whole, on rank 0; a collective where tensors are sharded over processes."""
+        """Return a state tree with full tensors, on rank 0.
+
+        A collective if tensors are sharded over processes.
+        """
         return tree
 
 
 def _filtered(value: Any, keep: Callable[[str, Any], bool] | None) -> Any:
-    """Return the items of a dict that a filter keeps, None where it keeps none; anything else as it is."""
+    """Return the items of a dict that a filter keeps, or None; anything else as it is."""
     if keep is None or not isinstance(value, dict):
         return value
     return {key: item for key, item in value.items() if keep(key, item)} or None
 
 
 class SingleDeviceStrategy(Strategy):
-    """Everything in this process, on ``device``."""
+    """Strategy of one process, on ``device``."""
 
     def __init__(
         self, device: torch.device | str = "cpu", accelerator: Accelerator | None = None, checkpoint_io: Any = None,

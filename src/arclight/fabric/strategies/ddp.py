@@ -1,4 +1,4 @@
-"""Distributed data parallel (DDP): every rank holds the model and sees its part of each batch."""
+"""Run distributed data parallel (DDP): a replica and a share of each batch per rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DDPStrategy(ParallelStrategy):
     # -- model -------------------------------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
-        """Return ``module`` in DistributedDataParallel, with the options, hooks and synchronised layers of this strategy."""
+        """Wrap ``module`` in DistributedDataParallel, with this strategy's options and hooks."""
         if self.layer_sync is not None:
             module = self.layer_sync.apply(module)
         device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
@@ -85,7 +85,7 @@ class DDPStrategy(ParallelStrategy):
         return optimizer
 
     def _average_parameters_after(self, optimizer: Optimizer, first: int) -> None:
-        """After each of its steps count one, and average the parameters whenever the period is over."""
+        """Average the parameters periodically, after steps of ``optimizer``."""
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel (FSDP2): every rank keeps a shard of weights, gradients and moments.
+"""Run fully sharded data parallel (FSDP2): shard weights, gradients and moments.
 
 torch's ``fully_shard``: the weights of one unit are gathered for its forward and backward, then resharded.
 """
@@ -99,7 +99,7 @@ class FSDPStrategy(ShardedStrategy):
 
     @property
     def mixed_precision_config(self) -> Any:
-        """The policy given, None where the precision decides."""
+        """Policy that was given; None if the precision decides."""
         return self.mixed_precision
 
     def setup_environment(self) -> None:
@@ -162,13 +162,13 @@ class FSDPStrategy(ShardedStrategy):
         return self._roots.get(module, module)
 
     def average_gradients(self, module: nn.Module) -> None:
-        """FSDP has done so in backward."""
+        """Do nothing: FSDP averages in backward."""
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         return module.module if isinstance(module, StepRoot) else module
 
     def _shard(self, module: nn.Module, whole: bool) -> StepRoot:
-        """Shard ``module`` in place; the module that gathers what no unit of its own has.
+        """Shard ``module`` in place, and return the root that gathers what no unit holds.
 
         Without ``whole``, where the model's own forward need not be called, every part that runs is a unit of its own.
         """
@@ -213,7 +213,7 @@ class FSDPStrategy(ShardedStrategy):
         return options
 
     def _precision_policy(self) -> Any:
-        """Half types are reduced in float32. Mixed precision is autocast's work: it knows which operations bear it."""
+        """Return the FSDP policy: half types are reduced in float32, autocast does the rest."""
         from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
         given = self.mixed_precision
@@ -228,7 +228,10 @@ class FSDPStrategy(ShardedStrategy):
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of ``fully_shard``. Raises ValueError or TypeError for those of torch's first FSDP that have no counterpart."""
+    """Check keyword arguments of ``fully_shard``.
+
+    Raises ValueError or TypeError for those of torch's first FSDP that have no counterpart.
+    """
     for name, only in _ALWAYS.items():
         if options.pop(name, only) != only:
             raise ValueError(f"FSDPStrategy({name}={not only}) is not possible: FSDP2 always works with {name}={only}")
@@ -241,7 +244,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chosen(module: nn.Module, policy: Policy) -> list[nn.Module]:
-    """Submodules that a policy chooses, inner ones first; ``module`` itself is not among them."""
+    """List the submodules that a policy chooses, inner ones first, without ``module`` itself."""
     if policy is None:
         return []
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
@@ -260,7 +263,7 @@ def _chosen(module: nn.Module, policy: Policy) -> list[nn.Module]:
 
 
 def _walk(module: nn.Module, policy: Callable[..., bool], chosen: list[nn.Module]) -> int:
-    """Let a function of (module, recurse, nonwrapped_numel) choose among descendants; parameters in those it chose."""
+    """Collect the descendants that ``policy`` chooses; return the parameters in them."""
     inside = 0
     for child in module.children():
         own = sum(parameter.numel() for parameter in child.parameters())
@@ -274,7 +277,7 @@ def _walk(module: nn.Module, policy: Callable[..., bool], chosen: list[nn.Module
 
 
 def _refuse_tied_across(module: nn.Module, units: list[nn.Module]) -> None:
-    """Raise ValueError for a parameter that two units have: sharded twice, its copies would diverge."""
+    """Raise ValueError for a parameter in two units: sharded twice, its copies would diverge."""
     owner: dict[nn.Module, nn.Module] = {}
     for unit in units:  # inner ones first
         for part in unit.modules():
@@ -292,7 +295,7 @@ def _refuse_tied_across(module: nn.Module, units: list[nn.Module]) -> None:
 
 
 def _checkpoint_activations(module: nn.Module) -> None:
-    """Compute the module's activations again in backward. Names stay: the forward is replaced, not the module."""
+    """Recompute the module's activations in backward."""
     from torch.utils.checkpoint import checkpoint
 
     module.forward = partial(checkpoint, module.forward, use_reentrant=False)

@@ -17,11 +17,11 @@ class LayerSync(ABC):
 
     @abstractmethod
     def revert(self, model: nn.Module) -> nn.Module:
-        """Undo :meth:`apply`."""
+        """Revert :meth:`apply`."""
 
 
 class TorchSyncBatchNorm(LayerSync):
-    """Batch normalisation over the global batch, torch's SyncBatchNorm. It needs devices other than processors."""
+    """Normalise over the global batch by torch's SyncBatchNorm. Not on processors."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -36,7 +36,7 @@ class TorchSyncBatchNorm(LayerSync):
 
 
 class _BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch normalisation of inputs of any number of dimensions: a SyncBatchNorm no longer knows how many it was made for."""
+    """Batch normalisation of any number of dimensions, which a SyncBatchNorm no longer knows."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:

@@ -1,4 +1,4 @@
-"""``ModelParallelStrategy``: the user's ``configure_model`` shards the model over a device mesh."""
+"""Shard the model over a device mesh by the user's ``configure_model``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from arclight.fabric.strategies.sharded import ShardedStrategy
 
 
 class ModelParallelStrategy(ShardedStrategy):
-    """Tensor parallelism and FSDP2 by hand, on a mesh with the dimensions ``data_parallel`` and ``tensor_parallel``.
+    """Strategy of tensor parallelism and FSDP2 on a user's mesh.
+
+    Its dimensions are ``data_parallel`` and ``tensor_parallel``.
 
     ``parallelize_fn(model, device_mesh)`` gives the model back with ``parallelize_module`` and ``fully_shard`` applied to
     its parts; under a Trainer the module's ``configure_model`` may do that instead, on ``self.device_mesh``. Processes of

@@ -1,4 +1,4 @@
-"""Base of strategies with several processes: launch, rendezvous, collectives. Subclasses shard."""
+"""Define the base of parallel strategies: launch, rendezvous and collectives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.Redu
 
 
 class ParallelStrategy(Strategy):
-    """Processes in one group.
+    """Base class of strategies with several processes in one group.
 
     ``start_method`` is how local processes start: ``popen`` runs this command again; ``spawn``, ``fork`` and ``forkserver``
     run the one function. Every collective waits at most ``timeout``; a process that others wait for is named on standard
@@ -245,7 +245,7 @@ class ParallelStrategy(Strategy):
 
 
 def record_flights() -> None:
-    """Let NCCL's flight recorder note the last collectives, and write them to a file when one does not end in time.
+    """Turn on NCCL's flight recorder, to dump the last collectives when one hangs.
 
     Variables that are set already stay as they are; the files go to the folder for temporary files.
     """
@@ -257,7 +257,7 @@ def record_flights() -> None:
 
 
 def default_backend(device: torch.device) -> str:
-    """Return the kind of process group in which tensors on such a device are exchanged."""
+    """Return the process group backend for tensors on such a device."""
     return str(dist.Backend.default_device_backend_map.get(device.type, "gloo"))
 
 

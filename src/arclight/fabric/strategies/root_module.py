@@ -10,7 +10,10 @@ from torch import nn
 
 
 class StepRoot(nn.Module):
-    """A module around the user's, so that sharing leaves the user's class as it is and any step can be the forward."""
+    """Root module around the user's, in which any step can be the forward.
+
+    FSDP shards the root's class, and leaves the user's as it is.
+    """
 
     def __init__(self, module: nn.Module, shared: bool) -> None:
         super().__init__()
@@ -22,11 +25,11 @@ class StepRoot(nn.Module):
 
 
 class WholeUnit(nn.Module):
-    """A module whose forward reads the parameters of its submodules without calling these: FSDP gathers all of them together."""
+    """Module whose forward reads its submodules' parameters without calling these."""
 
 
 def whole_units(module: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
-    """Return ``chosen`` with each `WholeUnit` in the place of what was chosen inside it; inner modules stay first."""
+    """Return ``chosen`` with modules inside a `WholeUnit` replaced by that; inner ones first."""
     if isinstance(module, WholeUnit):
         return []
     for whole in [part for part in module.modules() if isinstance(part, WholeUnit)]:
@@ -49,13 +52,16 @@ def outermost_submodules(module: nn.Module) -> list[nn.Module]:
 
 
 def reshard_without_backward(module: nn.Module, *_: Any) -> None:
-    """After a forward that no backward follows: else the whole weights would stay, and be used after the next update."""
+    """Reshard after a forward that no backward follows.
+
+    Otherwise the full weights would stay, and be used after the next update.
+    """
     if not torch.is_grad_enabled():
         reshard(module)
 
 
 def reshard(module: nn.Module) -> None:
-    """Let go of whole weights that FSDP has gathered for ``module`` and all below it."""
+    """Reshard the full weights that FSDP has gathered for ``module`` and all below it."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():
@@ -64,7 +70,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def sum_on_gloo(module: nn.Module) -> None:
-    """Let FSDP sum and divide where gloo is the back end, which has no averaging reductions."""
+    """Let FSDP sum and divide if gloo is the backend, which has no averaging reductions."""
     from torch.distributed.fsdp import FSDPModule
 
     if torch.distributed.get_backend() == "gloo":

@@ -1,4 +1,4 @@
-"""Base of strategies that shard tensors (FSDP, model parallel, plans): state dicts, clipping, meta."""
+"""Define the base of sharding strategies (FSDP, model parallel, plans)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from arclight.fabric.strategies.parallel import ParallelStrategy
 
 
 class ShardedStrategy(ParallelStrategy):
-    """Processes that hold shards of a model (DTensors), or different parts of it. Checkpoints open on any number of them."""
+    """Base class of strategies that shard a model (DTensors) or divide it among ranks.
+
+    Checkpoints open on any number of processes.
+    """
 
     evaluates_in_inference_mode = False
     saves_shards = True
     """Whether each process writes its own shards into a checkpoint, in the place of rank 0 gathering and writing all."""
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Done with the sharing out: a whole model may be too large for one device."""
+        """Do nothing: sharding moves it, as a full model may be too large for one device."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """New modules on the host, or nowhere yet if ``empty_init``: memory on the device is for shards."""
+        """Return a context in which new modules are on the host, or on meta if ``empty_init``."""
         stack = ExitStack()
         if empty_init:
             stack.enter_context(torch.device("meta"))
@@ -57,7 +60,10 @@ class ShardedStrategy(ParallelStrategy):
         return _without_sync(self.root_of(module)) if enabled else nullcontext()
 
     def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Reduce gradients batch by batch: whole ones would take a model's memory, and a checkpoint would not have them."""
+        """Return no context, so that gradients are reduced batch by batch.
+
+        Full ones would take a model's memory, and a checkpoint would not have them.
+        """
         return nullcontext()
 
     def root_of(self, module: nn.Module) -> nn.Module:
@@ -89,7 +95,7 @@ class ShardedStrategy(ParallelStrategy):
         super().save_checkpoint(path, state, filter=filter)
 
     def read_checkpoint(self, io: Any, path: Any, **options: Any) -> dict[str, Any]:
-        """Tensors stay in the files of a checkpoint folder: each process reads the part that it keeps."""
+        """Read a checkpoint with lazy tensors, of which each process reads its shard."""
         if getattr(io, "load_shards", None) is not None and not self.broadcast(os.path.isfile(path)):
             found: dict[str, Any] = io.load_shards(path, self)
             return found
@@ -108,7 +114,7 @@ class ShardedStrategy(ParallelStrategy):
     def named_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], names: Mapping[torch.Tensor, str]
     ) -> dict[str, Any]:
-        """Return the optimizer's state by parameter name only if processes hold different parameters."""
+        """Key the optimizer's state by parameter name if processes hold different parameters."""
         named = add_parameter_names(optimizer, state, names)
         members = [group.get("param_names", len(group["params"])) for group in named["param_groups"]]
         everyones = self.all_gather_object(hashlib.sha256(repr(members).encode()).hexdigest())
@@ -121,7 +127,7 @@ class ShardedStrategy(ParallelStrategy):
             super().write_checkpoint(io, checkpoint, path, storage_options)
 
     def own_weights(self, module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return ``weights`` without those that only other processes' modules have; every rank calls this."""
+        """Drop ``weights`` that only other processes' modules have; every rank calls this."""
         own = list(module.state_dict())
         everyones = self.all_gather_object(hashlib.sha256(repr(own).encode()).hexdigest())
         if len(set(everyones)) == 1:

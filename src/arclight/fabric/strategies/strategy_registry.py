@@ -13,8 +13,9 @@ DDP_START_METHODS = {"ddp": "popen", "ddp_spawn": "spawn", "ddp_fork": "fork", "
 
 
 class StrategyRegistry(Registry):
-    """Names that ``strategy=`` knows, with their classes and arguments. Installed packages add theirs as entry points in
-    the group ``arclight.strategies``.
+    """Registry of strategy names, with their classes and arguments.
+
+    Installed packages add theirs as entry points in the group ``arclight.strategies``.
     """
 
     def __init__(self) -> None:
