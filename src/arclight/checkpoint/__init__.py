@@ -1,4 +1,4 @@
-"""One checkpoint format: a folder of safetensors and JSON with a manifest; whole or not there, never unpickled.
+"""Save and load checkpoints: a folder of safetensors and JSON, atomic, never unpickled.
 
 In: a tree of tensors and plain values; out: a folder, and the same tree back, bit for bit. Open ``store`` first: save, load, verify.
 ``tree`` encodes values as JSON, ``tensorfile`` writes safetensors, ``stored_tensor`` reads them when they are

@@ -1,4 +1,7 @@
-"""Save while training goes on: copy tensors to host memory, write them in the background, for the Trainer's ``AsyncCheckpointIO``."""
+"""Save in the background: copy tensors to host memory, and write them from a thread.
+
+The Trainer's ``AsyncCheckpointIO`` uses it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _PARTS_TIMEOUT_S = 3600.0
 
 
 class AsyncSaver:
-    """Writes checkpoints in one background thread, one at a time.
+    """Write checkpoints in one background thread, one at a time.
 
     `save` returns as soon as the state is copied to buffers in CPU memory (pinned, for tensors of a CUDA device), which
     are kept and used again. An error in the background is raised by the next `save`, `wait` or `close`, with the path.
@@ -46,7 +49,7 @@ class AsyncSaver:
         self._exchange: StoreGather | None = None
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Allocate the buffers for such a state in the background: fresh memory is what makes a first save slow."""
+        """Allocate buffers for such a state in the background, which slows a first save."""
         self._ready()
         encoded = tree.encode(state)
         self._in_flight = self._thread.submit(self._allocate, encoded.files)
@@ -65,7 +68,9 @@ class AsyncSaver:
         return self._in_flight
 
     def save_shards(self, path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Future[Path]:
-        """Save as `arclight.checkpoint.save_shards` does; which rank writes what is agreed on at once, by every rank.
+        """Save shards in the background, as `arclight.checkpoint.save_shards`; on every rank.
+
+        Which rank writes what is agreed on at once.
 
         Nothing in the background is a collective. The result of rank 0's future comes when the checkpoint is complete, that of
         another rank's when its own part is written. Raises the error of a save before on every rank.
@@ -84,13 +89,13 @@ class AsyncSaver:
         return self._in_flight
 
     def submit(self, writer: Callable[[], Any]) -> Future[Any]:
-        """Run ``writer`` in the background instead, for another format; what it writes must be a copy already."""
+        """Run ``writer`` in the background, for another format; what it writes must be a copy."""
         self._ready()
         self._in_flight = self._thread.submit(writer)
         return self._in_flight
 
     def _ready(self) -> None:
-        """Wait for the save before. Raises CheckpointError for its error, and where the saver is closed."""
+        """Wait for the save before. Raises its CheckpointError, or one for a closed saver."""
         self.wait()
         if self._closed:
             raise CheckpointError("this saver is closed and writes nothing more: make another AsyncSaver")
@@ -101,7 +106,10 @@ class AsyncSaver:
             self._exchange.limit_wait(seconds)
 
     def wait(self) -> None:
-        """Return when nothing is in flight. Raises CheckpointError for an error of the last save, once."""
+        """Wait until nothing is in flight.
+
+        Raises CheckpointError for an error of the last save, once.
+        """
         future, self._in_flight = self._in_flight, None
         if future is not None:
             future.result()
@@ -124,7 +132,7 @@ class AsyncSaver:
         self.close()
 
     def _stage(self, files: _Files) -> torch.cuda.Event | None:
-        """Replace all tensors by copies in the buffers; the event, if any, says when those from CUDA have arrived."""
+        """Copy all tensors to the buffers; return the event that completes copies from CUDA."""
         self._allocate(files, fill=False)
         on_cuda = False
         for file, tensors in files.items():
@@ -140,7 +148,7 @@ class AsyncSaver:
         return event
 
     def _allocate(self, files: _Files, fill: bool = True) -> Path:
-        """Make the buffers exactly those that this state needs."""
+        """Allocate the buffers that this state needs, and free all others."""
         needed: dict[tuple[str, str], torch.Tensor] = {}
         for file, tensors in files.items():
             for name, tensor in tensors.items():

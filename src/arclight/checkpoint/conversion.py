@@ -1,4 +1,4 @@
-"""Convert checkpoints from and to .pt and .ckpt files, single safetensors files and folders of torch.distributed.checkpoint.
+"""Convert checkpoints from and to .pt, .ckpt, safetensors and torch.distributed.checkpoint.
 
 ``arclight.checkpoint.convert``, ``arclight checkpoint convert`` and tasks that start from other projects' weights call this. Files are
 untrusted: nothing is ever unpickled.
@@ -55,7 +55,9 @@ def convert(src: str | Path, dst: str | Path) -> Path:
 
 
 def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """Load a model's tensors by name from a checkpoint (averaged ones if it has an entry `ema`) or any file of `convert`.
+    """Load a model's tensors by name from a checkpoint or any file of `convert`.
+
+    Averaged ones are preferred, if there is an entry `ema`.
 
     Raises CheckpointError if there are none, or reading them would need unpickling.
     """
@@ -69,7 +71,10 @@ def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _averages(path: Path, model: Mapping[str, torch.Tensor], found: Any) -> dict[str, torch.Tensor]:
-    """Return averaged weights under the model's names, without the prefix ``module.`` and the counter of torch's AveragedModel."""
+    """Return averaged weights under the model's names.
+
+    The prefix ``module.`` and the counter of torch's AveragedModel are removed.
+    """
     if not _is_state_dict(found):
         return {}
     averages = {name: tensor for name, tensor in found.items() if name != "n_averaged" or name in model}
@@ -154,7 +159,7 @@ def read_pickled(path: str | Path | IO[bytes], map_location: Any = "cpu") -> Any
 
 
 def _with_model(path: Path, content: Any) -> dict[str, Any]:
-    """Return `content` with its state dict, searched for in the usual layouts, as the entry `model`."""
+    """Return `content` with its state dict, wherever it is, as the entry `model`."""
     if _is_state_dict(content):
         return {"model": dict(content)}
     if isinstance(content, Mapping):
@@ -179,7 +184,7 @@ def _with_model(path: Path, content: Any) -> dict[str, Any]:
 
 
 def _is_state_dict(value: Any) -> bool:
-    """Return True for a dict of names to tensors; modules may add other values as ``_extra_state``."""
+    """Return True for a dict of names to tensors; ``_extra_state`` may hold other values."""
     return (
         isinstance(value, Mapping)
         and all(isinstance(key, str) for key in value)

@@ -73,7 +73,9 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> Path:
 
 
 def read_dcp(path: Path, load: Callable[[io.BytesIO], Any]) -> tuple[dict[str, Any], bool]:
-    """Read a DCP folder, of any number of ranks, into CPU memory, and return its state and whether `write_dcp` wrote it.
+    """Read a DCP folder of any number of ranks; return its state and if it is our own.
+
+    It is our own if `write_dcp` wrote it. Tensors are on the CPU.
 
     What another project wrote is nested as it was where the folder says how.
     load: reads the bytes of a ``torch.save`` without unpickling. Raises CheckpointError for a folder that is damaged, or holds classes
@@ -136,7 +138,10 @@ def _read_tensor(
 
 
 def _bytes_of(path: Path, info: Mapping[str, Any]) -> io.BytesIO:
-    """Read the bytes of one item. Raises CheckpointError for a file outside the folder, and for compressed ones."""
+    """Read the bytes of one item.
+
+    Raises CheckpointError for a file outside the folder, and for compressed ones.
+    """
     name = PurePosixPath(info["relative_path"])
     if name.name != str(name) or name.name in ("", ".."):
         raise CheckpointError(f"it names a file outside of the folder, {str(name)!r}: it is not read")
@@ -165,7 +170,7 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 def _nested(flat: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]]) -> dict[str, Any]:
-    """Put items back where they were in nested dicts and lists; an item without a path stays under its flat name."""
+    """Restore nested dicts and lists; an item without a path keeps its flat name."""
     root: dict[Any, Any] = {}
     for name, value in flat.items():
         *parents, last = paths.get(name) or (name,)
@@ -177,7 +182,7 @@ def _nested(flat: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]])
 
 
 def _with_lists(node: Any) -> Any:
-    """Make lists of dicts whose keys are 0, 1, 2, ..., which were lists when they were flattened."""
+    """Convert dicts with the keys 0, 1, 2, ... back to lists."""
     if type(node) is not dict:
         return node
     parts = {key: _with_lists(value) for key, value in node.items()}
@@ -191,7 +196,7 @@ def _with_lists(node: Any) -> Any:
 
 @dataclass(eq=False)
 class Record:
-    """An object of a pickle: the dotted name of its class or function, its arguments and its state."""
+    """Object of a pickle: the dotted name of its class or function, arguments and state."""
 
     kind: str
     arguments: tuple[Any, ...] = ()
@@ -212,14 +217,20 @@ _PUSHES = frozenset(
 
 
 class _PickleReader:
-    """A stack machine for the opcodes that describe data. Classes stay names: nothing is imported, nothing is called."""
+    """Stack machine for a pickle's opcodes that describe data.
+
+    Classes stay names: nothing is imported, nothing is called.
+    """
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
     def read(self, content: bytes) -> Any:
-        """Return the object that a pickle describes. Raises CheckpointError for opcodes that plain data does not need."""
+        """Return the object that a pickle describes.
+
+        Raises CheckpointError for opcodes that plain data does not need.
+        """
         for opcode, argument, _ in pickletools.genops(content):
             name = opcode.name
             if name == "STOP":
@@ -283,6 +294,6 @@ class _PickleReader:
 
 
 def _items_of(target: Any) -> dict[Any, Any]:
-    """Return the dict that items go to: a dict itself, or the items of a mapping of another class."""
+    """Return the dict that items go to: itself, or the items of another mapping class."""
     items: dict[Any, Any] = target.state if isinstance(target, Record) else target
     return items

@@ -1,5 +1,5 @@
-"""The one error of this room."""
+"""Define the error of checkpoints."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, read or trusted; the message says which file and what to do."""
+    """Raised if a checkpoint cannot be written, read or trusted; names the file and the remedy."""

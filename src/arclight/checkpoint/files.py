@@ -22,7 +22,7 @@ _PIECE = 1 << 18
 
 
 class HashedFile:
-    """A file read or written once from front to back, with the SHA-256 and number of bytes so far."""
+    """File read or written once from front to back, with its SHA-256 and size so far."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -37,7 +37,10 @@ class HashedFile:
         self.bytes += len(data)
 
     def sync_every(self, size_bytes: int) -> None:
-        """Sync to disk after every ``size_bytes`` written, so that closing is quick; does nothing for a remote path."""
+        """Sync to disk after every ``size_bytes`` written, so that closing is quick.
+
+        Does nothing for a remote path.
+        """
         if self.bytes - self._synced < size_bytes:
             return
         self._synced = self.bytes
@@ -47,13 +50,13 @@ class HashedFile:
             os.fsync(descriptor)
 
     def read(self, count: int) -> bytes:
-        """Exactly `count` bytes; raises EOFError where the file ends before."""
+        """Read exactly `count` bytes; raises EOFError if the file ends before."""
         data = bytearray(count)
         self.readinto(memoryview(data))
         return bytes(data)
 
     def readinto(self, target: memoryview) -> None:
-        """Fill `target`; raises EOFError where the file ends before."""
+        """Fill `target`; raises EOFError if the file ends before."""
         filled = 0
         while filled < len(target):
             count = self._file.readinto(target[filled:])  # type: ignore[attr-defined]
@@ -64,7 +67,7 @@ class HashedFile:
         self.bytes += len(target)
 
     def skip(self, count: int) -> None:
-        """Pass over `count` bytes, which count for the hash."""
+        """Skip `count` bytes, which are still hashed."""
         buffer = memoryview(bytearray(min(count, 1 << 20)))
         for start in range(0, count, len(buffer) or 1):
             self.readinto(buffer[: min(len(buffer), count - start)])
@@ -76,7 +79,7 @@ class HashedFile:
 
 @contextmanager
 def create(path: Path) -> Iterator[HashedFile]:
-    """Open a new file that is on the disk when the block ends."""
+    """Create a file that is synced to the disk when the block ends."""
     if isinstance(path, remote.RemotePath):
         with remote.explain_remote_errors(path), path.open("wb") as file:
             yield HashedFile(file)
@@ -94,7 +97,7 @@ def open_hashed(path: Path) -> Iterator[HashedFile]:
 
 
 class PlacedFile:
-    """A file read from any place in it. It stays open, and so readable where it is replaced or removed, while this is in use."""
+    """File read at any position, which stays readable if it is replaced or removed."""
 
     def __init__(self, path: Path) -> None:
         self.name, self._path = str(path), path
@@ -103,7 +106,7 @@ class PlacedFile:
             weakref.finalize(self, self._file.close)
 
     def read_at(self, position: int, target: memoryview) -> None:
-        """Fill `target` from byte `position` on; raises EOFError where the file ends before."""
+        """Fill `target` from byte `position` on; raises EOFError if the file ends before."""
         if self._file is None:
             found = self._path.read_range(position, position + len(target))  # type: ignore[attr-defined]
             if len(found) != len(target):
@@ -124,31 +127,31 @@ def hash_file(path: Path) -> str:
 
 
 def make_staging(path: Path) -> Path:
-    """Return a new empty folder beside `path`, whose parents are made where they are missing."""
+    """Make an empty staging folder beside `path`, and missing parents."""
     if isinstance(path, remote.RemotePath):
         return cast(Path, remote.make_staging(path))
     return atomic_replace.make_staging(path)
 
 
 def data_folder(staging: Path) -> str:
-    """Return the folder below the checkpoint's name for its files; empty if the whole folder moves."""
+    """Return the folder below the checkpoint's name for its files; "" if all of it moves."""
     return staging.name if remote.is_remote(staging) else ""
 
 
 def is_there(path: Path) -> bool:
-    """Return True if something has that name, be it a link to nothing."""
+    """Return True if the path exists, also as a dangling link."""
     return path.exists() or path.is_symlink()
 
 
 def is_empty(path: Path) -> bool:
-    """Return True if it is a folder with nothing in it, or nothing but what killed saves left at an address."""
+    """Return True for a folder that is empty, or holds only remains of interrupted saves."""
     if not path.is_dir():
         return False
     return all(remote.is_remote(path) and entry.name.startswith(remote.PREFIX) for entry in path.iterdir())
 
 
 def publish(staging: Path, path: Path) -> None:
-    """Put the folder `staging` at `path`; what was there stays complete until the new one is there."""
+    """Publish the folder `staging` at `path` atomically."""
     if isinstance(staging, remote.RemotePath) and isinstance(path, remote.RemotePath):
         remote.publish(staging, path, MANIFEST)
     else:
@@ -164,18 +167,21 @@ def retire(path: Path) -> None:
 
 
 def replace_file(path: Path, content: Path) -> None:
-    """Put the finished file `content` at `path` in one step."""
+    """Replace `path` by the finished file `content` atomically."""
     content.replace(path)
     atomic_replace.sync_folder(path.parent)
 
 
 def temporary_file(path: Path) -> Path:
-    """Name for a file under construction that is to replace `path`."""
+    """Return the name of a temporary file that is to replace `path`."""
     return atomic_replace.temporary_path(path)
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Sweep as `atomic_replace.sweep`. At an address processes elsewhere may be at work: the next save under a name cleans it up."""
+    """Delete what interrupted saves left in a local folder, as `atomic_replace.sweep`.
+
+    At an address other hosts may be writing: the next save under a name cleans it up.
+    """
     return [] if remote.is_remote(folder) else atomic_replace.sweep(folder)
 
 

@@ -1,4 +1,4 @@
-"""Select entries of a checkpoint by name or pattern, for ``load(..., only=, exclude=)``; find NaN in weights."""
+"""Select a checkpoint's entries by name or pattern (``only=``, ``exclude=``); find NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Summarise a checkpoint from its manifest, reading no tensor: ``arclight.checkpoint.inspect`` and ``arclight checkpoint``."""
+"""Summarise a checkpoint from its manifest, without reading tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Summary of a checkpoint; ``rich.print`` shows it as a table. Fields are the keys of ``--json``."""
+    """Summary of a checkpoint, which ``rich.print`` shows as a table.
+
+    Fields are the keys of ``--json``.
+    """
 
     path: str
     step: int | None
@@ -80,7 +83,10 @@ _OF_RANK = re.compile(r"-(\d{5})-of-\d{5}\.safetensors$")
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Summarise the checkpoint at `path` without reading a tensor. Raises CheckpointError if there is none."""
+    """Summarise the checkpoint at `path` without reading a tensor.
+
+    Raises CheckpointError if there is none.
+    """
     manifest = read_manifest(to_path(path))
     model = manifest.entries.get("model")
     return Inspection(

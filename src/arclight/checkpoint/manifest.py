@@ -1,4 +1,4 @@
-"""Define a checkpoint's manifest, ``manifest.json``: its files with hashes, and their tensors.
+"""Define the manifest of a checkpoint, ``manifest.json``: files, hashes and tensors.
 
 Every reader and writer of checkpoints and of federated rounds goes through it. It is a file format: fields may be added with a default;
 anything else needs a new `VERSION`, and old manifests must stay readable.
@@ -104,7 +104,10 @@ def describe(encoded: tree.Encoded, files: dict[str, FileRecord], data: str = ""
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at `path`. Raises CheckpointError where there is none or it is damaged."""
+    """Read the manifest of the checkpoint at `path`.
+
+    Raises CheckpointError if there is none or it is damaged.
+    """
     try:
         text = (path / NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -132,7 +135,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _checked(body: dict[str, Any]) -> Manifest:
-    """Raise ValueError for values of other types, and for files that are not in the checkpoint's own folder."""
+    """Build a manifest; raise ValueError for wrong types and files outside the folder."""
     files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
     entries = {name: EntrySummary(**entry) for name, entry in body.pop("entries").items()}
     manifest = Manifest(**body, files=files, entries=entries)
@@ -244,7 +247,7 @@ def _tensor_names(node: Any) -> set[str]:
 
 
 def _digest(body: Mapping[str, Any]) -> str:
-    """SHA-256 of the manifest itself, so that a flipped bit in a step or a hash is noticed too."""
+    """Return the SHA-256 of the manifest itself, to detect any flipped bit."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

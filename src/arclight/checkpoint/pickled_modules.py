@@ -1,7 +1,11 @@
-"""Read whole modules that others pickled with ``torch.save``, as named tensors: no class of the file is imported, nothing in it is called.
+"""Read modules that others pickled with ``torch.save``, without running their code.
 
-The pickle machine runs with a table of its own: tensors are rebuilt by functions of this module, containers are plain ones, and every
-other class or function is an inert :class:`Record` that keeps what it was given. Of the records, those that look like a
+Their tensors are named; no class of the file is imported, nothing in it is called.
+
+The pickle machine runs with a table of its own: tensors are rebuilt by functions of this module, containers are plain
+ones, and every
+other class or function is an inert :class:`Record` that keeps what it was given. Of the records, those that look like
+a
 ``torch.nn.Module`` are walked for parameters and buffers.
 """
 
@@ -45,7 +49,7 @@ _REFUSED_OPCODES = {"EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
 
 
 class Record:
-    """Stand-in for an object of a class or function that is not looked up: its name, arguments and state."""
+    """Stand-in for an object whose class is not looked up: its name, arguments and state."""
 
     origin = ""
     state: Any = None
@@ -82,7 +86,10 @@ class Record:
 
 
 class _Sealed:
-    """Holder of what a pickle may refer to, and may not change: tensors have a ``__setstate__`` that reaches any memory."""
+    """Holder of a value that a pickle may refer to but not change.
+
+    Tensors have a ``__setstate__`` that reaches any memory.
+    """
 
     __slots__ = ("value",)
     value: Any
@@ -136,7 +143,9 @@ class PickledModule(NamedTuple):
 
 
 def read_modules(path: Path) -> dict[str, PickledModule]:
-    """Read the modules in a file of ``torch.save``: by their keys in its dict, or under ``model`` if it is a module itself.
+    """Read the modules in a file of ``torch.save``, by their keys in its dict.
+
+    If it is a module itself, the key is ``model``.
 
     Returns an empty dict where there is none. Raises CheckpointError for a file that is damaged or describes tensors that are
     not in it.
@@ -196,7 +205,7 @@ def _unpickle(archive: zipfile.ZipFile, size_bytes: int) -> Any:
 
 
 def _check_opcodes(text: bytes) -> None:
-    """Refuse what costs more than the file's size: the machine makes room for the largest number of its memo."""
+    """Refuse opcodes that cost more than the file's size, such as large memo numbers."""
     for count, (opcode, argument, _) in enumerate(pickletools.genops(text), start=1):
         if count > MAX_OPCODES:
             raise CheckpointError(f"its description of objects has more than {MAX_OPCODES:,} steps")
@@ -231,7 +240,7 @@ class _InertUnpickler(pickle.Unpickler):
         return self._records[key]
 
     def _build(self, build: Callable[..., Any], *given: Any) -> Any:
-        """Run a builder. Each value takes a byte of the file at least: more come of the same ones copied again and again."""
+        """Run a builder, within a budget of values: each takes a byte of the file at least."""
         self._values_left -= sum(len(part) for part in given if isinstance(part, str | list | tuple | dict | set))
         if self._values_left < 0:
             raise CheckpointError("copies more values than it has: it is forged")
@@ -246,7 +255,10 @@ class _InertUnpickler(pickle.Unpickler):
         return self._storage(dtype, key, count)
 
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> _Tensor:
-        """Rebuild a tensor in memory of its own; CheckpointError for one that reaches past what was stored."""
+        """Rebuild a tensor in memory of its own.
+
+        Raises CheckpointError for one that reaches past what was stored.
+        """
         numbers = [offset, *size, *stride] if isinstance(size, tuple) and isinstance(stride, tuple) else [None]
         whole = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in numbers)
         if not (isinstance(storage, _Storage) and whole and len(size) == len(stride) and len(size) <= 16):
@@ -273,7 +285,7 @@ def _parameter(tensor: Any, *_: Any) -> _Tensor:
 
 
 def _plain(container: type) -> Callable[..., Any]:
-    """Return a builder of ``container`` from at most one list, tuple or dict: from nothing that runs."""
+    """Return a builder of ``container`` from at most one list, tuple, dict or set."""
 
     def build(*given: Any) -> Any:
         if len(given) > 1 or not all(isinstance(part, list | tuple | dict | set) for part in given):
@@ -367,12 +379,12 @@ def _named(prefix: str, name: Any) -> str:
 
 
 def _is_text(value: str) -> bool:
-    """Return True unless ``value`` has halves of characters, which a pickle can hold and a file of text cannot."""
+    """Return True unless ``value`` has surrogates, which a text file cannot hold."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _is_plain(value: Any, budget: list[int], depth: int = 0) -> bool:
-    """Return True for numbers, text, tensors, and lists and dicts of these, as many as ``budget`` allows."""
+    """Return True for plain values: numbers, text, tensors, and lists and dicts of these."""
     budget[0] -= 1 + (len(value) if isinstance(value, str) else 0)
     if depth > 10 or budget[0] < 0:
         return False

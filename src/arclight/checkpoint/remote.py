@@ -31,7 +31,7 @@ _OF_CONTENT = (CheckpointError, ValueError, KeyError, TypeError, AttributeError,
 
 
 def to_path(path: str | Path) -> Path:
-    """Return the path of a local name or ``file://`` address; for other addresses what has its methods that a checkpoint needs."""
+    """Return the path of a local name or ``file://`` address, or a RemotePath."""
     if isinstance(path, RemotePath):
         return cast(Path, path)
     text = str(path)
@@ -52,7 +52,10 @@ def is_remote(path: object) -> bool:
 
 
 class RemotePath:
-    """An address in a file system of fsspec. Raises CheckpointError for one whose file system is not installed."""
+    """Address in a file system of fsspec.
+
+    Raises CheckpointError for one whose file system is not installed.
+    """
 
     def __init__(self, address: str, system: Any = None) -> None:
         self.address = address.rstrip("/")
@@ -125,7 +128,7 @@ class RemotePath:
         self._ask("pipe_file", self._key, content)
 
     def upload(self, source: Path) -> None:
-        """Copy a local file here; it is seen under this name when all of it is there."""
+        """Upload a local file, which is visible under this name once it is complete."""
         self._make_parent()
         if self.address.partition("://")[0] in _OBJECT_STORES:
             self._ask("put_file", str(source), self._key)
@@ -138,7 +141,7 @@ class RemotePath:
         self._ask("rm_file", self._key)
 
     def remove_tree(self) -> None:
-        """Remove everything below; nothing is fine too."""
+        """Remove everything below this address, if there is anything."""
         if self.exists():
             self._ask("rm", self._key, recursive=True)
 
@@ -152,7 +155,7 @@ class RemotePath:
             self._ask("makedirs", self._system._parent(self._key), exist_ok=True)
 
     def _ask(self, action: str, *arguments: Any, **options: Any) -> Any:
-        """Let the file system do something, on what is there now and not on what it remembers."""
+        """Call a method of the file system, with its cache of listings cleared."""
         with explain_remote_errors(self, passing=()):
             self._system.invalidate_cache()
             return getattr(self._system, action)(*arguments, **options)
@@ -160,7 +163,7 @@ class RemotePath:
 
 @contextmanager
 def explain_remote_errors(path: object, passing: tuple[type[Exception], ...] = _OF_CONTENT) -> Iterator[None]:
-    """Raise whatever keeps the block from reading or writing at an address as an OSError that names it and the remedy.
+    """Explain errors of reading or writing at an address: OSError with address and remedy.
 
     passing: errors that are left as they are. So are all where `path` is local.
     """
@@ -200,7 +203,10 @@ def _explained(address: str, error: Exception) -> OSError:
 
 
 def check_writable(folder: str | Path) -> None:
-    """Raise OSError for an address where checkpoints could not be written, listed, read and removed."""
+    """Check that checkpoints can be written, listed, read and removed at an address.
+
+    Raises OSError.
+    """
     probe = cast(RemotePath, to_path(folder)) / f".probe-{uuid.uuid4().hex[:12]}"
     probe.write_bytes(b"arclight")
     try:
@@ -215,7 +221,7 @@ def make_staging(path: RemotePath) -> RemotePath:
 
 
 def publish(staging: RemotePath, path: RemotePath, manifest: str) -> None:
-    """Let the manifest that lies in ``staging`` count from now on, and remove what it replaces."""
+    """Publish the manifest in ``staging``, and remove what it replaces."""
     content = (staging / manifest).read_bytes()
     (path / manifest).write_bytes(content)
     (staging / manifest).unlink()

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | None:
-    """Return the checkpoint in `folder` with the highest step (the latest written, among equals) whose files are all sound.
+    """Return the checkpoint in `folder` with the highest step whose files are all intact.
+
+    Of equal steps it is the latest written.
 
     Warns of each newer one that is damaged, with the reason. None where there is no sound checkpoint. Links are not
     followed: what they point to is found under its own name or lies elsewhere. With `processes`, all of which must call
@@ -39,12 +41,14 @@ def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | N
 
 
 def find_recorded(recorded: Path, folder: Path) -> Path | None:
-    """Return where a checkpoint that a run recorded is now: in ``folder``, to which the run may have been copied, or where it was written."""
+    """Find a checkpoint that a run recorded, in ``folder`` or where it was written."""
     return next((place for place in (folder / recorded.name, recorded) if place.exists()), None)
 
 
 def recorded_best(checkpoint: str | Path) -> tuple[Path | None, str]:
-    """Return the best checkpoint that `checkpoint` has a record of, and the value it was ranked by; None and nothing without one.
+    """Return the best checkpoint by the record in `checkpoint`, and the monitored value's name.
+
+    None and "" without a record.
 
     Each checkpoint of a run has the record of itself and those before it, so the newest has the whole record.
     """
@@ -59,8 +63,9 @@ def recorded_best(checkpoint: str | Path) -> tuple[Path | None, str]:
 
 
 def prune(folder: str | Path, *, keep: int, protect: Iterable[str | Path] = ()) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints of `folder` (those that are unreadable or cut off count as oldest), and what
-    killed processes left there.
+    """Remove all but the newest `keep` checkpoints of `folder`, and what killed processes left.
+
+    Those that are unreadable or cut off count as oldest.
 
     protect: paths that stay whatever their age, and do not count. Returns the checkpoints removed, oldest first.
     Folders that are not checkpoints are never touched. Raises ValueError for a negative `keep`.
@@ -80,7 +85,7 @@ def prune(folder: str | Path, *, keep: int, protect: Iterable[str | Path] = ()) 
 
 
 def _all_but(keep: int, ordered: list[Path], unreadable: list[Path]) -> list[Path]:
-    """List the checkpoints to remove so that `keep` stay, oldest first; cut-off ones count as unreadable."""
+    """List the checkpoints to remove so that `keep` stay, unreadable and cut-off ones first."""
     older, kept = list(ordered), list[Path]()
     unreadable = list(unreadable)
     while older and len(kept) < keep:
@@ -108,7 +113,9 @@ def remove(path: str | Path) -> None:
 
 
 def copy(source: str | Path, target: str | Path) -> None:
-    """Copy the checkpoint at `source` to `target`, both addresses of one file system, which does it by itself where it can.
+    """Copy the checkpoint at `source` to `target`, both in one remote file system.
+
+    The file system copies by itself if it can.
 
     What was at `target` stays complete until the copy is. Raises CheckpointError where that cannot be.
     """
@@ -127,7 +134,7 @@ def copy(source: str | Path, target: str | Path) -> None:
 
 
 def _by_age(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the checkpoints in `folder`, oldest first; and those whose manifests cannot be read."""
+    """Return the checkpoints in `folder`, oldest first, and those with unreadable manifests."""
     found: list[tuple[int, str, Path]] = []
     unreadable = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():

@@ -45,7 +45,7 @@ _WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeErro
 
 
 def save(path: str | Path, state: Mapping[str, Any]) -> Path:
-    """Write `state` as the checkpoint folder `path`; nothing is seen there until all of it is on the disk.
+    """Save `state` as the checkpoint folder `path`, atomically.
 
     state: a dict of text keys to trees of tensors, arrays, numbers, text, bytes, paths, ``None``, and lists, tuples,
     sets and dicts (with keys of any such plain value). A top-level entry that is a flat dict of names to tensors, such
@@ -125,7 +125,7 @@ def load(
 
 
 def read_whole(path: Path, read: Callable[[Manifest], T], verified: bool) -> tuple[Manifest, T]:
-    """Read a checkpoint by its manifest; again if another has taken its place meanwhile, whose files are not those it names.
+    """Read a checkpoint by its manifest, again if another one replaces it meanwhile.
 
     verified: whether `read` compares the hashes of all that it reads, and so never mixes two checkpoints.
     """
@@ -154,7 +154,7 @@ def read_entries(path: Path, manifest: Manifest, verify: bool = True) -> dict[st
 
 @contextmanager
 def fitting(path: Path) -> Iterator[None]:
-    """Raise CheckpointError for whatever is wrong with the encoded entries of a checkpoint, however they came to be so."""
+    """Raise CheckpointError for any error in a checkpoint's encoded entries."""
     try:
         yield
     except CheckpointError:
@@ -170,7 +170,9 @@ def _wanted(
 
 
 def verify(path: str | Path, processes: Strategy | None = None) -> list[str]:
-    """Return all that is wrong with the checkpoint at `path`, one sentence each; empty for a sound one.
+    """List all that is wrong with the checkpoint at `path`, one sentence each.
+
+    Empty for an intact one.
 
     With `processes`, all of which must call this, each reads its part of the files, and all get the same answer.
     """

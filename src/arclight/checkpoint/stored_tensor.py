@@ -1,4 +1,4 @@
-"""Refer to tensors still in a checkpoint's files, so that each rank reads only its own shards.
+"""Represent tensors still in a checkpoint's files, so that each rank reads its shards.
 
 An operation on a StoredTensor reads it whole, and none may change it in place; ``read`` gives a slice. Loading of sharded checkpoints and
 aggregation in federated runs rely on both.
@@ -33,7 +33,7 @@ class Source(Protocol):
     name: str
 
     def read_at(self, position: int, target: memoryview) -> None:
-        """Fill `target` from byte `position` on; raises EOFError where the file ends before."""
+        """Fill `target` from byte `position` on; raises EOFError if the file ends before."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class StoredTensor(torch.Tensor):
         return StoredTensor(shape, self.dtype, pieces)
 
     def flat(self) -> StoredTensor | None:
-        """Return the same values as one row; None where they do not lie together in one file."""
+        """Return the same values as one row; None if they are not contiguous in one file."""
         if len(self._pieces) != 1 or self._pieces[0].shape != tuple(self.shape):
             return None
         piece = self._pieces[0]
@@ -106,11 +106,14 @@ class StoredTensor(torch.Tensor):
         return StoredTensor(row, self.dtype, [Piece(piece.source, piece.begin, (0,), row)])
 
     def read_elements(self, start: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of a `flat` tensor's values from number ``start`` on; raises as `read`."""
+        """Fill ``into`` with the bytes of a `flat` tensor from element ``start`` on.
+
+        Raises as `read`.
+        """
         _read_at(self._pieces[0], start * self.dtype.itemsize, into)
 
     def row(self, number: int) -> torch.Tensor:
-        """Entry ``number`` of the first dimension; it stays stored where it lies together in one file."""
+        """Return entry ``number`` of the first dimension, lazy if it is contiguous in one file."""
         rest = tuple(self.shape[1:])
         if not 0 <= number < self.shape[0]:
             raise IndexError(f"there is no entry {number} among {self.shape[0]}")
@@ -126,7 +129,9 @@ class StoredTensor(torch.Tensor):
         shape: Sequence[int] | None = None,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the box of `shape` at `offset`, all by default, as a plain tensor. Only its bytes are read, where they lie together.
+        """Read the box of `shape` at `offset` (default: everything) as a plain tensor.
+
+        Only its bytes are read, if they lie together.
 
         into: a tensor of that shape and dtype on the CPU, which is filled. Raises CheckpointError where the file cannot be read.
         """
@@ -145,7 +150,7 @@ class StoredTensor(torch.Tensor):
 
 
 def _read_box(piece: Piece, dtype: torch.dtype, box: Box, target: torch.Tensor) -> None:
-    """Fill `target` with a box of a piece: row by row where rows are long, else through a buffer of whole rows."""
+    """Fill `target` with a box of a piece, by rows or through a buffer of whole rows."""
     offset, size = box
     whole = piece.shape
     inner = len(whole)  # dimensions from here on are taken whole: their elements lie together

@@ -46,7 +46,7 @@ _MAX_HEADER = 100_000_000  # the format's own limit
 
 
 def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write dense tensors of any of `DTYPES`, from any device; the widest dtypes first, so that all are aligned."""
+    """Write dense tensors of any of `DTYPES`, from any device, aligned by width."""
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     write_header(file, {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in order})
     for name in order:
@@ -54,7 +54,10 @@ def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor]) -> None
 
 
 def write_header(file: HashedFile, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-    """Write the header of a file; the values must follow in the same order by `write_values`. Give the widest dtypes first."""
+    """Write the header of a file; the values must follow in order by `write_values`.
+
+    Give the widest dtypes first.
+    """
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -84,7 +87,9 @@ class Slot:
 
 
 def read_header(file: HashedFile, size: int) -> dict[str, Slot]:
-    """Read the header of a file of `size` bytes: its tensors in order of position. The file is then at the first tensor.
+    """Read the header of a file of `size` bytes: its tensors in order of position.
+
+    The file is then at the first tensor.
 
     Raises ValueError, KeyError or EOFError for a malformed file.
     """
@@ -117,7 +122,10 @@ def check_shape(shape: Any) -> None:
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse JSON strictly. Raises ValueError for a repeated key, NaN and infinity, which Python's parser accepts."""
+    """Parse JSON strictly.
+
+    Raises ValueError for a repeated key, NaN and infinity, which Python's parser accepts.
+    """
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
@@ -138,7 +146,10 @@ def read_tensors(
     device: str | torch.device = "cpu",
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, torch.Tensor]:
-    """Return the `wanted` tensors of a file of `size` bytes; the others are read for the hash only. Raises the errors of `read_header`."""
+    """Read the `wanted` tensors of a file of `size` bytes; hash the others.
+
+    Raises the errors of `read_header`.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for name, slot in read_header(file, size).items():
         if not wanted(name):
@@ -151,12 +162,15 @@ def read_tensors(
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a dense tensor of any dtype as a flat uint8 tensor, which shares memory with a contiguous one."""
+    """Return a dense tensor's values as flat uint8, sharing memory if it is contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    """Return the tensor of bytes, the inverse of `as_bytes`; shares memory. Raises ValueError for a shape of another size."""
+    """Return the tensor of bytes, sharing memory; the inverse of `as_bytes`.
+
+    Raises ValueError for a shape of another size.
+    """
     check_shape(shape)
     if math.prod(shape) * dtype.itemsize != raw.numel():
         raise ValueError(f"{raw.numel()} bytes are no tensor of shape {shape} and {dtype}")

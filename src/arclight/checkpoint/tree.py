@@ -1,4 +1,6 @@
-"""Encode a state dict as JSON and named tensors, and decode it: the format of all checkpoints.
+"""Encode a state dict as JSON and named tensors, and decode it.
+
+This is the format of all checkpoints.
 
 JSON holds ``None``, booleans, integers, finite floats, text, lists and dicts with text keys as they are. All else is an
 object ``{"$": kind, ...}``: see `Encoder` for the kinds. A kind that was ever written must stay readable.
@@ -45,7 +47,10 @@ class Encoded:
 
 
 def encode(state: Mapping[str, Any]) -> Encoded:
-    """Encode `state` without copying tensors. Raises CheckpointError naming the entry that cannot be saved."""
+    """Encode `state` without copying tensors.
+
+    Raises CheckpointError naming the entry that cannot be saved.
+    """
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise CheckpointError(f"a checkpoint's state is a dict with text keys, not {_kind(state)}")
     result = Encoded(**counts_of(state))
@@ -66,17 +71,20 @@ def encode(state: Mapping[str, Any]) -> Encoded:
 
 
 def decode(entries: Mapping[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    """Inverse of `encode` for the given entries. Raises KeyError, ValueError or TypeError where they do not fit."""
+    """Decode entries that `encode` returned.
+
+    Raises KeyError, ValueError or TypeError if they do not fit.
+    """
     return {name: _decode(node, files) for name, node in entries.items()}
 
 
 def files_of(node: Any) -> set[str]:
-    """Tensor files that an encoded value refers to."""
+    """List the tensor files that an encoded value refers to."""
     return {file for file, _ in tensors_of(node)}
 
 
 def tensors_of(node: Any) -> set[tuple[str, str]]:
-    """File and name of every stored tensor that an encoded value refers to."""
+    """List file and name of every stored tensor that an encoded value refers to."""
     if isinstance(node, list):
         return set().union(*map(tensors_of, node))
     if not isinstance(node, dict):
@@ -90,7 +98,7 @@ def tensors_of(node: Any) -> set[tuple[str, str]]:
 
 
 class Encoder:
-    """Walks one tree; collects its tensors, each once however often it appears."""
+    """Encoder of one tree, which collects each of its tensors once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -199,7 +207,7 @@ def _label(key: Any) -> str:
 
 
 def check_tensor(tensor: torch.Tensor, path: Iterable[str]) -> None:
-    """Raise CheckpointError for a tensor that is more than a dense block of numbers in this process."""
+    """Raise CheckpointError for a tensor that is not dense, plain and in this process."""
     where = ".".join(path)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise CheckpointError(
@@ -212,7 +220,7 @@ def check_tensor(tensor: torch.Tensor, path: Iterable[str]) -> None:
 
 
 def _is_flat(value: Any) -> bool:
-    """Return True if a value is a non-empty dict of names to tensors that can be a safetensors file of its own."""
+    """Return True for a non-empty dict of names to tensors, as a safetensors file has them."""
     return (
         isinstance(value, dict)
         and bool(value)
@@ -222,7 +230,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _split_aliases(tensors: Mapping[str, torch.Tensor], entry: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the distinct tensors, and for each further name of one of them the name it is kept under."""
+    """Return the distinct tensors, and the kept name of each alias."""
     unique: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[Any, ...], str] = {}
@@ -265,7 +273,7 @@ def _decode_tensors(node: dict[str, Any], files: Mapping[str, Mapping[str, torch
 
 
 def _decode_sharded(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """Return the whole tensor. Raises ValueError where its shards do not cover it."""
+    """Decode a full tensor. Raises ValueError if its shards do not cover it."""
     parts = [(files[file][name], offset) for file, name, offset in node["shares"]]
     check_shape(node["shape"])
     if not boxes_cover([(offset, part.shape) for part, offset in parts], node["shape"]):
@@ -359,7 +367,7 @@ _KINDS: dict[str, _Kind] = {
 
 
 def counts_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Step and epoch of a state, as `Encoded` has them."""
+    """Return step and epoch of a state, as `Encoded` has them."""
     return {"step": _count(state, _STEP_NAMES), "epoch": _count(state, _EPOCH_NAMES)}
 
 
@@ -374,7 +382,7 @@ def _count(state: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def _whole(value: Any) -> int | None:
-    """Return the integer in a number of any sort: of Python, of NumPy, or a tensor of one element."""
+    """Return the integer in a number of Python or NumPy, or in a one-element tensor."""
     if (type(value) is torch.Tensor and value.numel() == 1 and not value.is_meta) or (
         isinstance(value, np.generic | np.ndarray) and value.size == 1
     ):

@@ -90,7 +90,7 @@ class EncodedShards(tree.Encoder):
         return {"$": "spread", "path": list(path)}
 
     def _regions(self, tensor: Any, part: torch.Tensor) -> list[Region]:
-        """Compute `local_regions`, once for tensors that are cut alike, as weights and their moments are."""
+        """Compute `local_regions`, cached for tensors that are sharded alike."""
         if not is_dtensor(tensor):
             return local_regions(tensor)
         key = id(tensor.device_mesh), tuple(tensor.placements), tuple(tensor.shape), tuple(part.shape)
@@ -122,7 +122,7 @@ class ShardPlan:
         return {path: shards for path, shards in mine.items() if shards and self.places[path].same_as is None}
 
     def filled(self, node: Any) -> Any:
-        """Return a JSON value with, in the place of each tensor, where its shards are."""
+        """Replace each tensor in a JSON value by the locations of its shards."""
         if isinstance(node, list):
             return [self.filled(item) for item in node]
         if not isinstance(node, dict):
@@ -136,8 +136,11 @@ class ShardPlan:
 
 
 def make_plan(everyones: list[dict[Path, TensorShards]], leading: Collection[int] = ()) -> ShardPlan:
-    """Return the plan for what each process has. A box that one of ``leading`` holds is written by one of these: they have one replica of
-    a model, and others may differ from it. Raises CheckpointError for a tensor that all parts together do not make up.
+    """Plan which rank writes which shard, from what each rank has.
+
+    A box that one of ``leading`` holds is written by one of these: they have one replica of a model, and others may
+    differ
+    from it. Raises CheckpointError for a tensor that all parts together do not make up.
     """
     places: dict[Path, TensorShards] = {}
     holders: dict[Path, dict[Box, list[int]]] = {}
@@ -204,7 +207,7 @@ def _assign(
 
 
 def merge_entries(first: Any, other: Any) -> Any:
-    """Return one JSON value of two processes' values: dicts and lists of names are united, in all else the first counts."""
+    """Merge two processes' JSON values: dicts and lists of names are united."""
     if isinstance(first, dict) and isinstance(other, dict):
         kinds = first.get("$"), other.get("$")
         if kinds == (None, None):

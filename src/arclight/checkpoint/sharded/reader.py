@@ -1,4 +1,4 @@
-"""Load a checkpoint on any number of ranks: each rank reads only its own shards from the files.
+"""Load a checkpoint on any number of ranks, each of which reads only its shards.
 
 `load_shards` of strategies with sharded weights and of federated rounds; it reads every checkpoint, also one of a single process.
 """
@@ -35,7 +35,7 @@ def load_shards(
     stored: Iterable[str] | None = None,
     check: bool = True,
 ) -> dict[str, Any]:
-    """Load the state saved at `path` with tensors that are still in its files; every process must call this.
+    """Load the state at `path` with lazy tensors; every process must call this.
 
     Of such a tensor (`arclight.checkpoint.stored_tensor.StoredTensor`) a rank reads its own shard; modules and optimizers
     that a strategy has sharded do so in `load_state_dict`. The checkpoint may be from any number of processes.
@@ -65,7 +65,10 @@ def open_state(
     exclude: Iterable[str] | None = None,
     stored: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """Open as `load_shards`, in one process and without comparing hashes of what is not read. Raises CheckpointError."""
+    """Open a checkpoint as `load_shards`, in one process and without comparing hashes.
+
+    Raises CheckpointError.
+    """
     return _opened(path, only, exclude, stored)[1]
 
 

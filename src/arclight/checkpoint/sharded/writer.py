@@ -31,7 +31,9 @@ GatherToRankZero = Callable[[Any], list[Any]]
 
 
 def save_shards(path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Path:
-    """Write `state` as the checkpoint folder `path`, as `arclight.checkpoint.save` does; every process must call this.
+    """Save `state` as the checkpoint folder `path` by all processes; each must call this.
+
+    See `arclight.checkpoint.save`.
 
     Of DTensors (on any mesh) each shard is written by one of the processes that hold it. Entries that only some processes have, such as
     the layers of one pipeline stage, are merged; of an entry that several have, tensors must be equal in shape and dtype, and other
@@ -46,7 +48,7 @@ def save_shards(path: str | Path, state: Mapping[str, Any], processes: Strategy)
 
 
 class ShardedSaver:
-    """Plan saves of one state repeatedly; processes exchange the layout of their shards again only if it has changed."""
+    """Saver of one state, repeatedly; layouts are exchanged again only if they change."""
 
     def __init__(self, processes: Strategy) -> None:
         self.processes = processes
@@ -100,7 +102,10 @@ class ShardedSaver:
         return ShardedSave(path, to_path(reports[0][3]), own, encoded)
 
     def _merge(self, shards_here: EncodedShards, structures: list[str]) -> tuple[dict[str, Any], list[dict[str, int]]]:
-        """Merge the entries of all processes on rank 0; only a rank whose structure no lower rank has sends its own."""
+        """Merge the entries of all processes on rank 0.
+
+        Only a rank whose structure no lower rank has sends its own.
+        """
         rank = self.processes.global_rank
         meshes, entries = list(shards_here.meshes), shards_here.entries
         if len(set(structures)) == 1:
@@ -177,7 +182,10 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
 
 
 def capture_error(function: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Call `function`; return its result and None, or None and its error. Raises nothing, since other ranks wait for this one."""
+    """Call `function`; return its result and None, or None and its error as text.
+
+    Raises nothing, since other ranks wait for this one.
+    """
     try:
         return function(), None
     except (OSError, CheckpointError) as error:
