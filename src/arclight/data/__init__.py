@@ -1,4 +1,4 @@
-"""Resumable data. Order and randomness depend on (seed, epoch, batch) only, so that runs resume exactly.
+"""Read resumable data: order and randomness depend on (seed, epoch, batch) only.
 
 In: a user's DataLoader or token shards; out: batches from any position of any epoch. Open ``loader`` first; ``sampling`` assigns samples
 to batches and ranks, ``seeding`` isolates generators, ``fetching`` loads in workers, ``combined`` reads several loaders as one.

@@ -1,4 +1,4 @@
-"""Read several loaders as one, side by side or in sequence; resume such a combination at any batch."""
+"""Combine loaders, side by side or in sequence, resumable at any batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _END = object()
 
 
 class CombinedLoader:
-    """Reads a tree of loaders (nested dicts, lists, tuples, dataclasses) as one loader.
+    """Loader that reads a tree of loaders (nested dicts, lists, tuples, dataclasses) as one.
 
     Iterating gives ``(batch, batch_idx, dataloader_idx)``. By `mode`:
 
@@ -91,7 +91,7 @@ class CombinedLoader:
         return self.rebuild([getattr(loader, "batch_sampler", None) for loader in self._flattened])
 
     def __len__(self) -> int:
-        """Batches in all, after ``iter``: TypeError where a loader does not say."""
+        """Return the number of batches, after ``iter``; TypeError if a loader has no length."""
         if self._iterator is None:
             raise RuntimeError(
                 "Please call `iter(combined_loader)` first: a run may still replace or limit its loaders"
@@ -150,7 +150,7 @@ class CombinedLoader:
 
 
 class Cursor:
-    """A place in a loader that may be read several times over: which time, and how many batches of it."""
+    """Position in a loader that may be read several times: cycle and batch."""
 
     def __init__(
         self, read: Callable[[int, int], Iterator[Any]], limit: Count = math.inf, cycle: int = 0, batch: int = 0
@@ -161,7 +161,7 @@ class Cursor:
         self.iterator = read(cycle, batch)
 
     def next(self) -> Any:
-        """Return the next batch of this time through, or `_END`."""
+        """Return the next batch of this cycle, or `_END`."""
         if self.ended:
             return _END
         item = next(self.iterator, _END) if self.batch < self.limit else _END
@@ -172,7 +172,7 @@ class Cursor:
         return item
 
     def restart(self) -> None:
-        """Start over."""
+        """Start the next cycle."""
         self.cycle, self.batch, self.ended = self.cycle + 1, 0, False
         self.iterator = self.read(self.cycle, 0)
 
@@ -199,7 +199,10 @@ def side_by_side(cursors: Sequence[Cursor], mode: Mode) -> Iterator[list[Any]]:
 
 
 def combined_length(mode: Mode, lengths: Sequence[Count], limits: Sequence[Count] | None = None) -> Count:
-    """Count the rows of loaders with these `lengths`, of which at most `limits` are read; an empty one cannot be cycled."""
+    """Count the rows of loaders with these `lengths`, of which at most `limits` are read.
+
+    An empty one cannot be cycled.
+    """
     kept = [min(pair) for pair in zip(lengths, limits or lengths, strict=True)]
     if not kept or (mode == "max_size_cycle" and 0 in kept):
         return 0
@@ -207,7 +210,7 @@ def combined_length(mode: Mode, lengths: Sequence[Count], limits: Sequence[Count
 
 
 def length_of(loader: Any) -> Count:
-    """Return ``len(loader)``; infinity where it has none or cannot say."""
+    """Return ``len(loader)``; infinity if it has none or cannot say."""
     try:
         length: int = len(loader)
     except (TypeError, NotImplementedError):
@@ -216,7 +219,7 @@ def length_of(loader: Any) -> Count:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the leaves of a tree of containers, and the function that puts others into their places."""
+    """Return the leaves of a tree of containers, and a function that rebuilds it from others."""
     leaves: list[Any] = []
     rebuild = _walk(tree, leaves)
     return leaves, rebuild
@@ -258,12 +261,12 @@ def _rebuilt(tree: Any, children: dict[Any, Any]) -> Any:
 
 
 def is_loader(item: Any) -> bool:
-    """Return True if `item` gives batches when iterated, rather than being a batch or part of one."""
+    """Return True if `item` yields batches, rather than being a batch or part of one."""
     return hasattr(item, "__iter__") and not isinstance(item, (list, tuple, Mapping, str, bytes, torch.Tensor))
 
 
 def holds_loaders(source: Any) -> bool:
-    """Return True if `source` is a non-empty tree of loaders (and not one loader, nor a list of ready batches)."""
+    """Return True for a non-empty tree of loaders."""
     if isinstance(source, dict):
         parts: Any = source.values()
     elif isinstance(source, (list, tuple)):
@@ -286,7 +289,7 @@ _SNAPSHOTS = 4  # as many as a ResumableLoader keeps states of
 
 
 class ResumableCombination:
-    """The rows of a `CombinedLoader` by epoch and position, read through one resumable loader for each part.
+    """Resumable rows of a `CombinedLoader`, by epoch and position.
 
     combined: of any mode but ``sequential``. parts: a resumable loader for each of ``combined.flattened``.
 
@@ -317,18 +320,18 @@ class ResumableCombination:
         return self.count() != math.inf
 
     def __len__(self) -> int:
-        """Rows of an epoch on this rank; raises TypeError where that cannot be known."""
+        """Return the rows of an epoch on this rank; raises TypeError if that is unknown."""
         count = self.count()
         if count == math.inf:
             raise TypeError(f"not all of the {len(self.parts)} combined loaders have a length")
         return int(count)
 
     def count(self) -> Count:
-        """Rows of an epoch within the limits; infinity where that cannot be known."""
+        """Count the rows of an epoch within the limits; infinity if that is unknown."""
         return combined_length(self.mode, self._lengths(), self.limits)
 
     def batches(self, epoch: int, start: int = 0, *, cycle: int = 0, seed_epoch: int | None = None) -> Iterator[Any]:
-        """Rows ``start, start + 1, ...`` of the epoch, each in the shape of the combined tree."""
+        """Yield rows ``start, start + 1, ...`` of the epoch, each in the combined tree's shape."""
         pending, self._pending = self._pending, None
         readers: list[Callable[[int, int], Iterator[Any]]] = [
             partial(_read, part, epoch, seed_epoch) for part in self.parts
@@ -356,13 +359,15 @@ class ResumableCombination:
                 yield rebuild(row)
 
     def place_of(self, epoch: int, batch: int) -> int | None:
-        """None: parts of different lengths and batch sizes have no order in common."""
+        """Return None: parts of different lengths and batch sizes have no common order."""
 
     def go_to(self, epoch: int, place: int) -> int | None:
-        """None, see `place_of`."""
+        """Return None, see `place_of`."""
 
     def state_dict(self, batch: int | None = None, *, epoch: int | None = None) -> dict[str, Any]:
-        """Return the parts' positions after `batch` rows of `epoch` (default: the newest), up to three back.
+        """Return the parts' positions after `batch` rows of `epoch` (default: the newest).
+
+        Up to three rows back.
 
         Empty where no state is needed. Raises ValueError for a row further back.
         """
@@ -385,7 +390,7 @@ class ResumableCombination:
         raise ValueError(f"where the parts stood after batch {batch} is no longer known")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a state that `state_dict` gave, for the next `batches` call at that position."""
+        """Restore a state of `state_dict`, for the next `batches` call at that position."""
         self._pending = dict(state) or None
         self._places.clear()
 
@@ -398,7 +403,7 @@ class ResumableCombination:
         return [len(part) if part.sized else math.inf for part in self.parts]
 
     def _place(self, length: Count, start: int) -> tuple[int, int]:
-        """Cycle and position of a part at row `start`."""
+        """Return cycle and position of a part at row `start`."""
         if self.mode != "max_size_cycle" or length in (0, math.inf):
             return 0, start
         return divmod(start, int(length))

@@ -1,4 +1,4 @@
-"""Sample in an order that is computed from the position, so that no list of all samples is held in memory.
+"""Compute the order of samples from the position, without a list of all samples.
 
 The loader's sampler (`sampling`) asks a `ComputedOrder` for the samples at positions; token corpora and mixtures define theirs. The order of
 a seed and epoch is part of exact resuming: `sample_ids` must not change between versions.
@@ -21,17 +21,17 @@ _CHUNK = 4096
 
 @runtime_checkable
 class ComputedOrder(Protocol):
-    """A sampler that can compute the samples at any positions of an epoch; `EpochSampler` uses it so."""
+    """Protocol of samplers that compute the samples at any positions of an epoch."""
 
     def __len__(self) -> int: ...
 
     def sample_ids(self, positions: Ints, *, epoch: int, seed: int) -> Ints:
-        """Return the samples of the data set at these positions, 0 to len - 1, of the epoch's global order."""
+        """Return the samples at these positions (0 to len - 1) of the epoch's global order."""
         ...
 
 
 class EpochOrder(Sampler[int]):
-    """Each of ``size`` samples exactly once in every epoch; with ``shuffle`` in a new order each epoch.
+    """Order of ``size`` samples, each once per epoch; a new one each epoch with ``shuffle``.
 
     window: number of consecutive samples that are shuffled among themselves (`permute_in_windows`); None: all.
     """

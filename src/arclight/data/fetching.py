@@ -1,4 +1,6 @@
-"""Load one batch under its own seed, in a DataLoader worker or in the training process, and announce batches to data sets that read ahead.
+"""Load batches under their own seeds, and announce them to data sets that read ahead.
+
+In a DataLoader worker or in the training process.
 
 `loader` makes a `Fetcher` of the user's data set and sends it one `Fetch` a batch. Which seed a batch has is `loader`'s business; here
 nothing may depend on the worker that loads it.
@@ -29,13 +31,16 @@ class Fetch(NamedTuple):
 
 @runtime_checkable
 class ReadAheadDataset(Protocol):
-    """A data set that can fetch samples before they are read, such as token shards at an address."""
+    """Protocol of data sets that can prefetch samples, such as token shards at an address."""
 
     read_ahead: int
     """How many batches ahead `prefetch` should be called; 0 for never."""
 
     def prefetch(self, samples: Sequence[int], consumer: Hashable) -> Any:
-        """Start to fetch the samples of a batch; return a handle for `release`. consumer: identifies the pass over the data."""
+        """Start to fetch the samples of a batch; return a handle for `release`.
+
+        consumer: identifies the pass over the data.
+        """
         ...
 
     def release(self, prefetched: Any) -> None:
@@ -44,7 +49,7 @@ class ReadAheadDataset(Protocol):
 
 
 class ReadAhead:
-    """Iterate over batches of indices, calling ``prefetch`` of the data set for each some batches before it is yielded."""
+    """Iterator over batches of indices that prefetches each some batches ahead."""
 
     def __init__(self, batches: Iterator[Any], dataset: ReadAheadDataset) -> None:
         self._batches, self._dataset = batches, dataset
@@ -59,7 +64,7 @@ class ReadAhead:
             self._advance(upcoming, 1)
 
     def read(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Iterate over the batches of these indices, releasing each batch's reservation after it was read.
+        """Iterate over the batches of these indices, releasing each reservation after reading.
 
         Threads then fetch while a step computes, and not while the next batch is read. Abandoning the iterator releases all.
         """
@@ -82,7 +87,10 @@ class ReadAhead:
 
 
 class _ReadAheadIterator(Iterator[Any]):
-    """Iterate over batches and release ``ahead``; not a generator, which would end after an error in one batch."""
+    """Iterator over batches that releases ``ahead``.
+
+    It is no generator, which would end after an error in one batch.
+    """
 
     def __init__(self, ahead: ReadAhead, batches: Iterator[Any]) -> None:
         self._ahead, self._batches = ahead, batches
@@ -98,7 +106,7 @@ class _ReadAheadIterator(Iterator[Any]):
 
 
 class Fetcher:
-    """A map-style dataset whose items are whole collated batches, each loaded under the seed in its `Fetch`.
+    """Map-style dataset of whole collated batches, each loaded under its `Fetch`'s seed.
 
     Dataset and collate function both run under that seed, so augmentation does not depend on the number of workers or
     on which of them loads the batch, and without workers the training process's RNG is not changed. The
@@ -144,7 +152,7 @@ class Fetcher:
 
 
 class WorkerInit:
-    """Show workers the user's dataset in ``get_worker_info()``, then run the user's ``worker_init_fn``."""
+    """Show workers the user's dataset in ``get_worker_info()``; run their ``worker_init_fn``."""
 
     def __init__(self, function: Callable[[int], Any] | None) -> None:
         self.function = function
@@ -163,7 +171,10 @@ def identity(batch: Any) -> Any:
 
 
 def datasets_of(dataset: Any) -> list[Any]:
-    """List the dataset and those it wraps, as ``.dataset`` (Subset) or ``.datasets`` (ConcatDataset), outermost first."""
+    """List the dataset and those it wraps, outermost first.
+
+    They are in ``.dataset`` (Subset) or ``.datasets`` (ConcatDataset).
+    """
     found: dict[int, Any] = {}
     waiting = [dataset]
     while waiting:
@@ -182,7 +193,7 @@ _FEW = 100
 
 
 def _helpers(datasets: list[Any]) -> list[Any]:
-    """List the objects in attributes of datasets, such as transforms, and in attributes of these, each once."""
+    """List the objects in attributes of datasets, such as transforms, and in theirs."""
     known, found, level = {id(dataset) for dataset in datasets}, list[Any](), datasets
     for _ in range(2):
         inside = {id(part): part for owner in level for part in _kept(owner) if id(part) not in known}
@@ -193,7 +204,7 @@ def _helpers(datasets: list[Any]) -> list[Any]:
 
 
 def _kept(owner: Any) -> Iterator[Any]:
-    """Yield the attributes of ``owner`` that are objects with attributes themselves, also from short lists and dicts."""
+    """Yield the attributes of ``owner`` that have attributes, also from short lists and dicts."""
     for _, value in sorted(getattr(owner, "__dict__", {}).items()):
         several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else None
         for part in (value,) if several is None else several if len(several) <= _FEW else ():

@@ -1,4 +1,4 @@
-"""Resume a DataLoader at any batch of any epoch, with the bits of one that was never stopped."""
+"""Resume a DataLoader at any batch of any epoch, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _SHARDING_NAMES = {"rank", "get_rank", "world_size", "get_world_size", "num_repl
 
 
 class ResumableLoader:
-    """The batches of a user's `loader`, by epoch and position; the loader itself is never changed.
+    """Resumable batches of a user's `loader`, by epoch and position.
+
+    The loader itself is never changed.
 
     loader: a DataLoader, or any iterable of batches, or a function that returns one (such as a generator function).
     seed: with the epoch it determines the order of samples; with epoch, batch and rank, all randomness inside dataset
@@ -113,7 +115,7 @@ class ResumableLoader:
         return [self.seed]
 
     def reseed(self, seed: int) -> None:
-        """Go by another seed from the next pass on."""
+        """Set another seed from the next pass on."""
         self.seed = seed
         if self._seeded is not None:
             self._seeded.seed = seed
@@ -128,7 +130,7 @@ class ResumableLoader:
         return True
 
     def __len__(self) -> int:
-        """Batches of an epoch on this rank; raises TypeError where that cannot be known."""
+        """Return the batches of an epoch on this rank; raises TypeError if that is unknown."""
         if self._map_style:
             return len(self._sampler)
         if not self._is_torch:
@@ -142,26 +144,27 @@ class ResumableLoader:
 
     @property
     def positioned(self) -> bool:
-        """Return True if any batch can be reached at once, without state and without reading those before it."""
+        """True if any batch can be reached at once, without state or reading earlier ones."""
         return self._map_style
 
     def place_of(self, epoch: int, batch: int) -> int | None:
-        """Samples of the epoch's global order, on all ranks, that lie before a batch; None where that cannot be known."""
+        """Count the samples of the epoch's global order before a batch; None if unknown."""
         return self._sampler.place_of(epoch, batch) if self._map_style else None
 
     def go_to(self, epoch: int, place: int) -> int | None:
-        """Return the batch to start that epoch at when ``place`` samples of its global order are done; what was done of that batch
-        in a world of other size is left out. None where places cannot be known.
+        """Return the batch to start an epoch at when ``place`` samples of its order are done.
+
+        What was done of that batch in a world of other size is left out. None if places are unknown.
         """
         return self._sampler.go_to(epoch, place) if self._map_style else None
 
     def track_indices(self) -> bool:
-        """Keep the samples of each batch in `indices`, a queue in the order of batches; False where they are not known."""
+        """Record the samples of each batch in `indices`; return False if they are unknown."""
         self.indices = deque() if self._map_style and self._fetcher.batched else None
         return self.indices is not None
 
     def batches(self, epoch: int, start: int = 0, *, cycle: int = 0, seed_epoch: int | None = None) -> Iterator[Any]:
-        """Batches ``start, start + 1, ...`` of the epoch on this rank.
+        """Yield batches ``start, start + 1, ...`` of the epoch on this rank.
 
         cycle: how often the loader was read through in this epoch before; each time has an order of its own.
         seed_epoch: the epoch that randomness goes by, where it is not the one that samplers and dataset are told.
@@ -179,7 +182,7 @@ class ResumableLoader:
         return self._bare_batches(where, start)
 
     def state_dict(self, batch: int | None = None, *, epoch: int | None = None, cycle: int = 0) -> dict[str, Any]:
-        """State of an iterable that keeps one, after `batch` batches of `epoch`; empty for all other loaders.
+        """Return the state of an iterable after `batch` batches; empty for other loaders.
 
         batch, epoch: default the newest handed out; a consumer that looks ahead names the last batch it has used, up to
         three back. Batch 0 is the start of an epoch (or of a cycle of it, see `batches`). Raises ValueError for a batch further back.
@@ -198,12 +201,12 @@ class ResumableLoader:
         raise ValueError(f"the state after batch {batch} is no longer known, only after (epoch, batch) {known}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a state that `state_dict` gave, for the next `batches` call at that position or at the next epoch."""
+        """Restore a state of `state_dict`, for `batches` at that position or the next epoch."""
         self._pending = dict(state) or None
         self._snapshots.clear()
 
     def close(self) -> None:
-        """End all workers, also those of a pass that failed or was left, which cannot be read on. The next `batches` starts others."""
+        """End all workers; the next `batches` starts others."""
         # The error of a batch holds its pass in a circle. Left to the garbage collector, a worker costs 5 s: its queue is closed
         # before it is told to end.
         for unfinished in self._passes or ():
@@ -239,7 +242,7 @@ class ResumableLoader:
         return batches if ahead is None else ahead.read(batches)
 
     def _start(self, inner: DataLoader[Any]) -> Iterator[Any]:
-        """Begin a pass that `close` can end."""
+        """Start a pass that `close` can end."""
         batches = iter(inner)
         if not isinstance(batches, _MultiProcessingDataLoaderIter):
             return batches
@@ -259,7 +262,10 @@ class ResumableLoader:
             yield Fetch(where.epoch, batch, where.seed(batch, self.rank), indices)
 
     def _clone(self, **differences: Any) -> DataLoader[Any]:
-        """Return a DataLoader with the user's settings, but batches always in order: out of order there is no position."""
+        """Return a DataLoader with the user's settings, but with batches in order.
+
+        Out of order there is no position.
+        """
         loader = self.loader
         settings: dict[str, Any] = {
             "num_workers": loader.num_workers,
@@ -345,7 +351,7 @@ class ResumableLoader:
                 yield item
 
     def _restore(self, where: _Pass, start: int) -> tuple[int, bool, bool]:
-        """Load the pending state where it fits.
+        """Load the pending state if it fits.
 
         The batch the source then stands at, whether it ended the pass before, and whether this pass has no more batches.
         """
@@ -362,7 +368,7 @@ class ResumableLoader:
         return (pending["batch"] if here else 0), ended, here and pending.get("exhausted", False)
 
     def _find_stateful(self) -> Any:
-        """Return the object whose state tells the position, where there is one in this process."""
+        """Return the object whose state has the position, if it is in this process."""
         if self._map_style or (self._is_torch and self.loader.num_workers > 0):
             return None
         source = self.loader.dataset if self._is_torch else self.loader
@@ -388,7 +394,10 @@ class ResumableLoader:
 
 
 class _WorkerPass(Iterator[Any]):
-    """Iterate over batches of workers that `close` can end: to read on is an error then, where the DataLoader's iterator just stops."""
+    """Iterator over workers' batches that raises after `close`.
+
+    The DataLoader's iterator would just stop.
+    """
 
     def __init__(self, batches: _MultiProcessingDataLoaderIter) -> None:
         self._batches: Iterator[Any] = batches
@@ -442,7 +451,7 @@ class _Pass(NamedTuple):
 
 
 def _when(snapshot: dict[str, Any]) -> tuple[int, int]:
-    """Epoch and cycle of a snapshot."""
+    """Return epoch and cycle of a snapshot."""
     return snapshot["epoch"], snapshot.get("cycle", 0)
 
 

@@ -23,7 +23,7 @@ _ORDER, _ROUNDING, _PART = range(3)
 
 
 class MixtureOrder(Sampler[int]):
-    """An order of the samples of several parts, in which part ``p`` has the share ``weights[p]``.
+    """Order of a mixture of parts, in which part ``p`` has the share ``weights[p]``.
 
     sizes: samples of each part, which are numbered one part after another. samples: of an epoch (default: all sizes
     together). window: samples of a part that stay near each other (`permute_in_windows`).
@@ -96,13 +96,16 @@ class MixtureOrder(Sampler[int]):
         return found
 
     def shares(self, epochs: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """Return the share of each part at moments of training, in epochs: (moments, parts), rows sum to 1."""
+        """Return the share of each part at moments of training, in epochs.
+
+        (moments, parts); rows sum to 1.
+        """
         weights = np.stack([np.interp(epochs, self.at, row) for row in self.weights], axis=1)
         shares: npt.NDArray[np.float64] = weights / weights.sum(1, keepdims=True)
         return shares
 
     def _grow(self, blocks: int, seed: int) -> None:
-        """Know for each block how many samples of each part it has, and how many there were before it."""
+        """Compute each block's samples of each part, and how many there were before it."""
         if seed != self._seed:
             self._seed, self._within, self._before = seed, self._within[:0], self._before[:0]
         known = len(self._within)

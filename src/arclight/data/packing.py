@@ -38,7 +38,7 @@ class Layout(Protocol):
 
 
 class Windows:
-    """The stream cut every ``length`` tokens: every token but the very first is predicted once. The last may be short."""
+    """Windows of ``length`` tokens of the stream; every token but the first is predicted once."""
 
     inside_documents = False
 
@@ -54,7 +54,9 @@ class Windows:
 
 
 class Packed:
-    """Whole documents side by side; those too long for a sample are cut, and what fits in nowhere leaves room unused.
+    """Samples of whole documents packed side by side.
+
+    Those too long for a sample are cut, and what fits in nowhere leaves room unused.
 
     `build` finds out which belong together and writes it beside the shards, to be opened from then on; `open` does so if need be. Raises
     FileNotFoundError where that has not been done for this ``length``.
@@ -86,7 +88,9 @@ class Packed:
 
     @classmethod
     def build(cls, shards: TokenShards, length: int, engine: Engine = "local") -> Packed:
-        """Pack the documents (best fit, the longest first), write that beside the shards in one step, and open it.
+        """Pack the documents (best fit, longest first), write the result, and open it.
+
+        It lies beside the shards, written atomically.
 
         engine: "ray" packs groups of a million documents on a Ray cluster (`arclight.data.ray_tasks.on_ray`).
         Raises TokenShardError where no document has two tokens.
@@ -130,7 +134,7 @@ class Packed:
 
 
 def _put(made: Path, folder: Path) -> None:
-    """Let ``made`` become ``folder``, unless another process has made the same meanwhile."""
+    """Rename ``made`` to ``folder``, unless another process has made the same meanwhile."""
     while True:
         try:
             os.rename(made, folder)
@@ -152,13 +156,13 @@ def _folder(shards: TokenShards, length: int) -> Path:
 
 
 def _meets(shards: TokenShards, first: int) -> Ints:
-    """Return where the documents of a group begin and the last of them ends."""
+    """Return the start of each document of a group, and the end of the last."""
     ends = shards.ends(max(0, first - 1), min(first + _GROUP, shards.documents))
     return ends if first else np.concatenate([np.zeros(1, np.int64), ends])
 
 
 def _pack(meets: Ints, length: int) -> tuple[Ints, Ints, Ints]:
-    """Start and size of each piece, sample after sample, and how many pieces each sample has."""
+    """Return start and size of each piece, and the number of pieces of each sample."""
     begins, predictions = meets[:-1], np.maximum(np.diff(meets) - 1, 0)
     whole, rest = np.divmod(predictions, length)
     # Full samples of long documents first: piece number k of a document starts k * length tokens into it.
@@ -175,7 +179,7 @@ def _pack(meets: Ints, length: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _best_fit(sizes: npt.NDArray[Any], capacity: int) -> list[list[int]]:
-    """Items to bins, the longest first, each into the fullest bin that has room for it."""
+    """Assign items to bins, longest first, each to the fullest bin that has room."""
     bins: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     free = 0  # bit r is set where a bin has room for exactly r more

@@ -23,7 +23,7 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  
 
 
 def keys_of(*parts: int | npt.NDArray[Any]) -> Keys:
-    """Return a 64-bit key for each combination of integers; arrays broadcast. Always an array of at least one dimension."""
+    """Return a 64-bit key for each combination of integers; arrays broadcast."""
     key = np.zeros(1, np.uint64)
     for part in parts:
         word = np.atleast_1d(np.asarray(part)).astype(np.uint64)
@@ -52,8 +52,11 @@ def permute(positions: npt.ArrayLike, size: int, key: Keys) -> Ints:
 
 
 def permute_in_windows(positions: npt.ArrayLike, size: int, key: Keys, window: int | None) -> Ints:
-    """Permute as `permute`, but so that elements which lie within ``window`` of each other stay near: windows change places, and
-    elements do within theirs. The last window, if it is short, stays the last. None: one window of all.
+    """Permute so that elements within ``window`` of each other stay near.
+
+    Windows change places, and elements do within theirs; see `permute`. The last window, if it is short, stays the
+    last.
+    None: one window of all.
     """
     if window is None or window >= size:
         return permute(positions, size, key)

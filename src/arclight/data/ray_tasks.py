@@ -1,4 +1,4 @@
-"""Run functions on a Ray cluster, with results in order. Ray is imported when it is asked for."""
+"""Run functions on a Ray cluster, with results in order. Ray is imported when used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _RETRIES = 16
 def on_ray(
     function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, shared: tuple[Any, ...] = (), together: int = 1
 ) -> Iterator[Any]:
-    """Call ``function(*shared, *call)`` for each call on the cluster that RAY_ADDRESS names, or on one that is started here.
+    """Call ``function(*shared, *call)`` for each call on a Ray cluster.
+
+    It is the one that RAY_ADDRESS names, or one that is started here.
 
     Another cluster that happens to run on this machine is left alone.
 

@@ -1,4 +1,4 @@
-"""Assign samples to batches and ranks: a pure function of (seed, epoch) and the user's sampler.
+"""Assign samples to batches and ranks, as a pure function of (seed, epoch) and the sampler.
 
 Used by `loader`, and by Trainer and Fabric through it. The order of samples must not depend on the number of ranks, and not change between
 versions: resumed runs continue in it.
@@ -28,7 +28,9 @@ _UNSEEDED = torch.Generator().initial_seed()  # of a generator that nobody has g
 
 
 class LoaderSeeds:
-    """Seeds for loaders that are read beside each other, so that no two shuffled ones pair a sample with itself.
+    """Seeds of loaders that are read in parallel, so that their orders differ.
+
+    No two shuffled ones pair a sample with itself.
 
     The first loader has the run's seed itself, each further one a seed of its own. A loader with a ``torch.Generator`` that its user
     has seeded goes by that seed alone, so equal seeds give equal orders in every run; where loaders share one such generator, each
@@ -63,7 +65,7 @@ def _distinct(samplers: Iterable[Any]) -> list[Any]:
 
 
 class EpochSampler:
-    """The batches of indices that one rank loads in an epoch, taken from the samplers of a map-style DataLoader.
+    """Sampler of one rank's batches of indices, from a map-style DataLoader's samplers.
 
     In global order, batch ``b`` of a world of ``W`` ranks holds positions ``[b*B*W, (b+1)*B*W)`` and rank ``r`` takes
     every ``W``-th of them from ``r`` on. A sampler that yields whole batches (or a loader without batching) counts
@@ -100,7 +102,7 @@ class EpochSampler:
         self._go_to: tuple[int, int] | None = None
 
     def __len__(self) -> int:
-        """Batches of an epoch on this rank; raises TypeError where the sampler has no length."""
+        """Return the batches of an epoch on this rank; raises TypeError without a length."""
         items = len(self.source)  # type: ignore[arg-type]
         kept = self._kept(items)
         if self._evened_tail(kept):
@@ -109,7 +111,7 @@ class EpochSampler:
         return math.ceil(mine / self.batch_size)
 
     def _evened_tail(self, kept: int) -> int:
-        """Samples that an evaluation's last batch takes from the one before, for each rank to have one."""
+        """Count the samples that an evaluation's last batch takes from the one before."""
         tail = kept % self.global_batch
         evened = not self.train and self.batch_size > 1 and 0 < tail < self.world_size and kept > self.global_batch
         return self.world_size - tail if evened else 0
@@ -120,13 +122,16 @@ class EpochSampler:
         return self.batch_size * self.world_size
 
     def place_of(self, epoch: int, batch: int) -> int | None:
-        """Positions of the epoch's global order that lie before a batch; None where ranks have no order in common."""
+        """Count the positions of the epoch's global order before a batch.
+
+        None if ranks have no order in common.
+        """
         if self._go_to is not None and self._go_to[0] == epoch and batch == self._go_to[1] // self.global_batch:
             return self._go_to[1]
         return batch * self.global_batch if self._placed else None
 
     def go_to(self, epoch: int, place: int) -> int | None:
-        """Return the batch to go on with when ``place`` positions of the epoch are done, in this or in another world.
+        """Return the batch to go on with when ``place`` positions of the epoch are done.
 
         Where batches do not meet there, that batch leaves out what was done. None where there is no order in common.
         """
@@ -141,7 +146,7 @@ class EpochSampler:
         self, epoch: int, start: int = 0, *, seed: Callable[..., int] | None = None,
         order: tuple[int, int] | None = None,
     ) -> Iterator[Any]:  # fmt: skip
-        """Batches ``start, start + 1, ...`` of the epoch: lists of indices, or the sampler's own items.
+        """Yield batches ``start, start + 1, ...``: lists of indices, or the sampler's own items.
 
         seed: gives the seed of the order, or with a batch's number that of its draws; by default from seed and epoch.
         order: seed and epoch of a computed order, where they are not this sampler's seed and ``epoch``.
@@ -197,7 +202,7 @@ class EpochSampler:
         return max(batch * self.global_batch, self.place_of(epoch, batch) or 0)
 
     def _stream(self, seed: Callable[..., int], start: int) -> Iterator[list[Any]]:
-        """Yield as `_epoch` for a sampler without length, which may be endless: drawn one global batch at a time."""
+        """Yield as `_epoch` for a sampler without length, drawn one global batch at a time."""
         iterator, batch, first = iter(self.source), 0, list[Any]()
         size = self.global_batch
         while True:
@@ -214,7 +219,7 @@ class EpochSampler:
             batch += 1
 
     def _kept(self, items: int) -> int:
-        """Positions of the global order that are used: fewer than `items` when dropping the tail, more when padding."""
+        """Count the positions of the global order that are used."""
         if self.drop_last:
             return items - items % self.global_batch
         if isinstance(self.source, ComputedOrder):
@@ -223,7 +228,7 @@ class EpochSampler:
 
 
 class RankShard:
-    """One rank's share of a loader's samples, for a loader that reads its samplers in a way of its own."""
+    """One rank's share of samples, for a loader that reads its samplers itself."""
 
     def __init__(self, sampler: EpochSampler) -> None:
         self.sampler, self.epoch = sampler, 0
@@ -246,7 +251,7 @@ def shared_out(loader: DataLoader[Any], sampler: EpochSampler) -> DataLoader[Any
 
 
 def resampled(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """Return a copy of `loader` (of its own class, with all its attributes) that takes its samples from `sampler`."""
+    """Copy `loader` (class and attributes) to take its samples from `sampler`."""
     twin = copy.copy(loader)
     batches = loader.batch_sampler
     if type(batches) is BatchSampler:
@@ -269,7 +274,7 @@ def _replace(loader: DataLoader[Any], **samplers: Any) -> None:
 
 
 def _keeping_all(batches: Any) -> Any:
-    """Return the batch sampler without ``drop_last``, in a copy where need be."""
+    """Return the batch sampler without ``drop_last``, in a copy if needed."""
     if not hasattr(batches, "drop_last"):
         warnings.warn(
             f"the custom batch sampler {type(batches).__name__} says nothing of drop_last. Make sure your sampler is "

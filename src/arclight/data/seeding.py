@@ -1,4 +1,4 @@
-"""Derive random generators from integers such as (seed, epoch, batch); isolate global RNG state.
+"""Derive generators from integers such as (seed, epoch, batch); isolate global RNG state.
 
 The loader, its workers and the samplers draw through these. Exact resuming depends on them: what `derive_seed` returns must never change.
 """
@@ -24,14 +24,19 @@ OwnGenerator = torch.Generator | random.Random | np.random.Generator | np.random
 
 
 def derive_seed(*parts: int) -> int:
-    """Return a 63-bit seed from any integers, such as (seed, epoch, batch, rank); the same on every machine and Python."""
+    """Derive a 63-bit seed from integers, such as (seed, epoch, batch, rank).
+
+    The same on every machine and Python.
+    """
     text = " ".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
 def isolated_rng(seed: int, own: Iterable[OwnGenerator] = ()) -> Iterator[None]:
-    """Seed the global CPU generators of python, numpy and torch (and the generators in `own`); put all back afterwards.
+    """Seed the global CPU generators (and those in `own`), and restore all afterwards.
+
+    The global ones are those of python, numpy and torch.
 
     numpy's bit generator is swapped rather than copied, which is 30 times faster. The one thing this does not keep is
     the second value of a normal pair that the legacy ``np.random.randn`` may hold back for its next call. These generators are the
@@ -61,7 +66,7 @@ def isolated_rng(seed: int, own: Iterable[OwnGenerator] = ()) -> Iterator[None]:
 
 
 def own_generators(*objects: object) -> list[OwnGenerator]:
-    """Random generators that the objects keep as attributes, in the order of their names, each once."""
+    """List the random generators in the objects' attributes, by name, each once."""
     found: dict[int, OwnGenerator] = {}
     for item in objects:
         for _, value in sorted(getattr(item, "__dict__", {}).items()):

@@ -1,4 +1,6 @@
-"""Partition data among the sites of a federation: disjoint, complete, the same on every machine.
+"""Partition data among a federation's sites: disjoint, complete and reproducible.
+
+It is the same on every machine.
 
 The site of a sample depends on the settings and on the sample itself, never on the order of reading.
 """
@@ -24,7 +26,10 @@ class IID:
 
 @dataclass(frozen=True, kw_only=True)
 class Dirichlet(Checked):
-    """Draw each site's share of every source from a Dirichlet distribution (Hsu, Qi and Brown 2019)."""
+    """Draw each site's share of every source from a Dirichlet distribution.
+
+    Hsu, Qi and Brown 2019.
+    """
 
     alpha: PositiveFloat = 0.5
     """Concentration: a small one gives most of a source to one site, a large one equal shares."""
@@ -36,7 +41,10 @@ class Dirichlet(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Size(Checked):
-    """Give each site a given share of the size, at random otherwise: sites differ in how much they have, not in kind."""
+    """Divide data at random into given shares of its size.
+
+    Sites differ in how much they have, not in kind.
+    """
 
     shares: tuple[PositiveFloat, ...] = ()
     """Sizes of the sites relative to each other, such as [4, 2, 1]; empty: equal ones."""
@@ -60,7 +68,10 @@ class Numbered(Checked):
 
 
 def site_at_random(partition: IID | Dirichlet, key: bytes, source: str, count: int) -> int:
-    """Return the site, of ``count``, of the sample ``key`` (its name or its content) of ``source``, as ``partition`` draws it."""
+    """Return the site of a sample, of ``count``, as ``partition`` draws it.
+
+    key: its name or its content.
+    """
     share = _uniform(partition.seed, b"arclight/thing", key)
     if isinstance(partition, IID):
         return int(share * count)
@@ -72,7 +83,7 @@ def site_at_random(partition: IID | Dirichlet, key: bytes, source: str, count: i
 
 
 def divide_by_size(partition: Size, samples: Iterable[tuple[bytes, int]], count: int) -> Division:
-    """Divide samples, in an order that the seed gives, so that each site has its share of their size.
+    """Divide samples at random so that each site has its share of their size.
 
     samples: the key (name or content) and the size of every one. A site's size is off by less than the largest sample, or the
     largest group of samples with equal keys, which stay together. Raises ValueError where there are not as many shares as sites.

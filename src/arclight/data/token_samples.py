@@ -69,11 +69,14 @@ class TokenSamples(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def read_ahead(self) -> int:
-        """Number of batches ahead that `prefetch` should be called for: the largest of any of its shards."""
+        """Number of batches to prefetch ahead: the largest of any of its shards."""
         return max((layout.shards.read_ahead for layout in self.layouts), default=0)
 
     def prefetch(self, samples: Sequence[int], consumer: Hashable) -> list[tuple[TokenShards, Any]]:
-        """Let shards at an address fetch what the samples of a batch need; concurrent passes share the space for it."""
+        """Prefetch what the samples of a batch need, from shards at an address.
+
+        Concurrent passes share the space for it.
+        """
         spans: dict[int, list[tuple[int, int]]] = {}
         for sample in samples:
             if sample != PADDING:

@@ -38,7 +38,7 @@ _FIX = "delete the folder and tokenize again (arclight data tokenize)"
 
 
 class TokenShardError(ValueError):
-    """Token shards that are damaged, incomplete or of another tokenizer; the message says what to do."""
+    """Raised for damaged or incomplete token shards, or another tokenizer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class _BodyDigests:
 def write_shard(
     path: str | Path, documents: Iterable[npt.ArrayLike], *, tokenizer: str, vocab_size: int, text_bytes: int
 ) -> ShardFacts:
-    """Write documents (token ids, 1-D each) as one shard, which is at ``path`` when it is complete and not before.
+    """Write documents (token ids, 1-D each) as one shard, atomically.
 
     Raises ValueError for a token id outside the vocabulary.
     """
@@ -183,7 +183,7 @@ def read_header(path: Path) -> ShardFacts:
 
 
 def hash_shard(path: Path) -> tuple[str, bytes]:
-    """SHA-256 of what is behind the header, and those of its blocks one after another, read again."""
+    """Return the SHA-256 of a shard's body, and those of its blocks one after another."""
     digest = _BodyDigests()
     with path.open("rb") as file:
         file.seek(HEADER_BYTES)
@@ -193,7 +193,7 @@ def hash_shard(path: Path) -> tuple[str, bytes]:
 
 
 def write_sums(folder: str | Path) -> int:
-    """Write the digests of blocks that a corpus of an older version lacks, after checking every byte of those shards.
+    """Write block digests that an older corpus lacks, after checking its shards.
 
     Returns the number of files written. Raises TokenShardError for a damaged shard.
     """
@@ -213,7 +213,10 @@ def write_sums(folder: str | Path) -> int:
 
 
 def write_index(folder: str | Path, names: Sequence[str], **about: Any) -> None:
-    """Make the shards ``names`` in ``folder`` one corpus, in that order; ``about``: what else to note of it (JSON)."""
+    """Write the index of the shards ``names`` in ``folder``, in that order.
+
+    ``about``: what else to record of the corpus (JSON).
+    """
     folder = Path(folder)
     shards = []
     for name in names:
@@ -259,7 +262,7 @@ def is_sha256(value: object) -> bool:
 
 
 def _is_file_name(name: object) -> bool:
-    """Return True for a plain name: no path, nothing hidden, nothing that a shell or an address would read otherwise."""
+    """Return True for a plain file name."""
     if not isinstance(name, str) or not 0 < len(name) <= 200 or name.startswith("."):
         return False
     return name.isprintable() and not set(name) & set("/\\:?#%*")
@@ -289,7 +292,7 @@ class TokenShards:
         self._open(about, listed, tokenizer)
 
     def _open(self, about: dict[str, Any], listed: Sequence[Listed], tokenizer: str | None) -> None:
-        """Take what an index lists. Raises TokenShardError where it was made with another tokenizer."""
+        """Set what an index lists. Raises TokenShardError if it is of another tokenizer."""
         self.about = about
         self.names: list[str] = [entry.file for entry in listed]
         self.facts = [entry.facts for entry in listed]
@@ -309,16 +312,19 @@ class TokenShards:
         self._maps: dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
 
     def open_beside(self, name: str) -> BinaryIO:
-        """Open a file that lies beside the shards, such as counts of their tokens. Raises FileNotFoundError where it is not there."""
+        """Open a file beside the shards, such as counts of their tokens.
+
+        Raises FileNotFoundError if it does not exist.
+        """
         return (self.folder / name).open("rb")
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the shards' own, in order: the same for the same tokens in the same documents."""
+        """SHA-256 over the shards' own, in order."""
         return hashlib.sha256("".join(facts.sha256 for facts in self.facts).encode()).hexdigest()
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Tokens ``start`` up to ``stop`` of the stream; a view of the file where they lie in one shard."""
+        """Read tokens ``start`` up to ``stop``; a view of the file if they lie in one shard."""
         parts = [self._tokens(shard, a, b) for shard, a, b in self._spans(self._first_token, start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint16), *parts])
 
@@ -332,7 +338,7 @@ class TokenShards:
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def boundaries(self, start: int, stop: int) -> Ints:
-        """Return the document boundaries strictly between ``start`` and ``stop`` of the stream, ascending."""
+        """Return the document boundaries between ``start`` and ``stop``, ascending."""
         found = []
         spans = self._spans(self._first_token, start, stop)
         for shard in range(spans[0][0], spans[-1][0] + 1) if spans else ():  # also those of empty documents alone
@@ -350,7 +356,7 @@ class TokenShards:
         return self.read(int(ends[-2]) if number else 0, int(ends[-1]))
 
     def verify(self, *, again: bool = False) -> None:
-        """Check every byte of the shards that were not checked since they last changed, or of all of them ``again``.
+        """Verify every byte of shards that changed since the last check, or of all ``again``.
 
         Raises TokenShardError. What was checked is noted beside the shards, where that can be written.
         """
@@ -365,7 +371,9 @@ class TokenShards:
     """How many batches ahead `prefetch` should be called; 0 for files on disk, which it does not speed up."""
 
     def prefetch(self, spans: Sequence[tuple[int, int]], *, boundaries: bool, consumer: Hashable = None) -> Any:
-        """Start to fetch what ``read(start, stop)`` of each span will need, and ``boundaries`` of it; return a handle for `release`.
+        """Prefetch what ``read(start, stop)`` of each span needs; return a handle for `release`.
+
+        Also its ``boundaries``, if asked to.
 
         consumer: identifies the reader, such as one pass over a loader; each gets a fair share of the space.
         """
@@ -375,7 +383,7 @@ class TokenShards:
         """Release what `prefetch` reserved: it was read, or will not be."""
 
     def warn_of_shuffling(self, samples: int, *, packed: bool, in_windows: bool) -> None:
-        """Warn where reading an epoch of shuffled ``samples`` costs much more than reading them in order; files on disk do not."""
+        """Warn if shuffled reading costs much more than reading in order."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": {}}  # another process maps the files itself
@@ -398,7 +406,7 @@ class TokenShards:
         return self._maps[shard]
 
     def _spans(self, firsts: list[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(shard, from, to) within each shard, for the range [start, stop) of the whole."""
+        """Return (shard, from, to) within each shard, for the range [start, stop) of all."""
         if not 0 <= start <= stop <= firsts[-1]:
             raise IndexError(f"{start}..{stop} of {firsts[-1]} in {self.place}")
         shard = bisect_right(firsts, start) - 1

@@ -1,4 +1,6 @@
-"""Count how often each token occurs in a corpus, source by source; write the counts beside its shards and read them.
+"""Count how often each token occurs in each source of a corpus; write and read counts.
+
+They lie beside the shards.
 
 The file ``unigrams.counts`` is a line ``arclight unigrams 1``, a line of JSON (``tokenizer``, ``vocab_size``, the ``corpus``
 digest of the shards that were counted, ``sources`` with name, documents and tokens of each, ``sha256`` of what follows),
@@ -44,7 +46,7 @@ class Unigrams:
 
     @property
     def entropy(self) -> float:
-        """Entropy of the unigram distribution, in nats per token: the loss of a model that predicts it."""
+        """Entropy of the unigram distribution, in nats per token."""
         found = self.counts[self.counts > 0].astype(np.float64)
         shares = found / found.sum()
         return float(-(shares * np.log(shares)).sum()) if found.size else 0.0
@@ -61,7 +63,10 @@ def merge_counts(sources: list[Unigrams]) -> Unigrams:
 
 
 def count_tokens(corpora: Iterable[TokenShards]) -> npt.NDArray[np.uint64]:
-    """Count each token (V,) of ``corpora``, by the counts beside their shards. Raises FileNotFoundError for shards without counts."""
+    """Count each token (V,) of ``corpora``, by the counts beside their shards.
+
+    Raises FileNotFoundError for shards without counts.
+    """
     return merge_counts([one for shards in corpora for one in read_unigrams(shards)]).counts
 
 
@@ -154,7 +159,7 @@ def _tokenizer_of(shards: TokenShards) -> str:
 
 
 def _parse(line: bytes) -> tuple[str, int, str, str, list[tuple[str, int, int]]]:
-    """Parse the header: digest and size of the vocabulary, digests of shards and counts, and the sources. Raises ValueError."""
+    """Parse the header: digest and size of the vocabulary, other digests, and sources."""
     header = json.loads(line)
     vocab_size, corpus, sha256 = header["vocab_size"], header["corpus"], header["sha256"]
     if type(vocab_size) is not int or not 0 <= vocab_size <= 2**32:

@@ -1,4 +1,6 @@
-"""Cache blocks in a local folder of bounded size that several processes share (least recently used are deleted).
+"""Cache blocks in a local folder of bounded size that several processes share.
+
+The least recently used ones are deleted.
 
 `block_reader` keeps the blocks of remote shards here; `text.data` puts packed samples beside them (`MADE`). Processes of different
 versions may share a folder: the layout on disk and the locks stay as they are.
@@ -33,7 +35,9 @@ _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLIN
 
 
 class BlockFolder:
-    """Blocks by key (``shard/block``) of at most ``bound_bytes``, files derived from them included.
+    """Folder of blocks by key (``shard/block``), at most ``bound_bytes`` in all.
+
+    Files derived from the blocks are included.
 
     A block appears under its name when it is complete. Space for a new one is made by deleting the least recently used ones that no
     process holds. A process holds a block by a hard link in its own folder, which counts until the process ends, also by a kill. (On file
@@ -80,7 +84,10 @@ class BlockFolder:
         return path
 
     def put(self, key: str, reserved: Path, content: bytes, *, hold: bool = False) -> None:
-        """Store a block in a reserved file, and hold it if asked to. Raises OSError, as on a full disk, and frees the file then."""
+        """Store a block in a reserved file, and hold it if asked to.
+
+        Raises OSError, as on a full disk, and frees the file then.
+        """
         path = self.root / key
         try:
             with reserved.open("r+b") as file:  # not truncated: other processes count its bytes
@@ -101,7 +108,7 @@ class BlockFolder:
             raise
 
     def recount(self) -> int:
-        """Count all files again after some were added beside the blocks, delete blocks if needed, and return the bytes."""
+        """Recount all files, delete blocks if needed, and return the bytes."""
         with self._usage() as usage:
             total = self._clear(self.bound_bytes)
             _set_total(usage, total)
@@ -129,7 +136,10 @@ class BlockFolder:
         self._held(key).unlink(missing_ok=True)
 
     def share_ahead(self) -> int:
-        """Count the processes that prefetch into this folder; this one is counted from its first call to `close`."""
+        """Count the processes that prefetch into this folder.
+
+        This one is counted from its first call to `close`.
+        """
         with suppress(FileNotFoundError):  # another thread closed it
             (self._own / _AHEAD).touch()
         marks = (self.root / _HOLDERS).glob(f"*/{_AHEAD}")
@@ -176,7 +186,10 @@ class BlockFolder:
             yield file
 
     def _clear(self, wanted: int) -> int:
-        """Delete blocks until at most ``wanted`` bytes are left, less a tenth of the bound, and what dead processes left; return the bytes."""
+        """Delete blocks down to ``wanted`` bytes, with some margin, and dead processes' files.
+
+        Returns the bytes left. The margin is a tenth of the bound.
+        """
         total = sum(self._sweep(holder) for holder in (self.root / _HOLDERS).iterdir())
         for made in (self.root / MADE).rglob("*"):
             with suppress(FileNotFoundError):
@@ -202,7 +215,7 @@ class BlockFolder:
         return total
 
     def _sweep(self, holder: Path) -> int:
-        """Return the bytes that only this holder has; delete the folder of a holder whose process has ended."""
+        """Return the bytes that only this holder has; delete the folder of a dead one."""
         if holder != self._own:
             with suppress(FileNotFoundError), (holder / "lock").open("rb") as file:
                 if _locked(file):

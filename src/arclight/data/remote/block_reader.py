@@ -1,4 +1,4 @@
-"""Read blocks through a local folder, and prefetch on threads those that will be read, in the order of their use.
+"""Read blocks through a local folder, and prefetch on threads in the order of use.
 
 `remote_shards` reads through one `BlockReader` for each corpus; `block_folder` is its cache on disk.
 """
@@ -60,14 +60,19 @@ class Wanted(NamedTuple):
 
 
 class Prefetch:
-    """Blocks that ``consumer`` will read, in this order; the first ``taken`` are being prefetched, the others wait for space."""
+    """Request of blocks in the order in which ``consumer`` will read them.
+
+    The first ``taken`` are being prefetched, the others wait for space.
+    """
 
     def __init__(self, blocks: Iterable[Wanted], consumer: Hashable = None) -> None:
         self.blocks, self.consumer, self.taken = tuple(blocks), consumer, 0
 
 
 class BlockReader:
-    """Read blocks through ``folder``, which holds at most ``bound_bytes`` and may be shared with other processes.
+    """Reader of blocks through ``folder``, which holds at most ``bound_bytes``.
+
+    Other processes may share it.
 
     connections: threads that prefetch, started by the first `prefetch`. patience_s, request_timeout_s: see
     `arclight.data.remote.ranges.RemoteFiles`. `close` ends the threads; reading again starts others. A forked or unpickled copy starts
@@ -90,7 +95,7 @@ class BlockReader:
     def prefetch(
         self, blocks: Iterable[tuple[BlockSource, tuple[int, int]]], consumer: Hashable = None
     ) -> Prefetch:  # fmt: skip
-        """Fetch blocks on threads, after those that ``consumer`` has requested already, and keep them until `release`.
+        """Prefetch blocks on threads, in the consumer's order, and keep them until `release`.
 
         Processes share a fourth of the folder for prefetched blocks; further ones wait, and are fetched as `release` makes space.
         consumer: identifies the reader, such as one pass over a loader; consumers get equal shares of space and connections, also
@@ -109,7 +114,9 @@ class BlockReader:
         return self._state().recount()
 
     def check_room(self, packed: Set[Path]) -> None:
-        """Raise MisconfigurationError if what is packed leaves no room for blocks; warn of what takes room and is not of ``packed``.
+        """Raise MisconfigurationError if packed samples leave no room for blocks.
+
+        Warns of what takes room and is not of ``packed``.
 
         packed: the folders of packed samples that are read. Nothing is deleted: other runs may need it, and packing a large corpus takes long.
         """
@@ -168,7 +175,10 @@ class _Job:
 
 
 class _Consumer:
-    """Requests of one consumer, in order: all blocks of those in ``taken`` have space; of ``waiting`` only the first may have some."""
+    """Requests of one consumer, in order.
+
+    All blocks of those in ``taken`` have space; of ``waiting`` only the first may have some.
+    """
 
     def __init__(self) -> None:
         self.taken: deque[Prefetch] = deque()
@@ -180,7 +190,7 @@ class _Consumer:
 
 
 class _Running:
-    """State of a reader in one process: threads, prefetched blocks, and the latest ones in memory."""
+    """State of a reader in one process: threads, prefetched blocks, and the latest ones."""
 
     def __init__(self, folder: BlockFolder, connections: int, patience_s: float) -> None:
         self.pid = os.getpid()
@@ -244,7 +254,7 @@ class _Running:
             self._arrange()
 
     def _arrange(self) -> None:
-        """Free released blocks, and queue waiting ones for the threads in the order of their use, as far as there is space."""
+        """Free released blocks, and queue waiting ones while there is space."""
         if self._arranging:
             return
         with self._deferring_releases():
@@ -266,7 +276,10 @@ class _Running:
 
     @contextmanager
     def _deferring_releases(self) -> Iterator[None]:
-        """Defer releases while state changes: the garbage collector may end a pass at any moment, and call `release`."""
+        """Defer releases while state changes.
+
+        The garbage collector may end a pass at any moment, and call `release`.
+        """
         self._arranging = True
         try:
             yield
@@ -274,7 +287,7 @@ class _Running:
             self._arranging = False
 
     def _share_with_processes(self) -> None:
-        """Compute this process's share of the space, and give up blocks beyond it, as when other processes start."""
+        """Compute this process's share of the space, and give up blocks beyond it."""
         self._ahead = max(1, self._folder.bound_bytes // _AHEAD_SHARE // self._folder.share_ahead())
         self._count_at = time.monotonic() + _COUNT_S
         while self._expected_bytes > self._ahead:
@@ -284,7 +297,7 @@ class _Running:
             self._give_up_last(most)
 
     def _take(self, consumer: _Consumer) -> bool:
-        """Give the next block of a consumer space and queue it; return False if there is none."""
+        """Assign space to a consumer's next block and queue it; return False if there is none."""
         prefetch = consumer.waiting[0]
         if prefetch.taken == len(prefetch.blocks):
             consumer.taken.append(consumer.waiting.popleft())
@@ -303,7 +316,9 @@ class _Running:
         return True
 
     def _make_room(self, consumer: _Consumer, size: int) -> bool:
-        """Return True if a consumer may take ``size`` bytes: there is space, others have more than their share, or it has no block.
+        """Return True if a consumer may take ``size`` bytes; make others give up blocks.
+
+        There is space, others have more than their share, or it has no block.
 
         Others then give up the blocks that they need last. These stay in the folder while there is space, and are requested again later.
         """
@@ -329,7 +344,7 @@ class _Running:
             del self._consumers[prefetch.consumer]
 
     def _give_up(self, consumer: _Consumer, prefetch: Prefetch) -> None:
-        """Give up the last block with space of a request."""
+        """Return the space of a request's last block."""
         prefetch.taken -= 1
         wanted = prefetch.blocks[prefetch.taken]
         key = wanted.key
@@ -392,7 +407,7 @@ class _Running:
                 job.result.set_result(found)
 
     def _next_job(self) -> _Job | None:
-        """Start the first job of a consumer's queue, consumers taking turns; return None if there is none."""
+        """Start the first job of the next consumer's queue, or return None."""
         with self._deferring_releases():
             found = [(name, consumer) for name, consumer in self._consumers.items() if consumer.queue]
             if not found or self._cancel.is_set():
@@ -415,7 +430,10 @@ class _Running:
                 self._failed[key] = error
 
     def _obtain(self, wanted: Wanted, *, ahead: bool) -> bytes | None:
-        """Return a block from the folder or its source; with ``ahead`` None if it is there already, or has no space yet."""
+        """Return a block from the folder or its source.
+
+        With ``ahead`` None if it is there already, or has no space yet.
+        """
         source, block, key = wanted
         digest = source.digest(block, self._cancel)  # before the claim: it may need a block itself
         if ahead and self._folder.hold(key):
@@ -455,7 +473,10 @@ def _size(consumer: _Consumer) -> int:
 
 
 def _raise_again(error: BaseException) -> NoReturn:
-    """Raise an error of another thread: a new one of its class caused by it, or itself if the class takes other arguments."""
+    """Raise a copy of another thread's error, caused by it.
+
+    Itself if the class takes other arguments.
+    """
     try:
         copy = type(error)(*error.args)
     except Exception:

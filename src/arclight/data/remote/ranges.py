@@ -1,4 +1,4 @@
-"""Read parts of files at an address through fsspec, and try again what a lost connection kept from coming."""
+"""Read ranges of files at an address through fsspec, with retries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PERMANENT_NAMES = frozenset({"ClientSSLError", "ClientConnectorCertificateError
 
 
 class RemoteReadError(OSError):
-    """An address that cannot be read; the message names it, the cause is beside, and says what to do."""
+    """Raised if an address cannot be read; names it, the cause and the remedy."""
 
 
 class ReadCancelledError(RemoteReadError):
@@ -52,7 +52,10 @@ class _CutShortError(ConnectionError):
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True for what may be otherwise a moment later: a lost connection, a timeout, HTTP 408, 425, 429 and 5xx."""
+    """Return True for an error that a retry may cure.
+
+    A lost connection, a timeout, HTTP 408, 425, 429 and 5xx.
+    """
     error = _origin(error)
     for name in ("status", "code"):  # aiohttp; gcsfs
         status = getattr(error, name, None)
@@ -67,7 +70,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _origin(error: BaseException) -> BaseException:
-    """Return the failure behind an error: fsspec calls a file missing whatever kept it from asking for it."""
+    """Return the failure behind an error of fsspec, which calls all failures missing files."""
     cause = error.__cause__
     status = getattr(cause, "status", None)
     missing = isinstance(error, FileNotFoundError)
@@ -118,7 +121,10 @@ class RemoteFiles:
         return self._patiently(name, request, cancel)
 
     def read_whole(self, name: str, most_bytes: int) -> bytes:
-        """Return a small file. Raises FileNotFoundError where there is none and RemoteReadError for more than ``most_bytes``."""
+        """Read a small file.
+
+        Raises FileNotFoundError if there is none and RemoteReadError for more than ``most_bytes``.
+        """
 
         def request() -> bytes:
             size = self._info(name, None).size_bytes
@@ -168,7 +174,7 @@ class RemoteFiles:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _call(self, method: str, key: str, cancel: threading.Event | None, **options: Any) -> Any:
-        """Ask the file system; one that is asynchronous is left at a timeout, or when ``cancel`` is set."""
+        """Call the file system; leave an asynchronous one at a timeout or ``cancel``."""
         system = self._opened()
         if not getattr(system, "async_impl", False):
             return getattr(system, method)(key, **options)
@@ -221,5 +227,5 @@ def _wait(cancel: threading.Event | None, pause_s: float, name: str) -> None:
 
 
 def is_address(place: object) -> bool:
-    """Return True for the name of a place that fsspec reads (``s3://bucket/corpus``), False for a path."""
+    """Return True for the name of a place that fsspec reads (``s3://bucket/corpus``)."""
     return isinstance(place, str | os.PathLike) and "://" in str(place)

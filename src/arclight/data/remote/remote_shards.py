@@ -1,4 +1,4 @@
-"""Read token shards at an address (``https://``, ``s3://``) like those on disk: the same order, the same bits.
+"""Read token shards at an address like those on disk: the same order, the same bits.
 
 `text.data` opens a `RemoteTokenShards` where a recipe's ``data`` is an address; everything else uses it as a `TokenShards`. File layout
 and digests are those of `token_shards`, which corpora that lie on servers already have.
@@ -121,7 +121,10 @@ class ShardBlocks:
         raise self._changed(name, f"its content is not what {INDEX} lists{tags}")
 
     def check_size(self, shard: int, cancel: threading.Event) -> Found:
-        """Raise TokenShardError for a shard whose size is not the one in the index; requests it once."""
+        """Check that a shard's size is the one in the index, once per shard.
+
+        Raises TokenShardError.
+        """
         if (found := self._found.get(shard)) is None:
             name, size = self._listed[shard].file, self._listed[shard].facts.file_bytes
             try:
@@ -143,7 +146,7 @@ class ShardBlocks:
 
 
 class RemoteTokenShards(TokenShards):
-    """A corpus at an address, such as ``https://host/corpus/train`` or ``s3://bucket/corpus/train``.
+    """Token shards at an address, such as ``https://host/corpus/train``.
 
     Opening reads only the index. Blocks of 65,536 bytes are fetched when they are read, or earlier by `prefetch`, and verified by the
     digests beside the shards. Reading raises TokenShardError for a shard that does not match the index (it was changed at its
@@ -191,7 +194,7 @@ class RemoteTokenShards(TokenShards):
         self.reader.release(prefetched)
 
     def warn_of_shuffling(self, samples: int, *, packed: bool, in_windows: bool) -> None:
-        """Warn where shuffling an epoch of ``samples`` fetches blocks again and again, more than twice what there is.
+        """Warn if shuffling an epoch of ``samples`` fetches more than twice the corpus.
 
         packed: samples are of documents from all over the corpus, so that windows do not keep them together.
         """
@@ -207,7 +210,10 @@ class RemoteTokenShards(TokenShards):
         )
 
     def verify(self, *, again: bool = False) -> None:
-        """Fetch and verify every block that is not in the local folder. Raises the errors of reading."""
+        """Fetch and verify every block that is not in the local folder.
+
+        Raises the errors of reading.
+        """
         ahead = 4 * self.reader.connections
         for shard, facts in enumerate(self.facts):
             self._origin.check_size(shard, threading.Event())
