@@ -17,7 +17,9 @@ _CACHED_ELEMENTS = 1 << 17
 
 
 class AdoptRule:
-    """ADOPT: gradients are normalised by the second moment of earlier steps only, and clipped, before they enter the first.
+    """ADOPT rule: Adam with gradients normalised by earlier steps' second moment.
+
+    They are clipped before they enter the first moment.
 
     At step t = 0, 1, ... with gradient g: n = clip(g / max(sqrt(v), eps), t^(1/4)); m = beta1 m + (1 - beta1) n;
     w -= lr ((1 - v1) n + v1 m), where ADOPT is v1 = 1; v = beta2 v + (1 - beta2) g^2. At t = 0, v becomes g^2 and weights stay.
@@ -61,7 +63,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _count(state: dict[str, Tensor], skip: Tensor | None) -> float | Tensor:
-    """Return the number of earlier steps: a number on the host, a float64 tensor where only a device knows it."""
+    """Return the number of earlier steps."""
     if skip is not None:
         state["step"] = state["step"].to(skip.device)
     step = state["step"]
@@ -86,7 +88,7 @@ def _update(
     weights: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor], counts: list[Any],
     group: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Update lists of tensors in place: together on a device, in parts that fit into the cache on a CPU."""
+    """Update lists of tensors in place, on a CPU in parts that fit into the cache."""
     if weights[0].device.type != "cpu":
         _foreach_update(weights, gradients, means, squares, counts, group)
         return
@@ -126,5 +128,5 @@ def _foreach_update(
 
 
 def _later(count: Any, like: Tensor) -> Any:
-    """Return 0 at the first step and 1 later, where ``count`` is known."""
+    """Return 0 at the first step and 1 later, if ``count`` is known."""
     return (count > 0).to(like.dtype) if isinstance(count, Tensor) else int(count > 0)

@@ -1,4 +1,6 @@
-"""Define the elementwise update rules of `optimizer`: AdamW (moments in float32 or bfloat16), SGD with momentum.
+"""Define the elementwise rules of `optimizer`: AdamW, and SGD with momentum.
+
+AdamW has moments in float32 or bfloat16.
 
 Each rule has ``new_state`` and ``step``, as `optimizer` documents. State keys and dtypes are torch's, so that checkpoints load either way.
 """
@@ -18,7 +20,9 @@ from arclight.optim.stochastic_rounding import DTYPES, Owned, aligned_gradients,
 
 
 class AdamWRule:
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), on each process's shard of the tensors.
+    """AdamW rule (Loshchilov and Hutter 2019, algorithm 2), on each rank's shards.
+
+    It is Adam with decoupled weight decay.
 
     If moments have the parameter's dtype and are not rounded stochastically this is torch's fused step; else the step is
     computed in float32 here. ``step`` counts in float32 on the device, as torch's does, so that states are interchangeable.
@@ -60,7 +64,10 @@ def is_half(tensor: torch.Tensor) -> bool:
 
 
 def decay_of(group: Mapping[str, Any]) -> Any:
-    """Return the weight decay to multiply by the rate: divided by the peak rate under ``decay_scale="lr/peak"``."""
+    """Return the weight decay to multiply by the rate.
+
+    Under ``decay_scale="lr/peak"`` it is divided by the peak rate.
+    """
     decay, peak = group["weight_decay"], group.get("initial_lr", group["lr"])
     if group.get("decay_scale", "lr") == "lr" or not decay or (not isinstance(peak, torch.Tensor) and not peak):
         return decay
@@ -74,7 +81,7 @@ def _step_in_float32(
     group: Mapping[str, Any],
     skip: torch.Tensor | None,
 ) -> None:
-    """Compute one AdamW step in float32, whatever the stored dtypes, without synchronising with the device."""
+    """Compute one AdamW step in float32, without synchronising with the device."""
     assert parameter.grad is not None
     (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"]
     step += 1 if skip is None else ~skip

@@ -1,4 +1,4 @@
-"""Define Muon and NorMuon, update rules of `optimizer`: orthogonalised momentum, for any placement of the parameters.
+"""Define the rules Muon and NorMuon of `optimizer`: orthogonalised momentum, on any mesh.
 
 Muon: K. Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks", kellerjordan.github.io/posts/muon.
 Scale by root mean square: J. Liu et al. 2025, "Muon is scalable for LLM training", arXiv 2502.16982, section 2.2.
@@ -31,7 +31,9 @@ _RMS = 0.2
 
 
 def newton_schulz(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Approximate U V^T of each of ``matrices`` (..., R, C) = U S V^T: singular values between 0.7 and 1.2 after 5 steps.
+    """Approximate U V^T of each of ``matrices`` (..., R, C) = U S V^T.
+
+    Singular values lie between 0.7 and 1.2 after 5 steps.
 
     Jordan's quintic iteration, in the precision of ``matrices``: X <- aX + (bA + cA^2)X with A = XX^T.
     """
@@ -109,7 +111,10 @@ def _update(
 def _momentum(
     parameter: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any], skip: torch.Tensor | None
 ) -> torch.Tensor:
-    """Update the momentum and return the direction to orthogonalise, as matrices (E, r, c) in at least float32."""
+    """Update the momentum and return the direction to orthogonalise.
+
+    As matrices (E, r, c), in at least float32.
+    """
     assert parameter.grad is not None
     gradient, velocity = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
@@ -135,7 +140,7 @@ def _orthogonal(matrices: torch.Tensor, steps: int) -> torch.Tensor:
 def _normalise_rows(
     updates: torch.Tensor, own: list[Owned], hops: tuple[Hop, ...], group: Mapping[str, Any], skip: torch.Tensor | None
 ) -> torch.Tensor:
-    """Divide each row by the root of its running mean square (NorMuon), then restore the matrix's norm.
+    """Normalise each row by its running root mean square (NorMuon); restore the matrix norm.
 
     ``scale="spectral"`` keeps the norm that the matrix had, ``"rms"`` gives its elements the root mean square of AdamW's.
     """
@@ -174,7 +179,7 @@ def _row_zeros(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Hop:
-    """A mesh dimension that shards rows or columns of matrices: its processes, and the size that each has of the axis."""
+    """Mesh dimension that shards rows or columns: its processes, and each one's size."""
 
     group: Any
     axis: int
@@ -184,7 +189,7 @@ class Hop:
 
 
 def hops_of(tensor: torch.Tensor) -> tuple[Hop, ...]:
-    """Return the mesh dimensions that shard the matrices of ``tensor`` (..., rows, columns), in the order of sharding.
+    """Return the mesh dimensions that shard matrices (..., rows, columns), in that order.
 
     Raises NotImplementedError for placements other than shards and replicas.
     """
@@ -214,13 +219,16 @@ def hops_of(tensor: torch.Tensor) -> tuple[Hop, ...]:
 
 
 def _counts(count: int, hop: Hop, first: int) -> list[int]:
-    """Return how many matrices each rank gets; the remainder goes to the ranks from ``first`` on."""
+    """Count the matrices of each rank; the remainder goes to the ranks from ``first`` on."""
     size = len(hop.sizes)
     return [count // size + ((rank - first) % size < count % size) for rank in range(size)]
 
 
 def deal(matrices: torch.Tensor, hops: tuple[Hop, ...], first: int = 0) -> torch.Tensor:
-    """Exchange this rank's shard of all ``matrices`` (M, r, c) for some full ones (M', R, C). A collective."""
+    """Exchange this rank's shards of all matrices for some full ones. A collective.
+
+    ``matrices`` (M, r, c) are exchanged for (M', R, C).
+    """
     for hop in reversed(hops):
         counts = _counts(len(matrices), hop, first)
         mine, (_, rows, columns) = counts[hop.rank], matrices.shape
@@ -249,7 +257,7 @@ def collect(matrices: torch.Tensor, hops: tuple[Hop, ...], count: int, first: in
 
 
 def _all_to_all(tensor: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
-    """Send ``sent[i]`` elements to process i of ``group``, and return those received, ``received[i]`` from each."""
+    """Send ``sent[i]`` elements to process i of ``group``; return those received."""
     import torch.distributed as dist
 
     result = tensor.new_empty(sum(received))
@@ -258,7 +266,7 @@ def _all_to_all(tensor: torch.Tensor, sent: list[int], received: list[int], grou
 
 
 def summed(tensor: torch.Tensor, hops: tuple[Hop, ...], axis: int) -> torch.Tensor:
-    """Sum ``tensor`` in place over the processes that shard ``axis``. A collective if there are any."""
+    """Sum ``tensor`` in place over the processes that shard ``axis``."""
     import torch.distributed as dist
 
     for hop in hops:

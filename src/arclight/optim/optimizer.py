@@ -1,4 +1,6 @@
-"""Define one optimizer with a rule (AdamW, ADOPT, Muon, SGD) per group and state keyed by parameter name.
+"""Define an optimizer with a rule per group and state keyed by parameter name.
+
+Rules: AdamW, ADOPT, Muon, SGD.
 
 `settings` builds a `MixedOptimizer`, the fit loop steps it. Its state is in checkpoints, keyed by parameter name, and opens on any mesh:
 names of states and options stay. A new rule implements `Rule` and is added to `RULES`.
@@ -34,7 +36,7 @@ class Rule(Protocol):
         ...
 
     def step(self, own: list[Owned], group: Mapping[str, Any], skip: torch.Tensor | None) -> None:
-        """Update parameters that have gradients, unless ``skip`` is there and true, which only the device knows."""
+        """Update parameters that have gradients, unless ``skip`` is true."""
         ...
 
 
@@ -71,7 +73,9 @@ def _check_dtype(kind: str, name: str, parameter: torch.Tensor) -> None:
 
 
 class MixedOptimizer(Optimizer):
-    """Groups of parameters, each updated by the rule that its ``kind`` names (one of :data:`RULES`).
+    """Optimizer whose groups are each updated by a rule of their own.
+
+    A group's ``kind`` names it (one of :data:`RULES`).
 
     ``groups`` are as torch's, with ``params`` a list of ``(name, parameter)`` and the options of their rule.
     ``known`` has all of the model's parameters, trained or not, by which parameters that are added later get their names.
@@ -94,7 +98,10 @@ class MixedOptimizer(Optimizer):
         return {**super().__getstate__(), "_names": self._names}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; what it leaves out is as in the first group. Raises ValueError for parameters without a name."""
+        """Add a group as torch does; options left out are those of the first group.
+
+        Raises ValueError for parameters without a name.
+        """
         given = param_group["params"]
         items = [given] if isinstance(given, torch.Tensor) else list(given)
         if items and not isinstance(items[0], tuple):
@@ -122,7 +129,7 @@ class MixedOptimizer(Optimizer):
         self._names.update((parameter, name) for name, parameter in items)
 
     def named(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
-        """Name, parameter and group of each parameter, in the order of the groups."""
+        """Yield name, parameter and group of each parameter, in the order of the groups."""
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 yield name, parameter, group
@@ -155,7 +162,9 @@ class MixedOptimizer(Optimizer):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"state": {name: entries}, "options": {name: options}, "param_groups": [{"params": names, ...}]}``.
+        """Return state, options and groups, keyed by parameter name.
+
+        ``{"state": {name: entries}, "options": {name: options}, "param_groups": [{"params": names, ...}]}``.
 
         Options are there by name too, so that the states of a pipeline's stages can be merged.
         """
@@ -174,7 +183,7 @@ class MixedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back state and options of the parameters that this optimizer has; others' are left alone.
+        """Load state and options of this optimizer's parameters; ignore those of others.
 
         Raises ValueError for a parameter that the state does not know, that another rule trained, or of another shape.
         """
@@ -215,7 +224,7 @@ class MixedOptimizer(Optimizer):
 
 
 def _options_of(group: Mapping[str, Any], homes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the options that were saved for a group's parameters; its own where they were in groups that differ."""
+    """Return the options saved for a group's parameters; its own if they differed."""
     found: list[dict[str, Any]] = []
     for name in group["param_names"]:
         if name not in homes:
@@ -273,7 +282,7 @@ def _restored(
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Call ``optimizer.load_state_dict(state)``, with every tensor in the memory layout of its parameter.
+    """Load ``state`` into ``optimizer``, with tensors in their parameters' memory layout.
 
     Fused optimizers walk parameter, gradient and moments as flat memory. Moments that come back from a file are
     contiguous; beside a ``channels_last`` weight each would be applied to another element, without an error.

@@ -1,4 +1,6 @@
-"""Step the outer optimizer on pseudo-gradients: for DiLoCo, local SGD and federated averaging.
+"""Step the outer optimizer of DiLoCo, local SGD and federated averaging.
+
+It steps on pseudo-gradients.
 
 Local SGD and federated averaging (McMahan et al. 2017), DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1) and its
 streaming form in fragments (Douillard et al. 2025, arXiv 2501.18512). Weights are dicts from parameter name to tensor;
@@ -32,7 +34,9 @@ class Outer(Checked):
     def step(
         self, anchor: Tensors, gradient: Tensors, velocity: Tensors
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """New anchor and velocity: v <- momentum v + g; anchor <- anchor - lr (g + momentum v), or lr v without ``nesterov``.
+        """Return the anchor and velocity after one step.
+
+        v <- momentum v + g; anchor <- anchor - lr (g + momentum v), or lr v without ``nesterov``.
 
         ``velocity`` may lack names, which then begin at zero; it stays empty without momentum. Raises KeyError for a gradient
         without an anchor. What the gradient does not name stays as it is.
@@ -48,10 +52,11 @@ class Outer(Checked):
 
 
 def pseudo_gradient(anchor: Tensors, local: Tensors, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return ``anchor - local`` of all or the given names, one precision wider than the weights, so that a step of rate 1 from
-    ``anchor`` comes back to ``local`` exactly unless their sizes are 2^29 apart.
+    """Return ``anchor - local`` of all or the given names, one precision wider.
 
-    Raises ValueError where names or shapes differ.
+    A step of rate 1 from ``anchor`` comes back to ``local`` exactly unless their sizes are 2^29 apart. Raises
+    ValueError if
+    names or shapes differ.
     """
     chosen = list(anchor) if names is None else list(names)
     if missing := [name for name in chosen if name not in local or name not in anchor]:
@@ -66,7 +71,9 @@ def pseudo_gradient(anchor: Tensors, local: Tensors, names: Iterable[str] | None
 
 
 def fragments_of(names: Iterable[str], count: int) -> list[list[str]]:
-    """Names dealt into ``count`` fragments by block: those that agree up to their first number go together, blocks in turn.
+    """Divide names into ``count`` fragments by block, blocks in turn.
+
+    Names that agree up to their first number are one block.
 
     Blocks far apart in one fragment spread what each exchange changes over the depth of the model (streaming DiLoCo, 2.1).
     Raises ValueError where there are fewer blocks than fragments.
@@ -84,5 +91,5 @@ def fragments_of(names: Iterable[str], count: int) -> list[list[str]]:
 
 
 def due(step: int, sync_every: int, fragments: int = 1) -> list[int]:
-    """Fragments whose turn it is after ``step`` steps: each every ``sync_every``, evenly set off from one another."""
+    """List the fragments to exchange after ``step`` steps, each every ``sync_every``."""
     return [f for f in range(fragments) if step > 0 and (step - f * sync_every // fragments) % sync_every == 0]

@@ -91,7 +91,10 @@ class Linear(_Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class WSD(_Schedule):
-    """Warm-up, stable, decay: linear up, constant, then down to ``final`` times the peak (Hu et al. 2024)."""
+    """Warm-up, stable, decay: linear up, constant, then down to ``final`` times the peak.
+
+    Hu et al. 2024.
+    """
 
     decay: NonNegativeInt | Fraction = 0.2
     """Decay phase: number of steps, or a fraction of all steps in [0, 1] (with a decimal point)."""

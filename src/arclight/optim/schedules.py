@@ -1,4 +1,6 @@
-"""Define learning-rate schedules as pure functions of the step, factors of the peak rate, and the scheduler that applies them.
+"""Define learning-rate schedules as functions of the step, and their scheduler.
+
+They are pure, and factors of the peak rate.
 
 `schedule_settings` builds a `FactorSchedule` of one of these functions; the fit loop steps it. Its state is in checkpoints, and a LambdaLR's
 state loads into it: keys and meaning of `state_dict` stay.
@@ -32,7 +34,10 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 
 def phase(length: float, total_steps: int) -> int:
-    """Convert a phase's length, a number of steps or a share of them, to steps. Raises ValueError for lengths out of range."""
+    """Convert a phase's length to steps, from a number or a share of them.
+
+    Raises ValueError for lengths out of range.
+    """
     if isinstance(length, int):
         steps = length
     elif 0 <= length <= 1:
@@ -74,7 +79,10 @@ def linear(step: int, *, total_steps: int, warmup: float, final: float) -> float
 
 
 def wsd(step: int, *, total_steps: int, warmup: float, decay: float, final: float, shape: str = "linear") -> float:
-    """Warm up, stay at 1, then decay by one of :data:`DECAYS` over the last ``decay`` steps (WSD; Hu et al. 2024, MiniCPM)."""
+    """Return the factor of WSD: warm up, stay at 1, then decay over the last ``decay`` steps.
+
+    ``shape``: one of :data:`DECAYS`. Hu et al. 2024, MiniCPM.
+    """
     warmup_steps, decay_steps = phase(warmup, total_steps), max(1, phase(decay, total_steps))
     if step < warmup_steps:
         return _warmed_up(step, warmup_steps)
@@ -82,7 +90,9 @@ def wsd(step: int, *, total_steps: int, warmup: float, decay: float, final: floa
 
 
 def inverse_sqrt(step: int, *, total_steps: int, warmup: float, timescale: int = 0) -> float:
-    """Warm up linearly, then decay as ``sqrt(t / (t + steps since))`` (Vaswani et al. 2017; Zhai et al. 2022).
+    """Return the factor of a linear warm-up and a decay as ``sqrt(t / (t + steps since))``.
+
+    Vaswani et al. 2017; Zhai et al. 2022.
 
     ``timescale`` t is in steps, by default those of the warm-up and one more.
     """
@@ -99,7 +109,7 @@ def constant(step: int, *, total_steps: int, warmup: float) -> float:
 
 
 def rewarmed(step: int, *, since: int, steps: int) -> float:
-    """Return the factor of a second warm-up: linear from the resume at step ``since``, 1 after ``steps``."""
+    """Return the factor of a second warm-up: linear from step ``since``, 1 after ``steps``."""
     return 1.0 if step < since else _warmed_up(step - since, steps)
 
 
@@ -108,7 +118,9 @@ Unit = Literal["steps", "tokens", "seconds"]
 
 
 class FactorSchedule(LambdaLR):
-    """Multiply each group's peak rate by ``factor(step)``; with ``rewarm`` warm up again over so many steps after a resume.
+    """Schedule that multiplies each group's peak rate by ``factor(step)``.
+
+    With ``rewarm`` it warms up again over so many steps after a resume.
 
     With ``unit`` "tokens" ``factor`` takes the tokens counted by `advance`; with "seconds" the ticks since `start_clock` (or since the first
     step), without the time between a checkpoint and its resume. All ranks use the clock of rank 0.
@@ -158,7 +170,10 @@ class FactorSchedule(LambdaLR):
         return {"last_epoch": self.last_epoch, "resumed_at": self.resumed_at, **place}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position, also from torch's state of a LambdaLR. Raises ValueError for a state with another unit."""
+        """Restore the position, also from torch's state of a LambdaLR.
+
+        Raises ValueError for a state with another unit.
+        """
         saved = state_dict.get("unit", "steps")
         if self.unit not in ("steps", saved):
             raise ValueError(
@@ -182,5 +197,5 @@ class FactorSchedule(LambdaLR):
 def lambda_schedule(
     optimizer: torch.optim.Optimizer, factor: Callable[..., float], rewarm: int = 0, **arguments: Any
 ) -> FactorSchedule:
-    """Return a per-step scheduler that multiplies the peak rate by ``factor(step, **arguments)``."""
+    """Return a scheduler that multiplies the peak rate by ``factor(step, **arguments)``."""
     return FactorSchedule(optimizer, partial(factor, **arguments), rewarm)

@@ -1,4 +1,4 @@
-"""Define the settings of optimizers and build parameter groups from them; no torch here, since recipes are read without it.
+"""Define optimizer settings and build parameter groups from them, without importing torch.
 
 A recipe's table ``[task.optimizer]`` is one of these classes; the task calls ``build`` on it. Field names are public, and their docstrings
 are texts of ``arclight train --help``. Weight matrices decay, biases and normalisation do not.
@@ -137,7 +137,10 @@ class AdamW(_Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class ADOPT(AdamW):
-    """Adam that converges with any beta2 (Taniguchi et al. 2024): normalised by earlier steps' second moment, and clipped."""
+    """Adam that converges with any beta2 (Taniguchi et al. 2024).
+
+    Gradients are normalised by earlier steps' second moment, and clipped.
+    """
 
     betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.9999)
     """Decay of the first and second moment, each in [0, 1)."""
@@ -150,7 +153,10 @@ class ADOPT(AdamW):
 
 @dataclass(frozen=True, kw_only=True)
 class QHADOPT(ADOPT):
-    """Quasi-hyperbolic ADOPT: moves along a mean of the normalised gradient and its slow average (Ma and Yarats 2019)."""
+    """Quasi-hyperbolic ADOPT (Ma and Yarats 2019).
+
+    It moves along a mean of the normalised gradient and its slow average.
+    """
 
     betas: tuple[ProperFraction, ProperFraction] = (0.995, 0.9999)
     """Decay of the first and second moment, each in [0, 1)."""
@@ -163,7 +169,10 @@ class QHADOPT(ADOPT):
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(_Rule):
-    """Orthogonalised momentum for hidden matrices (Jordan et al. 2024), AdamW for all other parameters."""
+    """Orthogonalised momentum for hidden matrices, AdamW for all other parameters.
+
+    Jordan et al. 2024.
+    """
 
     lr: NonNegativeFloat = 0.02
     """Peak learning rate of the matrices."""
@@ -200,7 +209,9 @@ class Muon(_Rule):
         }  # fmt: skip
 
     def scaled(self, scale: Scale, weight_decay: float) -> dict[str, Any]:
-        """Undo the rate's factor for the width: an orthogonal update has the same spectral norm at any width.
+        """Remove the rate's factor for the width, as orthogonal updates do not need it.
+
+        They have the same spectral norm at any width.
 
         With ``scale="rms"`` that norm grows with the square root of the width.
         """
@@ -221,7 +232,7 @@ class NorMuon(Muon):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed:
-    """Groups of parameters by name, each with an optimizer of its own; the first that matches takes a parameter."""
+    """Groups of parameters by name, each with its optimizer; the first match counts."""
 
     groups: tuple[AdamW | ADOPT | QHADOPT | SGD | Muon | NorMuon, ...] = ()
     """Optimizers, each with a ``pattern``."""
@@ -240,7 +251,10 @@ class Mixed:
     def build(
         self, parameters: Named, all_names: Iterable[str] = (), scale_of: ScaleOf | None = None
     ) -> MixedOptimizer:
-        """Return one optimizer for all; see :meth:`AdamW.build`. Raises ValueError for a pattern that matches no parameter."""
+        """Build one optimizer for all; see :meth:`AdamW.build`.
+
+        Raises ValueError for a pattern that matches no parameter.
+        """
 
         return build_optimizer(self.default, self.groups, parameters, all_names, scale_of)
 
@@ -249,7 +263,10 @@ Pair = tuple[str, "torch.nn.Parameter"]
 
 
 def decay_groups(parameters: Iterable[tuple[str, torch.nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups of the trainable parameters: those of two or more dimensions decay, biases and normalisation do not."""
+    """Return two groups of the trainable parameters: with and without weight decay.
+
+    Those of two or more dimensions decay, biases and normalisation do not.
+    """
     check("weight_decay", weight_decay, NonNegativeFloat)
     groups = _by_decay([(name, p) for name, p in parameters if p.requires_grad], weight_decay)
     if not groups:
@@ -267,7 +284,9 @@ def build_optimizer(
     default: _Rule, rules: Sequence[_Rule], parameters: Iterable[Pair], all_names: Iterable[str] = (),
     scale_of: ScaleOf | None = None,
 ) -> MixedOptimizer:  # fmt: skip
-    """Return an optimizer of the trainable ``parameters``, each by the first of ``rules`` whose pattern its name contains, or ``default``.
+    """Build an optimizer of the trainable ``parameters``, with a rule for each.
+
+    It is the first of ``rules`` whose pattern its name contains, or ``default``.
 
     Raises ValueError if nothing is trainable, and for a pattern without a parameter among these and ``all_names``.
     """
@@ -285,7 +304,7 @@ def build_optimizer(
 
 
 def assign(names: Sequence[str], patterns: Sequence[str], all_names: Iterable[str] = ()) -> list[int]:
-    """Return for each name the index of the first pattern that it contains, ``len(patterns)`` for none."""
+    """Return each name's index of the first pattern it contains, ``len(patterns)`` for none."""
     everything = list(dict.fromkeys((*names, *all_names)))
     homes = {
         name: next((n for n, pattern in enumerate(patterns) if re.search(pattern, name)), len(patterns))
@@ -305,7 +324,7 @@ def assign(names: Sequence[str], patterns: Sequence[str], all_names: Iterable[st
 
 
 def _groups_of(rule: _Rule, own: list[Pair], scale_of: ScaleOf | None) -> list[dict[str, Any]]:
-    """Return parameter groups with the options of ``rule``, split by weight decay and by `Scale`."""
+    """Return parameter groups with the options of ``rule``, split by decay and `Scale`."""
     if isinstance(rule, Muon):
         hidden = {name for name, p in own if _is_hidden(rule, name, p)}
         rest = _groups_of(rule.others, [pair for pair in own if pair[0] not in hidden], scale_of)
@@ -330,7 +349,7 @@ def _scaled(rule: _Rule, group: dict[str, Any], scale_of: ScaleOf | None) -> lis
 
 
 def _is_hidden(rule: Muon, name: str, parameter: torch.nn.Parameter) -> bool:
-    """Return True for a hidden matrix or a stack of them; embeddings and outputs of the same shape are excluded by name."""
+    """Return True for a hidden matrix or a stack of them."""
     if re.search(rule.not_hidden, name):
         return False
     return parameter.ndim == 2 or (parameter.ndim == 3 and re.search(rule.stacks, name) is not None)

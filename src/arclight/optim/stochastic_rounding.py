@@ -1,4 +1,6 @@
-"""Round float32 to bfloat16 stochastically, with the same bits on every mesh; align gradients with parameters in memory.
+"""Round float32 to bfloat16 stochastically, with the same bits on every mesh.
+
+Gradients are aligned with parameters in memory here too.
 
 The update rules (`elementwise_rules`, `adopt`, `muon`) call this. Random numbers depend on seed, name, step and element index only, and are
 part of exact resuming: `draws` and `round_stochastically` must not change between versions.
@@ -19,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def aligned_gradients(own: list[Owned]) -> list[torch.Tensor]:
-    """Return this process's gradients in the memory layout of their parameters, which fused steps require."""
+    """Return this rank's gradients in the memory layout of their parameters."""
     return [
         _like(local_tensor(parameter), local_tensor(parameter.grad))
         for _, parameter, _ in own
@@ -34,12 +36,18 @@ def _like(part: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def store(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
-    """Store ``value`` into ``target``, cast to its dtype, unless ``skip`` (a tensor on the device) is true."""
+    """Store ``value`` into ``target``, cast to its dtype, unless ``skip`` is true.
+
+    ``skip``: a tensor on the device.
+    """
     target.copy_(value if skip is None else torch.where(skip, target, value))
 
 
 def draws(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a pseudo-random number below 2^32 (int64) for each element of this process's shard, a hash of its index in the full tensor."""
+    """Return a pseudo-random number below 2^32 (int64) for each element of this rank's shard.
+
+    It is a hash of the element's index in the full tensor.
+    """
     part = local_tensor(tensor)
     offsets: tuple[int, ...] = (0,) * part.ndim
     if is_dtensor(tensor):
@@ -67,7 +75,7 @@ def _hash(number: torch.Tensor) -> torch.Tensor:
 def round_stochastically(
     value: torch.Tensor, draw: torch.Tensor, step: torch.Tensor, seed: int, name: str
 ) -> torch.Tensor:
-    """Return ``value`` (float32) in bfloat16, rounded up or down with probabilities that keep its mean.
+    """Round ``value`` (float32) to bfloat16 up or down at random, keeping its mean.
 
     The direction depends only on ``seed``, ``name``, ``step`` (0-dim) and the element's number in ``draw`` (see :func:`draws`), so it is
     the same on every mesh.
