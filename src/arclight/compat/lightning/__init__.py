@@ -1,4 +1,6 @@
-"""Lightning's names over our rooms: change ``import lightning`` to ``import arclight.compat.lightning``, keep the rest.
+"""Offer Lightning's names: replace ``import lightning`` and keep the rest.
+
+Import ``arclight.compat.lightning`` instead.
 
 ``import arclight.compat.lightning as L``, ``import arclight.compat.lightning.pytorch as pl``, ``.fabric`` and their public
 submodules are all here, and hold our own classes: ``L.LightningModule is arclight.Module``. Only the ``Trainer`` differs: a
@@ -15,7 +17,7 @@ install(__name__)
 
 
 def _show_messages() -> None:
-    """Scripts written for Lightning see its messages of level INFO without asking; one that set up logging decides itself."""
+    """Show messages of level INFO, as Lightning does, unless logging is configured."""
     ours, root = logging.getLogger("arclight"), logging.getLogger()
     if ours.level == logging.NOTSET:
         ours.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Define Lightning's ``BoringModel`` and its like: the smallest models and data, for bug reports."""
+"""Define Lightning's ``BoringModel`` and its like: minimal models and data for bug reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RandomDataset(Dataset[Tensor]):
 
 
 class RandomDictDataset(Dataset[dict[str, Tensor]]):
-    """The vectors under ``"a"``, and the same plus 2 under ``"b"``."""
+    """Random vectors under ``"a"``, and the same plus 2 under ``"b"``."""
 
     def __init__(self, size: int, length: int) -> None:
         self.len = length
@@ -57,7 +57,7 @@ class RandomIterableDataset(IterableDataset[Tensor]):
 
 
 class RandomIterableDatasetWithLen(RandomIterableDataset):
-    """The same stream with a length."""
+    """Stream of random vectors with a length."""
 
     def __len__(self) -> int:
         return self.count
@@ -68,7 +68,7 @@ def _random_loader() -> DataLoader[Tensor]:
 
 
 class BoringModel(Module):
-    """One linear layer from 32 to 2 whose loss pulls its output to 1; override what a test is about."""
+    """Linear layer from 32 to 2 whose loss pulls its output to 1; override what a test needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class BoringModel(Module):
 
 
 class ManualOptimBoringModel(BoringModel):
-    """The same, stepping its optimizer itself."""
+    """BoringModel that steps its optimizer itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ _PARTS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "pre
 
 
 class BoringDataModule(DataModule):
-    """256 random vectors, 64 for each of train, val, test and predict; ``setup`` makes only what its stage reads."""
+    """Data module of 256 random vectors, 64 each for train, val, test and predict."""
 
     random_train: Any
     random_val: Any
@@ -173,7 +173,7 @@ class BoringDataModuleNoLen(BoringDataModule):
 
 
 class IterableBoringDataModule(DataModule):
-    """Two loaders for each stage, one over a dataset and one over a stream, of vectors of width 4."""
+    """Data module with two loaders per stage, over a dataset and a stream."""
 
     lengths = {"train": 16, "val": 32, "test": 64, "predict": 128}
     train_datasets: list[Dataset[Tensor]]
@@ -216,7 +216,7 @@ class Net(nn.Module):
 
 
 class DemoModel(Module):
-    """One linear layer over vectors of ``out_dim`` ones; its learning rate is an argument, for command lines."""
+    """Linear layer over vectors of ``out_dim`` ones, with a learning rate as argument."""
 
     def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``LightningCLI``: a command line for a trainer, a module and a datamodule, on jsonargparse.
+"""Run a Trainer from a command line: Lightning's ``LightningCLI``, on jsonargparse.
 
 Our own command line is ``arclight``, with recipes; this one is for scripts that have theirs already.
 """
@@ -38,7 +38,7 @@ Kinds = type | tuple[type, ...]
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """The schedule of that name, which is told what to watch where it is made: a command line has no other place for it."""
+    """Plateau schedule with its monitored value as an argument, for command lines."""
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
@@ -54,7 +54,10 @@ LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
 
 
 class LightningArgumentParser(jsonargparse.ArgumentParser):  # type: ignore[name-defined]
-    """Reads values from the command line, configuration files and, with ``default_env``, variables ``<env_prefix>_...``."""
+    """Parser of command line, configuration files and environment variables.
+
+    The variables, ``<env_prefix>_...``, only with ``default_env``.
+    """
 
     def __init__(
         self, *args: Any, description: str = "Lightning Trainer command line tool", env_prefix: str = "PL",
@@ -68,7 +71,9 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):  # type: ignore[name
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> Any:
-        """Take the constructor's arguments of a trainer, module, data module or callback under ``nested_key``.
+        """Add the constructor's arguments of a class under ``nested_key``.
+
+        The class is a trainer, module, data module or callback.
 
         With ``subclass_mode`` any subclass may be named. Raises MisconfigurationError for another kind of class.
         """
@@ -96,7 +101,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):  # type: ignore[name
     def add_optimizer_args(
         self, optimizer_class: Kinds = (Optimizer,), nested_key: str = "optimizer", link_to: str = AUTOMATIC
     ) -> None:
-        """Take an optimizer's arguments: of one class, or of any subclass of those in a tuple.
+        """Add an optimizer's arguments: of one class, or of any subclass of those in a tuple.
 
         ``link_to``: an argument of the model that gets them; by default they become its ``configure_optimizers``.
         """
@@ -109,12 +114,12 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):  # type: ignore[name
         nested_key: str = "lr_scheduler",
         link_to: str = AUTOMATIC,
     ) -> None:
-        """The same for a learning-rate schedule."""
+        """Add the arguments of a learning-rate schedule, as `add_optimizer_args` does."""
         self._add_later(lr_scheduler_class, nested_key, "optimizer")
         self._lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
 
     def _add_later(self, kinds: Kinds, key: str, first: str) -> None:
-        """Arguments of what can be made only when ``first``, its first argument, is there."""
+        """Add the arguments of a class that is built later, when its first one exists."""
         options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {first}}
         if isinstance(kinds, tuple):
             self.add_subclass_arguments(kinds, key, **options)
@@ -122,7 +127,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):  # type: ignore[name
             self.add_class_arguments(kinds, key, sub_configs=True, **options)
 
     def link_optimizers(self) -> None:
-        """Hand what optimizers and schedules were given to the arguments that they are linked to."""
+        """Link the values of optimizers and schedules to their target arguments."""
         for key, (kinds, target) in {**self._optimizers, **self._lr_schedulers}.items():
             if target == AUTOMATIC:
                 continue
@@ -132,11 +137,11 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):  # type: ignore[name
                 self.link_arguments(key, target, compute_fn=_naming(kinds))
 
     def automatic(self, which: str) -> list[str]:
-        """Keys of the ``"optimizers"`` or ``"lr_schedulers"`` that become ``configure_optimizers``."""
+        """List the keys of ``"optimizers"`` or ``"lr_schedulers"`` for ``configure_optimizers``."""
         return [key for key, (_, target) in getattr(self, f"_{which}").items() if target == AUTOMATIC]
 
     def named(self, which: str, key: str, given: Any) -> dict[str, Any] | None:
-        """``given`` with the class that it is for; None where nothing was given."""
+        """Return ``given`` with the class that it is for; None if nothing was given."""
         kinds = getattr(self, f"_{which}")[key][0]
         return given if isinstance(kinds, tuple) else _naming(kinds)(given)
 
@@ -150,7 +155,9 @@ def _naming(kind: type) -> Callable[[Any], dict[str, Any]]:
 
 
 class SaveConfigCallback(Callback):
-    """Writes the parsed configuration to ``config_filename`` in the trainer's ``log_dir`` when a run starts.
+    """Save the parsed configuration in the trainer's ``log_dir`` when a run starts.
+
+    The file is ``config_filename``.
 
     Raises RuntimeError where the file is there already, unless ``overwrite``. A subclass may override :meth:`save_config` to
     keep it elsewhere too, or instead with ``save_to_log_dir=False``.
@@ -194,7 +201,10 @@ class SaveConfigCallback(Callback):
             )
 
     def save_config(self, trainer: NativeTrainer, pl_module: Module, stage: str) -> None:
-        """Override to keep the configuration in another place too; runs on rank 0 alone, so no collective may be called."""
+        """Override to save the configuration in another place too.
+
+        It runs on rank 0 alone, so no collective may be called.
+        """
 
 
 Owner = TypeVar("Owner")
@@ -205,7 +215,7 @@ for _room in (callbacks, loggers):  # so that their classes are found by their b
 
 
 class LightningCLI:
-    """Parses, makes the classes, and runs the trainer's method that was asked for.
+    """Parse arguments, build the classes, and run the requested method of the trainer.
 
     ``model_class``, ``datamodule_class``: a class or a function that makes an instance; None lets the command line name one,
     as ``subclass_mode_model`` and ``subclass_mode_data`` do for subclasses. ``trainer_defaults`` change the trainer's own defaults;
@@ -285,7 +295,7 @@ class LightningCLI:
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the trainer's methods that can be run, and which of their arguments are no arguments here."""
+        """Return the trainer's runnable methods, with arguments that are no options here."""
         evaluation = {"model", "dataloaders", "datamodule"}
         return {"fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"}} | {
             name: set(evaluation) for name in ("validate", "test", "predict")
@@ -303,12 +313,12 @@ class LightningCLI:
         self.link_optimizers_and_lr_schedulers(parser)
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """``--seed_everything``."""
+        """Add ``--seed_everything``."""
         about = "A seed to run seed_everything with before anything is made; True for any, False for none."
         parser.add_argument("--seed_everything", type=bool | int, default=self.seed_everything_default, help=about)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """``--trainer``, ``--model`` and ``--data``."""
+        """Add ``--trainer``, ``--model`` and ``--data``."""
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.set_defaults(
             {f"trainer.{name}": value for name, value in self.trainer_defaults.items() if name != "callbacks"}
@@ -337,7 +347,7 @@ class LightningCLI:
         self.config = parser.parse_object(args) if known else parser.parse_args(args)
 
     def _take_arguments_of_checkpoint(self) -> None:
-        """A checkpoint that is given brings the module's arguments with it."""
+        """Use the module's arguments from the checkpoint that was given, if any."""
         command = self.config.get("subcommand")
         path = self.config[command].get("ckpt_path") if command else None
         if not path or not Path(path).is_file():
@@ -364,7 +374,10 @@ class LightningCLI:
     # -- the objects -------------------------------------------------------------------------------------------
 
     def _keep_arguments_as_written(self) -> None:
-        """``save_hyperparameters()`` keeps what was parsed: what the constructor gets may be objects no file can hold."""
+        """Let ``save_hyperparameters()`` save what was parsed, as it can be written to a file.
+
+        The constructor may get objects that cannot.
+        """
         for key, made, subclasses in (
             ("model", self._model_class, self.subclass_mode_model),
             ("data", self._datamodule_class, self.subclass_mode_data),
@@ -411,7 +424,7 @@ class LightningCLI:
         """Override to run something when everything is made and nothing run."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Return the trainer, with the callbacks that the parser was told of, the defaults' and the one that saves the configuration."""
+        """Build the trainer, with all callbacks."""
         parser = self._parser(self.subcommand)
         config = {**self._get(self.config_init, "trainer", default={}), **kwargs}
         if "callbacks" not in config:
@@ -502,14 +515,17 @@ def _made(callback: Any) -> Callback:
 
 
 def instantiate_class(args: Any, init: dict[str, Any]) -> Any:
-    """Return an object of ``init["class_path"]``, made with ``args`` (one, or a tuple) and ``init["init_args"]``."""
+    """Build an object of ``init["class_path"]`` with ``args`` and ``init["init_args"]``.
+
+    ``args``: one, or a tuple.
+    """
     module, _, name = init["class_path"].rpartition(".")
     positional = args if isinstance(args, tuple) else (args,)
     return getattr(importlib.import_module(module), name)(*positional, **init.get("init_args", {}))
 
 
 def instantiate_module(class_type: type[Owner], config: dict[str, Any]) -> Owner:
-    """Return a module from the arguments that a command line wrote into a checkpoint, objects among them made again."""
+    """Build a module from the command-line arguments in a checkpoint."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     if "_class_path" in config:
         parser.add_subclass_arguments(class_type, "module", fail_untyped=False)

@@ -1,4 +1,4 @@
-"""Define Lightning Fabric's collectives: objects that own a process group and its operations.
+"""Define Lightning Fabric's collectives, each with a process group and its operations.
 
 Only for user code that imports them; our loops use the collectives of a Fabric or strategy. Names and arguments are Lightning's.
 """
@@ -75,38 +75,41 @@ class Collective(ABC):
     @classmethod
     @abstractmethod
     def is_initialized(cls) -> bool:
-        """Return True if the processes have joined."""
+        """Return True if the default process group is initialised."""
 
     @classmethod
     @abstractmethod
     def init_group(cls, **kwargs: Any) -> None:
-        """Join all processes."""
+        """Initialise the default process group."""
 
     @classmethod
     @abstractmethod
     def new_group(cls, **kwargs: Any) -> Any:
-        """Return a group of some of them."""
+        """Return a new group of some processes."""
 
     @classmethod
     @abstractmethod
     def destroy_group(cls, group: Any) -> None:
-        """Leave ``group``."""
+        """Destroy ``group``."""
 
     def setup(self: Self, **kwargs: Any) -> Self:
-        """Join all processes, unless they have joined."""
+        """Initialise the default process group, unless it is there."""
         if not self.is_initialized():
             self.init_group(**kwargs)
         return self
 
     def create_group(self: Self, **kwargs: Any) -> Self:
-        """Make the group that this object owns; every process must call this. Raises RuntimeError where it has one."""
+        """Create this object's group; every process must call this.
+
+        Raises RuntimeError if it has one.
+        """
         if self._group is not None:
             raise RuntimeError(f"`{type(self).__name__}` already owns a group: teardown() comes first")
         self._group = self.new_group(**kwargs)
         return self
 
     def teardown(self: Self) -> Self:
-        """Leave the group. Raises RuntimeError where there is none."""
+        """Destroy the group. Raises RuntimeError if there is none."""
         if self._group is None:
             raise RuntimeError(f"`{type(self).__name__}` does not own a group to leave")
         self.destroy_group(self._group)
@@ -115,7 +118,10 @@ class Collective(ABC):
 
 
 class TorchCollective(Collective):
-    """torch.distributed. Without a group of its own it works on all processes; ``op`` is a ``ReduceOp`` or its name."""
+    """Collectives of torch.distributed, on a group of their own or all processes.
+
+    ``op`` is a ``ReduceOp`` or its name.
+    """
 
     manages_default_group = False
     """Whether one of these objects joined all processes, and so is to leave that group with the last of its own."""
@@ -210,7 +216,10 @@ class TorchCollective(Collective):
     def setup(
         self, main_address: str | None = None, main_port: str | int | None = None, **kwargs: Any
     ) -> TorchCollective:
-        """Join all processes, unless they have joined; ``MASTER_ADDR`` and ``MASTER_PORT`` go before the arguments."""
+        """Initialise the default process group, unless it is there.
+
+        ``MASTER_ADDR`` and ``MASTER_PORT`` go before the arguments.
+        """
         if self.is_initialized():
             return self
         wanted = {"MASTER_ADDR": main_address, "MASTER_PORT": main_port}
@@ -259,7 +268,10 @@ class TorchCollective(Collective):
 
     @classmethod
     def _convert_to_native_op(cls, op: Any) -> Any:
-        """Return the reduction of a name; one of torch's own stays. Raises ValueError for anything else."""
+        """Return torch's reduction for a name or reduction.
+
+        Raises ValueError for anything else.
+        """
         if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
             return op
         if not isinstance(op, str):
@@ -271,7 +283,7 @@ class TorchCollective(Collective):
 
 
 class SingleDeviceCollective(Collective):
-    """One process: every operation fills the tensors it is given to fill with the ones it is given to send."""
+    """Collectives of one process, which copy what is sent to what is received."""
 
     @property
     def rank(self) -> int:
@@ -336,7 +348,7 @@ class SingleDeviceCollective(Collective):
 
 
 def _filled(targets: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
-    """Copy what the one process sends into what it receives; without targets, give back what it sends.
+    """Copy what one process sends into what it receives; without targets, return it.
 
     Raises ValueError for another number than one.
     """

@@ -1,4 +1,4 @@
-"""Loggers with the signatures of Lightning Fabric: ``root_dir`` first, the parent of the names."""
+"""Define loggers with the signatures of Lightning Fabric, ``root_dir`` first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ class _Rooted(FolderLogger):
 
 
 class FabricCSVLogger(_Rooted, csv_logger.CSVLogger):
-    """``root_dir/name/version_<version>/metrics.csv``; rows are written every ``flush_logs_every_n_steps`` rows."""
+    """Log to ``root_dir/name/version_<version>/metrics.csv``.
+
+    Rows are written every ``flush_logs_every_n_steps`` rows.
+    """
 
     def __init__(
         self,
@@ -33,7 +36,10 @@ class FabricCSVLogger(_Rooted, csv_logger.CSVLogger):
 
 
 class FabricTensorBoardLogger(_Rooted, tensorboard_logger.TensorBoardLogger):
-    """Event files in ``root_dir/name/version_<version>[/sub_dir]``; ``log_graph`` is a method that always writes."""
+    """Log to event files in ``root_dir/name/version_<version>[/sub_dir]``.
+
+    ``log_graph`` is a method that always writes.
+    """
 
     def __init__(
         self,

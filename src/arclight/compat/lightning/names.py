@@ -1,4 +1,4 @@
-"""Map each of Lightning's public names to ours, in one table; list those that are refused, and why.
+"""Map each of Lightning's public names to ours; list the refused ones with reasons.
 
 A row is (Lightning's modules below ``lightning``, our module, names); ``Theirs=ours`` is a name that differs. A name is
 in the table only when it exists, which a test checks by fetching each. Below it are the names that are refused: they can be

@@ -1,4 +1,4 @@
-"""Define Lightning's distributed samplers, for user code that imports them; our Trainer does not use them."""
+"""Define Lightning's distributed samplers, for user code that imports them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class DistributedSamplerWrapper(DistributedSampler[int]):
 
 
 class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
-    """Divide any sampler of known length among ranks without padding: the first ranks may have one index more."""
+    """Divide any sampler of known length among ranks without padding."""
 
     def __init__(self, sampler: Sampler[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(_Indices(sampler), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Lightning's demo language models. Their text is a file of the user's; nothing is downloaded."""
+"""Define Lightning's demo language models, on a text file of the user's."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ class Dictionary:
 
 
 def tokenize(path: Path) -> tuple[Tensor, Dictionary]:
-    """Numbers of the words of a text file, each line ended by ``<eos>``, and the words."""
+    """Return the word ids of a text file, each line ended by ``<eos>``, and the words."""
     words = Dictionary()
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     return torch.tensor([words.add_word(word) for line in lines for word in [*line.split(), "<eos>"]]), words
 
 
 class WikiText2(Dataset[tuple[Tensor, Tensor]]):
-    """Blocks of ``block_size`` words of ``wikitext-2.txt`` in ``data_dir``, and the same one word on.
+    """Blocks of ``block_size`` words of ``wikitext-2.txt``, and the same one word on.
+
+    The file is in ``data_dir``.
 
     Raises FileNotFoundError where the file is missing: it is not downloaded, whatever ``download`` says.
     """
@@ -67,7 +69,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
 
 class SequenceSampler(Sampler[list[int]]):
-    """Batches of ``batch_size`` indices, each a chunk's length apart, so that a row goes on where it was in the last batch."""
+    """Sampler of ``batch_size`` indices, a chunk apart, so that rows continue across batches."""
 
     def __init__(self, dataset: Sized, batch_size: int) -> None:
         self.batch_size, self.chunk_size = batch_size, len(dataset) // batch_size
@@ -81,7 +83,10 @@ class SequenceSampler(Sampler[list[int]]):
 
 
 class PositionalEncoding(nn.Module):
-    """Adds sines and cosines of the position ("Attention Is All You Need", 3.5) to (N, T, ``dim``)."""
+    """Add sines and cosines of the position to (N, T, ``dim``).
+
+    "Attention Is All You Need", 3.5.
+    """
 
     table: Tensor
 
@@ -97,7 +102,7 @@ class PositionalEncoding(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Encoder and decoder over word numbers (N, T); ``forward(inputs, target)`` gives log probabilities (N * T, vocabulary)."""
+    """Transformer over word ids (N, T), with log probabilities (N * T, vocabulary)."""
 
     def __init__(
         self, vocab_size: int = _VOCABULARY, ninp: int = 200, nhead: int = 2, nhid: int = 200, nlayers: int = 2,
@@ -117,7 +122,7 @@ class Transformer(nn.Module):
 
 
 class LightningTransformer(Module):
-    """Learns to predict the next word of a :class:`WikiText2`."""
+    """Module that predicts the next word of a :class:`WikiText2`."""
 
     def __init__(self, vocab_size: int = _VOCABULARY) -> None:
         super().__init__()
@@ -140,7 +145,7 @@ class LightningTransformer(Module):
 
 
 class SimpleLSTM(nn.Module):
-    """Word numbers (N, T) and a hidden state to log probabilities (N * T, vocabulary) and the next state."""
+    """LSTM from word ids (N, T) and a state to log probabilities and the next state."""
 
     def __init__(
         self, vocab_size: int = _VOCABULARY, ninp: int = 512, nhid: int = 512, nlayers: int = 4, dropout: float = 0.2
@@ -164,7 +169,7 @@ class SimpleLSTM(nn.Module):
 
 
 class LightningLSTM(Module):
-    """Learns to predict the next word of a :class:`WikiText2`, its state carried from batch to batch."""
+    """Language model of a :class:`WikiText2`, its state carried from batch to batch."""
 
     def __init__(self, vocab_size: int = _VOCABULARY) -> None:
         super().__init__()

@@ -105,13 +105,13 @@ class EpochLoop:
 
     @property
     def batch_idx(self) -> int:
-        """Return the index in its epoch of the current batch, between batches of the newest; -1 before the first."""
+        """Index of the current (or newest) batch in its epoch; -1 before the first."""
         index = self.trainer.run_state.training_values.batch.index
         return index if index >= 0 else self.trainer.progress.batch - 1
 
     @property
     def total_batch_idx(self) -> int:
-        """Return the index among all batches of the current batch, between batches of the newest; -1 before the first."""
+        """Index of the current (or newest) batch among all; -1 before the first."""
         return self.trainer.progress.batches - (not self._under_way)
 
     @property
@@ -242,7 +242,10 @@ LIGHTNING = TrainerBehavior(
 
 
 class Trainer(_Trainer):
-    """Our Trainer for code that was written for Lightning's: see :class:`arclight.trainer.settings.TrainerBehavior`."""
+    """Our Trainer with Lightning's conventions, for code that was written for its own.
+
+    See :class:`arclight.trainer.settings.TrainerBehavior`.
+    """
 
     behavior = LIGHTNING
 
@@ -253,7 +256,10 @@ class Trainer(_Trainer):
             super().__init__(**from_environment() | arguments)
 
     def set_limits(self, **limits: int | None) -> None:
-        """Set ``max_epochs``, ``min_epochs``, ``max_steps`` or ``min_steps`` of the fit, as the loop objects do."""
+        """Set limits of the fit, as the loop objects do.
+
+        ``max_epochs``, ``min_epochs``, ``max_steps`` or ``min_steps``.
+        """
         for name, limit in limits.items():
             setattr(self, name, limit)
 
@@ -280,7 +286,10 @@ class Trainer(_Trainer):
 
 
 def from_environment() -> dict[str, Any]:
-    """Read arguments from variables such as ``PL_TRAINER_MAX_STEPS=7``; arguments in code take precedence."""
+    """Read arguments from variables such as ``PL_TRAINER_MAX_STEPS=7``.
+
+    Arguments in code take precedence.
+    """
     found: dict[str, Any] = {}
     for name in inspect.signature(_Trainer.__init__).parameters:
         if (text := os.environ.get(f"PL_TRAINER_{name.upper()}")) is not None:

@@ -1,4 +1,4 @@
-"""Lightning's public utility functions that only its users' code calls; ours has no use for them."""
+"""Define Lightning's public utility functions that only its users' code calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class LightningEnum(StrEnum):
 
     @classmethod
     def from_str(cls, value: str, source: str = "key") -> Self:
-        """Return the member whose name (``source="key"``), value (``"value"``) or either (``"any"``) is this text."""
+        """Return the member of this name, value or either, as ``source`` says.
+
+        ``source``: ``"key"``, ``"value"`` or ``"any"``.
+        """
         found = cls.try_from_str(value, source)
         if found is None:
             choices = [text for member in cls for text in _texts(member, source)]
@@ -44,7 +47,7 @@ class LightningEnum(StrEnum):
 
     @classmethod
     def try_from_str(cls, value: str, source: str = "key") -> Self | None:
-        """Return the same, None where there is none."""
+        """Return the member as `from_str`, or None."""
         wanted = value.replace("-", "_").lower()
         matches = (
             member for member in cls if any(t.replace("-", "_").lower() == wanted for t in _texts(member, source))
@@ -79,7 +82,9 @@ class GradClipAlgorithmType(LightningEnum):
 
 
 def is_overridden(method_name: str, instance: object | None = None, parent: type | None = None) -> bool:
-    """Return True if ``instance`` has a ``method_name`` of its own, other than that of ``parent`` (Module, DataModule, Callback).
+    """Return True if ``instance`` overrides ``method_name`` of ``parent``.
+
+    The parent is Module, DataModule or Callback by default.
 
     Raises ValueError where the parent cannot be told, or has no such method.
     """
@@ -109,7 +114,10 @@ def _code(method: Any) -> Any:
 def is_param_in_hook_signature(
     hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
-    """Return True if a hook takes ``param`` by name, by ``*args`` unless ``explicit``, or has at least ``min_args`` arguments."""
+    """Return True if a hook takes ``param``, ``*args``, or at least ``min_args`` arguments.
+
+    ``*args`` do not count if ``explicit``.
+    """
     spec = inspect.getfullargspec(getattr(hook_fx, "__wrapped__", hook_fx))
     names = spec.args[1:]
     return (
@@ -120,7 +128,7 @@ def is_param_in_hook_signature(
 
 
 def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
-    """Names that ``cls.__init__`` gives to itself, to ``*args`` and to ``**kwargs``; None where it has none."""
+    """Return the names of ``cls.__init__`` for itself, ``*args`` and ``**kwargs``, or None."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
     of_kind = {parameter.kind: parameter.name for parameter in parameters}
     return (
@@ -131,7 +139,7 @@ def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
-    """Arguments of the constructor that runs in ``frame``; empty where none does."""
+    """Return the arguments of the constructor that runs in ``frame``; empty if none does."""
     values = frame.f_locals
     if "__class__" not in values or frame.f_code.co_name != "__init__":
         return {}
@@ -144,7 +152,9 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
 def collect_init_args(
     frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Arguments of every constructor on the stack above ``frame``, the most derived class last.
+    """Collect the arguments of every constructor on the stack above ``frame``.
+
+    The most derived class comes last.
 
     Only constructors of instances of ``classes`` count, where given.
     """
@@ -160,12 +170,15 @@ def collect_init_args(
 
 
 def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
-    """Return a collection with its tensors detached, and moved to the CPU where asked."""
+    """Detach a collection's tensors, and move them to the CPU if asked."""
     return map_tensors(in_dict, lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach())
 
 
 def convert_to_tensors(data: Any, device: torch.device | str) -> Any:
-    """Return a collection with its numbers and NumPy arrays made tensors (bool as uint8), all on ``device``."""
+    """Convert numbers and arrays of a collection to tensors, and move all to ``device``.
+
+    Booleans become uint8.
+    """
     return move_batch(_map_leaves(data, _as_tensor), torch.device(device))
 
 
@@ -177,7 +190,10 @@ def _as_tensor(value: Any) -> Any:
 
 
 def convert_tensors_to_scalars(data: Any) -> Any:
-    """Return a collection with its one-element tensors made numbers. Raises ValueError for a tensor of several elements."""
+    """Convert one-element tensors of a collection to numbers.
+
+    Raises ValueError for a tensor of several elements.
+    """
     return _map_leaves(data, _as_number)
 
 
@@ -201,7 +217,7 @@ def _map_leaves(data: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def extract_batch_size(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its tensors, with a warning where they differ.
+    """Return a batch's number of samples, its tensors' first dimension; warn if they differ.
 
     Raises MisconfigurationError where it holds no tensor.
     """
@@ -222,7 +238,9 @@ def extract_batch_size(batch: Any) -> int:
 def has_len_all_ranks(
     dataloader: object, strategy: Any, allow_zero_length_dataloader_with_multiple_devices: bool = False
 ) -> bool:
-    """Return True if it knows its length; every rank must ask. Warns where there is nothing for any rank, or too little for this one.
+    """Return True if the loader has a length; every rank must call this.
+
+    Warns if there is nothing for any rank, or too little for this one.
 
     Raises RuntimeError where others have batches and this rank has none, unless that is allowed.
     """
@@ -246,7 +264,9 @@ def has_len_all_ranks(
 
 
 def is_shared_filesystem(strategy: Strategy, path: str | Path | None = None, timeout: float = 3) -> bool:
-    """Return True if all processes see the same files below ``path`` (the working directory by default).
+    """Return True if all processes see the same files below ``path``.
+
+    By default below the working directory.
 
     Rank 0 puts a file there for ``timeout`` seconds and the others look for it, so the place must be writable; every rank must
     call this. With one process, and for addresses such as ``s3://...``, the answer is yes.
@@ -278,7 +298,7 @@ def is_shared_filesystem(strategy: Strategy, path: str | Path | None = None, tim
 
 
 def reads_a_stream(loader: object) -> bool:
-    """Return True if its dataset is an IterableDataset."""
+    """Return True if the loader's dataset is an IterableDataset."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
@@ -291,7 +311,10 @@ def sized_len(loader: object) -> int | None:
 
 
 def has_len(loader: object) -> bool:
-    """Return True if it knows its length; warns where that is 0, and where a stream's length may be wrong with workers."""
+    """Return True if the loader has a length.
+
+    Warns if that is 0, and if a stream's length may be wrong with workers.
+    """
     length = sized_len(loader)
     if length == 0:
         rank_zero_warn(f"`{type(loader).__name__}` returned 0 length. Please make sure this was your intention.")
@@ -304,19 +327,24 @@ def has_len(loader: object) -> bool:
 
 
 def available_cpus() -> int:
-    """CPUs that this process may use."""
+    """Count the CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Return the most loader workers that leave a CPU for each of ``local_world_size`` training processes; at least 1."""
+    """Return the most loader workers that leave a CPU for each training process; at least 1.
+
+    ``local_world_size``: the number of these processes.
+    """
     if local_world_size < 1:
         raise ValueError(f"`local_world_size` should be >= 1, got {local_world_size}.")
     return max(1, available_cpus() // local_world_size - 1)
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
-    """Return the ``norm_type``-norm (2, 1, ``"inf"``, ...) of each parameter's gradient, and of all of them as one vector.
+    """Compute the norm of each parameter's gradient, and of all as one vector.
+
+    norm_type: 2, 1, ``"inf"``, ...
 
     Keys are ``grad_2.0_norm/<parameter>`` and ``grad_2.0_norm_total``; nothing where no parameter has a gradient.
     Raises ValueError for a norm that is not positive.
@@ -346,7 +374,9 @@ _WANDB_AVAILABLE = _is_there("wandb")
 
 
 def to_uncompiled(model: Any) -> Module:
-    """Return the Module as it was before it was compiled, from what ``torch.compile`` or :func:`arclight.trainer.loop.verification.from_compiled` returned.
+    """Return the Module as it was before it was compiled.
+
+    ``model``: from ``torch.compile`` or :func:`arclight.trainer.loop.verification.from_compiled`.
 
     Raises ValueError for a module that is not compiled, and for anything else.
     """
