@@ -1,4 +1,4 @@
-"""The ``arclight`` command: one verb for each thing a person does with a recipe, program, photo or run.
+"""Run the ``arclight`` command: parse arguments and dispatch to the verbs.
 
 The command line comes in through `command`, which calls a verb of `commands` (or of `federate` and `plan`); `arguments` reads recipes and
 options by `schema`, `run_setup` makes a run of them, `user_module` and `user_run` one of a user's own classes. `comparing`, `tune`,

@@ -1,4 +1,4 @@
-"""Parse the arguments of every ``arclight`` command: a recipe with overrides, or plain options.
+"""Parse the arguments of ``arclight`` commands: a recipe with overrides, or options.
 
 Every verb uses its `Parser` and raises `UsageError`, which ends the command with status 2 and one sentence. Options are public and stay.
 """
@@ -32,7 +32,7 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are one line, like all others of the command."""
+    """Argument parser with errors of one line, like all others of the command."""
 
     own_tables: Sequence[str] = ()
     """Tables of a recipe that the help shows by itself, others being named; none for all."""
@@ -77,7 +77,7 @@ USUAL_NAMES = {
 
 
 def check_short_flags(words: Sequence[str], schema: type) -> None:
-    """Raise UsageError for a flag that lacks its table or has another program's name; suggest the field."""
+    """Raise UsageError for a flag without its table or by another program's name."""
     known = {field.name for field in dataclasses.fields(schema)}
     for word in words:
         name = word.partition("=")[0].removeprefix("--")
@@ -106,7 +106,7 @@ def check_short_flags(words: Sequence[str], schema: type) -> None:
 
 
 def check_no_data(source: str | None, verb: str) -> None:
-    """Raise UsageError where the file named as a recipe describes a data set."""
+    """Raise UsageError if the file named as a recipe describes a data set."""
     path = Path(source or "")
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return
@@ -126,7 +126,10 @@ def recipe_parser(verb: str, about: str) -> Parser:
 
 
 def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argparse.Namespace]:
-    """Read as `read_as`, for a training run; of a federated recipe, the part that a run without a federation has."""
+    """Read a recipe as `read_as`, for a training run.
+
+    Of a federated recipe, the part that a run without a federation has.
+    """
     arguments = [*map(recipe_file, arguments[:1]), *arguments[1:]]
     if arguments and is_federated(arguments[0]):
         from arclight.cli.federate.recipe import FederatedRecipe
@@ -175,7 +178,10 @@ def read_as(schema: type[R], parser: Parser, arguments: Sequence[str]) -> tuple[
 
 
 def help_about(schema: type[Recipe], parser: Parser, topic: str) -> str:
-    """Return the help, or that of the table ``topic`` alone. Raises UsageError where there is no such table."""
+    """Return the help of a schema, or of its table ``topic`` alone.
+
+    Raises UsageError if there is no such table.
+    """
     from arclight.cli.help import recipe_help
 
     if topic.startswith("-") or ":" in topic or Path(topic).suffix in (".toml", ".yaml", ".yml"):
@@ -259,7 +265,7 @@ def problems_listed(heading: str) -> Iterator[None]:
 
 
 def check_writable(place: Path, named: str) -> None:
-    """Raise UsageError where ``place`` cannot be written, before the work that would be lost."""
+    """Raise UsageError if ``place`` cannot be written, before the work that would be lost."""
     folder = next(parent for parent in (place.absolute().parent, *place.absolute().parents) if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         what = "cannot be written to" if folder.is_dir() else "is no folder"
@@ -267,7 +273,9 @@ def check_writable(place: Path, named: str) -> None:
 
 
 def check_program_name(path: Path, is_folder: bool = False) -> None:
-    """Raise UsageError for a file of another format than ONNX, or a place that cannot be written.
+    """Check that a program can be written to ``path`` and has a name that fits.
+
+    Raises UsageError, also for another file format than ONNX.
 
     is_folder: a folder is to be written, whatever its name; else its name has no suffix, as that of a file has.
     """
@@ -293,7 +301,10 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def trusted(options: argparse.Namespace) -> list[str] | None:
-    """Return the public keys that ``--trust`` names; None where it is not given. Raises ProgramError for what is none."""
+    """Return the public keys that ``--trust`` names; None if it is not given.
+
+    Raises ProgramError for what is none.
+    """
     if options.trust is None:
         return None
     from arclight.deploy.programs.folder import trusted_keys
@@ -302,7 +313,10 @@ def trusted(options: argparse.Namespace) -> list[str] | None:
 
 
 def write_json(place: Path | None, values: Any, escaped: bool = True) -> None:
-    """Write ``values`` where ``--json`` says, if it does. escaped: letters beyond ASCII as numbers."""
+    """Write ``values`` to the file of ``--json``, if there is one.
+
+    escaped: write letters beyond ASCII as escapes.
+    """
     if place is not None:
         text = json.dumps(values, indent=2, ensure_ascii=escaped) + "\n"
         place.write_text(text, encoding="utf-8", errors="backslashreplace")  # of names of files that are no text

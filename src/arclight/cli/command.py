@@ -1,4 +1,4 @@
-"""Dispatch the words typed after ``arclight`` to the function of their verb, importing nothing else."""
+"""Dispatch the words after ``arclight`` to their verb's function, importing nothing else."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def is_fault_of_use(error: Exception) -> bool:
 
 
 def sentence(error: Exception) -> str:
-    """Return the message of an error; of the system's own, which file it is about, and what is wrong with that."""
+    """Return the message of an error, with the file and a remedy if it is an OSError."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         advice = (
             "; name a place that can be written to" if error.errno in (READ_ONLY, errno.EACCES, errno.EPERM) else ""

@@ -97,7 +97,10 @@ def listing(settings: list[Setting], width: int, shows: Callable[[str], bool] = 
 
 
 def heading(table: str, kind: str, field: Setting | None, first: Setting, width: int) -> list[str]:
-    """Return the table as it is written in a recipe, and what it is for. ``field`` is the table as a field of its parent."""
+    """Return the title of a table and what it is for.
+
+    ``field`` is the table as a field of its parent.
+    """
     if field is None:
         return [bold("Top-level fields")]
     title = _title(table) + (f' kind = "{kind}"' if kind else "")
@@ -123,7 +126,7 @@ def field_help(setting: Setting, longest: int, width: int) -> list[str]:
 
 
 def default_text(default: Any) -> str | None:
-    """Return a default as it would be typed; None where there is none."""
+    """Return a default as it would be typed; None if there is none."""
     if default is MISSING:
         return None
     if dataclasses.is_dataclass(default):

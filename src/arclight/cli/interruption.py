@@ -1,4 +1,4 @@
-"""Handle Ctrl-C: while training save between two steps and print the command that resumes; elsewhere end behind an item."""
+"""Handle Ctrl-C: save between two steps of training, and print the command to resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Interruption(Callback):
-    """End training on ctrl-C as SIGTERM does, with a checkpoint of a whole step; on a second at once.
+    """End training on ctrl-C as on SIGTERM, with a checkpoint; on a second at once.
 
     Before training begins there is nothing to save: then ctrl-C ends the program as usual.
     """
@@ -70,7 +70,10 @@ class Interruption(Callback):
 
 @contextmanager
 def stopping(stop: Callable[[], None]) -> Iterator[list[int]]:
-    """Call ``stop`` on the first ctrl-C, raise KeyboardInterrupt on a second; what is yielded is empty until the first."""
+    """Call ``stop`` on the first ctrl-C, raise KeyboardInterrupt on a second.
+
+    Yields a list that is empty until the first.
+    """
     signals: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield signals  # only the main thread may set handlers
@@ -90,7 +93,7 @@ def stopping(stop: Callable[[], None]) -> Iterator[list[int]]:
 
 
 def resume_note(run: RunFolder | None, command: str) -> str:
-    """Say which checkpoint of an interrupted run is the newest, and how to go on from it."""
+    """Describe the newest checkpoint of an interrupted run and how to resume from it."""
     from arclight.checkpoint import find_last, inspect
 
     found = find_last(run.path / "checkpoints") if run is not None and (run.path / "checkpoints").is_dir() else None

@@ -20,7 +20,9 @@ class _RecipeTable:
 
 
 def parse_quantization(parser: Parser, arguments: Sequence[str]) -> tuple[Namespace, list[str], Quantization]:
-    """Parse ``arguments``; return the options, what is none of them, and the recipe. Raises UsageError with every problem of the recipe.
+    """Parse ``arguments`` into options, remaining words and the quantization recipe.
+
+    Raises UsageError with every problem of the recipe.
 
     ``parser`` gets the options of a recipe; its fields are flags of their own: ``--recipe.bits 4``.
     """

@@ -19,7 +19,7 @@ _LOG = logging.getLogger("arclight")
 
 
 class Preparation(logging.StreamHandler[TextIO]):
-    """Shows on standard output what is done before a run has a log of its own; see `RunRecord`."""
+    """Show on standard output what is done before a run has a log; see `RunRecord`."""
 
     def __init__(self) -> None:
         super().__init__(sys.stdout)
@@ -35,7 +35,7 @@ class Preparation(logging.StreamHandler[TextIO]):
 
 
 class RunRecord(Callback):
-    """Writes recipe.toml and environment.json when the run starts, and log.txt while it goes on; shows warnings of the log."""
+    """Write recipe.toml and environment.json when the run starts, and log.txt meanwhile."""
 
     def __init__(self, recipe: Recipe | str) -> None:
         self.text = (
@@ -44,7 +44,7 @@ class RunRecord(Callback):
         self.handlers: list[logging.Handler] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Not earlier: only now is it known which run a resumed one goes on in."""
+        """Start the records of the run, whose folder a resume has only now determined."""
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         run = trainer.run_folder

@@ -1,4 +1,4 @@
-"""Build what a run needs from its settings: task, plan, trainer, callbacks, and the checkpoint to start from.
+"""Build a run from its settings: task, plan, trainer, callbacks and checkpoint.
 
 A recipe, or the settings of a user's own module, comes in; `build_task` and `make_trainer` are where every verb that
 runs a trainer begins.
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def report_paths(folder: RunFolder | None, checkpoints: Checkpoint | None) -> None:
-    """Print the paths of a run, its report and its best checkpoint (the newest, if unranked); ``folder`` is None for a development run."""
+    """Print the paths of a run, its report and its best (or newest) checkpoint.
+
+    ``folder``: None for a development run.
+    """
     if folder is None:
         print("\nThe development run came to its end. It wrote nothing")
         return
@@ -67,7 +70,10 @@ def make_trainer(recipe: TrainingRun, **objects: Any) -> Trainer:
 
 
 def build_loggers(recipe: TrainingRun) -> list[Logger]:
-    """Build the loggers of a recipe's ``[[loggers]]``; UsageError if a class is none, or its package is missing."""
+    """Build the loggers of a recipe's ``[[loggers]]``.
+
+    Raises UsageError if a class is none, or its package is missing.
+    """
     from arclight.trainer.loggers import Logger
     from arclight.trainer.loggers.settings import LoggerSettings
 
@@ -84,7 +90,7 @@ def build_loggers(recipe: TrainingRun) -> list[Logger]:
 
 
 def check_there_is_a_run(runs: Path, flag: str) -> None:
-    """Raise UsageError where ``flag last`` would find nothing.
+    """Raise UsageError if ``flag last`` would find nothing.
 
     The first process looks, before any run folder is made.
     """
@@ -116,7 +122,10 @@ def with_replicas(plan: Plan, diloco: Diloco | None) -> Plan:
 
 
 def strategy_of_plan(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:
-    """Return the strategy and devices of a recipe's plan; UsageError if trainer.strategy is set too."""
+    """Return the strategy and devices of a recipe's plan.
+
+    Raises UsageError if trainer.strategy is set too.
+    """
     if settings.strategy != "auto":
         raise UsageError(
             f"a [plan] is a strategy of its own: leave out trainer.strategy = {settings.strategy!r}, or the plan"
@@ -132,7 +141,7 @@ def strategy_of_plan(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:
 
 
 def check_plan(plan: Plan, module: Module) -> None:
-    """Raise UsageError, with the fix, if the plan does not fit the module's sizes; starts no process."""
+    """Raise UsageError, with the fix, if the plan does not fit the module's sizes."""
     from arclight.parallel import PlanError
     from arclight.parallel.model.parallelize import check_sizes
 
@@ -164,7 +173,9 @@ def callbacks(recipe: TrainingRun) -> list[Callback]:
 def resume_from(
     place: str | None, flag: str = "--resume", among: Path | None = None
 ) -> tuple[RunFolder | None, str | Path | None]:
-    """Choose the run folder to resume in (None: a new or the newest one) and the checkpoint to load.
+    """Return the run folder to resume in (None: a new one) and the checkpoint to load.
+
+    None may also be the newest one.
 
     ``place`` is what ``flag`` says; ``last`` is for the newest run, which ``among``, if given, must hold. Raises UsageError
     if there is nothing to go on from: who asks for it does not want to begin again.

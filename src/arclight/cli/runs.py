@@ -1,4 +1,4 @@
-"""Find the run folder, and the checkpoint in it, that a command-line argument names, and tell programs from them."""
+"""Find run folders and checkpoints that an argument names, and recognise programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_program(path: Path) -> bool:
 
 
 def run_folder(place: Path) -> Path | None:
-    """Return the run that ``place`` is, or that it belongs to as recipe or checkpoint; None for anything else."""
+    """Return the run of ``place`` (itself, its recipe or checkpoint); None for others."""
     holders = [place, place.parent] if place.name == RECIPE else [place, place.parent.parent]
     return next((folder for folder in holders if (folder / "checkpoints").is_dir()), None)
 
@@ -42,7 +42,9 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def best_checkpoint(run: Path) -> Path:
-    """Return the checkpoint that a run recorded as its best, wherever the run was copied to; else its newest.
+    """Return the best checkpoint that a run recorded, else its newest.
+
+    The run may have been copied since.
 
     Raises UsageError if the run has no checkpoint, or its best one was removed.
     """
@@ -60,7 +62,7 @@ def best_checkpoint(run: Path) -> Path:
 
 
 def checkpoint_note(checkpoint: Path) -> str:
-    """Name a checkpoint, and say if it is the best or the newest of its run."""
+    """Describe a checkpoint, and whether it is the best or the newest of its run."""
     from arclight.checkpoint.retention import recorded_best
 
     run = run_folder(checkpoint)
@@ -74,7 +76,7 @@ def checkpoint_note(checkpoint: Path) -> str:
 
 
 def load_vision_module(path: Path) -> VisionModule:
-    """Load the model of a vision task in a checkpoint, or in the best checkpoint of a run folder, and say which it is."""
+    """Load the vision model of a checkpoint or of a run's best one, and print which."""
     from arclight.vision.tasks.module import VisionModule
 
     checkpoint = checkpoint_of(path)
@@ -92,7 +94,10 @@ def trained_language(words: list[str]) -> bool:
 
 
 def load_language_model(path: Path) -> LanguageModel:
-    """Load a run's best checkpoint, or the checkpoint ``path``, with the run's tokenizer; standard error says which."""
+    """Load the language model of a run's best checkpoint, or of the checkpoint ``path``.
+
+    Uses the run's tokenizer; standard error says which checkpoint.
+    """
     from arclight.text import LanguageModel, Tokenizer
 
     run = run_folder(path)

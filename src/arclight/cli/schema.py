@@ -36,7 +36,7 @@ from arclight.vision.tasks.settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun(Checked):
-    """Define what every run has, whatever it trains: its folder, seed, trainer, plan and callbacks."""
+    """Settings of every run: its folder, seed, trainer, plan and callbacks."""
 
     name: str | None = None
     """What the run is called; its files lie in <root>/<name>/<number>/. None: as the module's class, in lower case."""

@@ -17,7 +17,7 @@ WIDTH = 140
 
 
 def console_of() -> Console:
-    """Make a console as wide as the terminal; at least ``WIDTH`` columns where there is none."""
+    """Make a console as wide as the terminal; at least ``WIDTH`` columns without one."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -27,7 +27,10 @@ def console_of() -> Console:
 
 
 def progressed(items: Iterable[T], total: int, what: str, which: Callable[[T], object]) -> Iterator[T]:
-    """Yield ``items`` with a progress bar, where a person looks at standard error; ``which`` of the total is being done."""
+    """Yield ``items`` with a progress bar on a terminal's standard error.
+
+    ``which``: the part of the total that an item belongs to.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -45,7 +48,7 @@ def progressed(items: Iterable[T], total: int, what: str, which: Callable[[T], o
 
 @contextmanager
 def counted(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how many of how many are done, where a person looks at standard error; yields what takes (done, total)."""
+    """Show a count on a terminal's standard error; yield a function of (done, total)."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -57,7 +60,7 @@ def counted(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show what is being done and for how long, where a person looks at standard error."""
+    """Show the current work and its duration on a terminal's standard error."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -83,6 +86,6 @@ def coloured(text: str) -> str:
 
 
 def styled(code: str, text: str) -> str:
-    """Return ``text`` in an ANSI style if standard output is a terminal that wants it (https://no-color.org)."""
+    """Return ``text`` in an ANSI style if standard output is a terminal that wants it."""
     wanted = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     return f"\x1b[{code}m{text}\x1b[0m" if wanted and text else text

@@ -1,4 +1,4 @@
-"""Build the settings of a run from a user's own classes: constructor arguments become fields.
+"""Build a run's settings from a user's classes: constructor arguments become fields.
 
 ``arclight train package.module:Model --data package.module:Data --model.hidden 64 --config a.toml --config b.toml``: the
 files are laid over each other in the order named, the flags over them.
@@ -67,7 +67,10 @@ def target_of(cls: type) -> str:
 
 
 def parameters(cls: type) -> dict[str, tuple[Any, Any]]:
-    """Map each constructor argument to (type, default): Any if not annotated, MISSING for no default."""
+    """Map each constructor argument to (type, default).
+
+    Any if it is not annotated, MISSING for no default.
+    """
     try:
         return recipe.arguments_of(cls)
     except NameError as error:
@@ -131,7 +134,10 @@ def load_config(path: Path) -> dict[str, Any]:
 
 
 def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``above`` laid over ``below``, table by table; a table of another kind replaces the one below."""
+    """Merge ``above`` into ``below``, table by table.
+
+    A table of another kind replaces the one below.
+    """
     both = dict(below)
     for name, value in above.items():
         under = below.get(name)
@@ -144,7 +150,7 @@ def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
 
 
 def config_text(run: UserRun) -> str:
-    """Return the run as TOML that ``--config`` reads back, defaults of the constructors included."""
+    """Return the run as TOML for ``--config``, with the constructors' defaults."""
     return write(
         dataclasses.replace(run, model=completed(run.model), data=run.data and completed(run.data)),
     )
@@ -168,7 +174,7 @@ def completed(made: Imported) -> Imported:
 
 
 def argument_docs(cls: type) -> dict[str, str]:
-    """Return the first line that the docstrings of the class and its constructor say about each argument."""
+    """Return each argument's first line in the docstrings of class and constructor."""
     text = "\n".join(inspect.getdoc(part) or "" for part in (cls, cls.__init__))  # type: ignore[misc]
     docs = {}
     for name in parameters(cls):

@@ -28,7 +28,7 @@ ABOUT = {
 
 
 def run_user_module(verb: str, model: type, words: Sequence[str]) -> None:
-    """Do what ``verb`` says with ``model``, a subclass of Module, as the words after it describe."""
+    """Run ``verb`` with ``model``, a subclass of Module, as the words after it describe."""
     parser = user_parser(verb)
     words_without_help = [word for word in words if word not in ("-h", "--help")]
     options, flags = parser.parse_known_args(words_without_help)
@@ -115,7 +115,10 @@ def predict(run: UserRun, options: Namespace) -> None:
 
 
 def build(run: UserRun) -> tuple[Module, DataModule | None]:
-    """Build the module and its data, on seeded generators; UsageError if a constructor refuses a value."""
+    """Build the module and its data, on seeded generators.
+
+    Raises UsageError if a constructor refuses a value.
+    """
     from arclight import seed_everything
 
     seed_everything(run.seed, workers=True)
@@ -129,7 +132,7 @@ def build(run: UserRun) -> tuple[Module, DataModule | None]:
 
 
 class ConfigRecord(RunRecord):
-    """Writes config.toml, which ``--config`` reads, in place of recipe.toml."""
+    """Write config.toml, which ``--config`` reads, in place of recipe.toml."""
 
     def __init__(self, text: str, target: str) -> None:
         super().__init__(text)

@@ -104,7 +104,7 @@ def dimension(text: str) -> tuple[str, int]:
 def _candidates(
     parser: Parser, options: argparse.Namespace, rest: Sequence[str]
 ) -> tuple[dict[str, Any], Sequence[torch.Tensor]]:  # fmt: skip
-    """Open all that is named, and choose the inputs: those of the first model, else random ones for the first program."""
+    """Open all candidates, and choose the example inputs."""
     from arclight.deploy import Program
     from arclight.deploy.capture import as_inputs
 
@@ -141,7 +141,7 @@ def _deployment(parser: Parser, options: argparse.Namespace, source: str, rest: 
 
 
 def _check_alike(programs: Sequence[Program]) -> None:
-    """Raise UsageError where two programs do not take the same inputs."""
+    """Raise UsageError if two programs do not take the same inputs."""
     for other in programs[1:]:
         first, second = programs[0].inputs, other.inputs
         if len(first) != len(second) or not all(a.fits(b, named=False) for a, b in zip(first, second)):
@@ -154,7 +154,9 @@ def _check_alike(programs: Sequence[Program]) -> None:
 def random_inputs(
     program: Program, batch: int, size: int | None, sizes: Mapping[str, int] | None = None, values: int | None = None
 ) -> list[torch.Tensor]:
-    """Return inputs that ``program`` takes: numbers in [0, 1), integers below ``values``; the first dimension is the batch.
+    """Return random inputs of ``program``: numbers in [0, 1), integers below ``values``.
+
+    The first dimension is the batch.
 
     sizes: of dynamic dimensions by name; ``size`` is that of all others. Of a language program tokens are of its vocabulary, none of them
     padding, behind `PAST` others. Raises UsageError for dimensions and types that are not known.
@@ -195,7 +197,7 @@ def random_inputs(
 
 
 def _named_shape(spec: TensorSpec, language: bool) -> Sequence[int | str]:
-    """Return the sizes of an input; those of a language program by the names that they have in one file, too, which does not keep them."""
+    """Return the sizes of an input, named for a language program."""
     places = {1: "time"} if spec.name == "tokens" else {2: "past"}
     if not language or spec.name == "padding":
         return spec.shape

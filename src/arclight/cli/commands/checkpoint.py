@@ -1,4 +1,4 @@
-"""``arclight checkpoint``: look into checkpoints, check them, convert them; and look after the rounds of federated runs."""
+"""``arclight checkpoint``: inspect, verify and convert checkpoints, and federated rounds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def inspect(options: Namespace) -> int:
 
 
 def _checkpoint(place: str) -> str:
-    """Return the checkpoint or address ``place``, or the best checkpoint of the run in the folder ``place``."""
+    """Return the checkpoint or address ``place``, or the best checkpoint of a run's folder."""
     return place if "://" in place else str(checkpoint_of(Path(place)))
 
 

@@ -232,7 +232,7 @@ _MAX_FREQUENT = 8  # tokens that are shown of a source
 
 @contextmanager
 def _reader(corpus: str) -> Iterator[BlockReader | None]:
-    """Make what reads a corpus at an address, through a folder that is deleted afterwards; None for one on disk."""
+    """Open a reader for a corpus at an address, with a temporary cache; None for one on disk."""
     from arclight.data.remote.block_reader import BlockReader
     from arclight.data.remote.ranges import is_address
 
@@ -244,7 +244,7 @@ def _reader(corpus: str) -> Iterator[BlockReader | None]:
 
 
 def _token_names(corpus: str, reader: BlockReader | None) -> list[str]:
-    """Return the tokens of a corpus, or of the one that a split is of; none where its tokenizer is gone."""
+    """Return the token names of a corpus or its split; empty if the tokenizer is missing."""
     from arclight.text.data.corpus import open_tokenizer
     from arclight.text.data.tokenizer import Tokenizer
 
@@ -260,7 +260,7 @@ def _token_names(corpus: str, reader: BlockReader | None) -> list[str]:
 
 
 def _counted(shards: Any, names: list[str]) -> dict[str, Any] | None:
-    """Return what is known of the frequencies of tokens, by source; None for a corpus of an older version."""
+    """Return the token frequencies by source; None for a corpus of an older version."""
     from arclight.data.unigrams import merge_counts, read_unigrams
 
     try:
@@ -336,7 +336,7 @@ def _tokenizer(options: Namespace, texts: Any) -> Tokenizer:
 
 
 def _refuse_existing(folder: Path) -> None:
-    """Before anything is read, which may take long."""
+    """Refuse an existing folder before anything is read, which may take long."""
     if folder.exists():
         raise FileExistsError(f"{folder} exists already: choose another folder, or delete it first")
 

@@ -1,4 +1,6 @@
-"""``arclight data``: lint, import, export and split image data sets, generate payment-code scenes; `corpora` has the verbs for text.
+"""``arclight data``: lint, import, export and split image data sets, and draw scenes.
+
+The scenes are of payment codes; `corpora` has the verbs for text.
 
 `data` parses the options and calls the function of the verb, which returns the exit status; the work is done in ``arclight.vision.data``
 and `qris`. Names of verbs and options are public and stay.

@@ -1,4 +1,4 @@
-"""``arclight demo``: generate scenes, train a detector, export it as int8, read payment codes, find a fraud."""
+"""``arclight demo``: train a detector on scenes, export it as int8, and read payment codes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def recipe_for(data: Path, root: Path = Path("runs"), *, epochs: int = EPOCHS, s
 
 
 class Demo:
-    """The steps, in order; each says what it does and what came out."""
+    """Steps of the demo, in order; each prints what it does and what came out."""
 
     def __init__(self, root: Path, *, scenes: int, epochs: int, seed: int, console: Console) -> None:
         self.folder, self.root, self.scenes, self.epochs, self.seed = root / "demo", root, scenes, epochs, seed
@@ -101,7 +101,7 @@ class Demo:
         self.console.print(f"[dim]{minutes}:{seconds:02d}[/dim]  {escape(text)}", soft_wrap=True)
 
     def draw(self) -> Path:
-        """Scenes on disk; ones drawn before with the same settings are used again."""
+        """Draw scenes on disk, or reuse those of the same settings."""
         from rich.progress import Progress
 
         from arclight.vision.qris.scenes.generate import generate
@@ -161,7 +161,9 @@ class Demo:
         return results
 
     def scan(self, program: Program, data: Path) -> dict[str, int]:
-        """Count the codes of the held-out scenes that are read, and those that a reader told their corners can read.
+        """Count the codes of held-out scenes that are read, and those that are readable.
+
+        Readable are those that a reader can read that is told their corners.
 
         One process per processor reads: scenes are looked at one by one, so that nothing else keeps them all busy.
         """
@@ -189,7 +191,7 @@ class Demo:
         return dict(counts)
 
     def verify(self, program: Program) -> Path:
-        """Verify photos of four counters, two of them with a sticker over the code; write the page that shows the fraud."""
+        """Verify photos of four counters, two with a sticker over the code; write the page."""
         import cv2
         import numpy as np
 
@@ -268,7 +270,7 @@ class Demo:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Start processes whose algebra takes one thread: those of several hinder each other, six times as long in all."""
+    """Start processes with one thread for linear algebra each, as more would compete."""
     before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
     os.environ |= dict.fromkeys(before, "1")
     try:
@@ -292,7 +294,7 @@ def _open_reader(program: Path) -> None:
 
 
 def _read_scene(scene: tuple[Path, list[dict[str, Any]]]) -> dict[str, int]:
-    """Read one scene and compare with what it shows; the slow reader that is told corners tries what was missed."""
+    """Read one scene and compare with its codes; read missed ones by their corners."""
     import numpy as np
 
     from arclight.vision import qris
@@ -316,5 +318,5 @@ def _read_scene(scene: tuple[Path, list[dict[str, Any]]]) -> dict[str, int]:
 
 
 def command() -> str:
-    """Return how this program is called from here: its name if the shell finds it, else its path."""
+    """Return the command that calls this program: its name if on the path, else its path."""
     return "arclight" if shutil.which("arclight") else os.path.relpath(sys.argv[0])

@@ -1,4 +1,4 @@
-"""``arclight doctor``: report devices, threads, disk and packages of this machine, and what would be slow or fail.
+"""``arclight doctor``: report this machine's devices, threads, disk, packages and problems.
 
 Each section is a function that returns a table of facts; `advice` turns facts into remarks. Keys of ``--json`` are public.
 """
@@ -119,7 +119,7 @@ def cpu_line(name: str) -> str:
 
 
 def usable_cores() -> float:
-    """Return how many cores this process may use: those it is bound to, or fewer if its container has a quota."""
+    """Count the cores that this process may use, within its affinity and container quota."""
     from arclight.fabric.launchers import available_cores
 
     bound = available_cores()
@@ -163,7 +163,7 @@ def extras() -> dict[str, Any]:
 
 
 def requirements() -> list[str]:
-    """List what the installed distribution requires; nothing if the package runs from its sources."""
+    """List the installed distribution's requirements; empty when run from its sources."""
     try:
         return importlib.metadata.requires(distribution()) or []
     except importlib.metadata.PackageNotFoundError:
@@ -178,7 +178,7 @@ def version(package: str) -> str | None:
 
 
 def advice(facts: dict[str, Any]) -> list[str]:
-    """Return sentences about what is slow or impossible on this machine, and what to do about it."""
+    """Return advice on what is slow or impossible on this machine, one sentence each."""
     cpu, room = facts["cpu"], facts["room"]
     has = set(cpu["instruction sets"])
     remarks = []

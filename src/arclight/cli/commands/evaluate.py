@@ -1,4 +1,4 @@
-"""``arclight validate`` and ``arclight test``: evaluate a checkpoint on the data of its recipe."""
+"""``arclight validate`` and ``arclight test``: evaluate a checkpoint on its recipe's data."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def evaluate(stage: str, arguments: list[str]) -> None:
 def report_place(
     stage: str, options: argparse.Namespace, checkpoint: Path, recipe: Recipe, module: Module
 ) -> Path | None:
-    """Return where the page of a detector goes: where it was asked for, else into the checkpoint's run; None for no page.
+    """Return the path of a detector's page, by default in the checkpoint's run; or None.
+
+    None for no page.
 
     Raises UsageError for a page of something that is no detector, and for one whose numbers would take the place of another file.
     """
@@ -104,7 +106,7 @@ def _is_detector(module: Module) -> bool:
 
 
 def write_page(page: Path, module: Detector, stage: str, checkpoint: Path) -> None:
-    """Write the page of a detector that has just been evaluated, and its numbers beside it as JSON."""
+    """Write the page of a detector that was just evaluated, and its numbers as JSON."""
     from arclight.vision.results.validation_page import TIMED, write_validation
 
     records = module.results.records

@@ -1,4 +1,4 @@
-"""``arclight export`` and ``arclight quantize``: write a trained model as a program; one way for every kind of run.
+"""``arclight export`` and ``arclight quantize``: write a trained model as a program.
 
 What is named first (`opened`: a run, a checkpoint, a class) becomes a module and its data, and its deployment is what is shipped.
 """
@@ -144,7 +144,10 @@ def formats(text: str) -> str | list[str]:
 
 
 def _ship(parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quantization | None) -> None:
-    """Write the program that ``options`` ask for; UsageError or ExportError, before any work, for what cannot be written."""
+    """Write the program that ``options`` ask for.
+
+    Raises UsageError or ExportError, before any work, for what cannot be written.
+    """
     check_program_name(options.out, is_folder=options.format is not None)
     from arclight.deploy.deployment import configured, planned, ship
     from arclight.deploy.parity import parity_summary, speed_summary
@@ -183,7 +186,7 @@ def _ship(parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quant
 
 
 def _timed(program: Program) -> str:
-    """Say which formats were timed."""
+    """Describe the timed formats and the one that was kept."""
     times = program.metadata["fastest"]["wall_ms"]
     told = ", ".join(f"{form} {time:.2f} ms" for form, time in sorted(times.items(), key=lambda one: one[1]))
     return f"kept {program.format}, the fastest here on one thread: {told}"
@@ -293,7 +296,10 @@ def _language(path: Path, texts: str | None) -> tuple[Module, DataModule]:
 
 
 def run_of_own_module(place: Path) -> tuple[Path, str] | None:
-    """Return the run that ``place`` is, or is a checkpoint of, and the class that it trained, where that is one's own."""
+    """Return the run of ``place`` and the user's own class that it trained; None for others.
+
+    ``place``: the run, or a checkpoint of it.
+    """
     run = run_folder(place)
     if run is None or not (run / USER_CONFIG).is_file():
         return None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def names_program(words: list[str]) -> bool:
-    """Return True if the first word names the program of a language model, by what it says of itself: `Program.load` checks that."""
+    """Return True if the first word names a language model's program, by its metadata."""
     if not words or words[0].startswith("-"):
         return False
     path = Path(words[0])
@@ -33,7 +33,7 @@ def names_program(words: list[str]) -> bool:
 
 
 def _load(path: Path, trusted: list[str] | None) -> tuple[Decoder | Program, Tokenizer]:
-    """Load what generates text, a run or a program, and its tokenizer."""
+    """Load a text generator, of a run or a program, and its tokenizer."""
     from arclight.deploy.programs.folder import description
 
     if path.suffix == ".onnx" or description(path) is not None:
@@ -49,7 +49,7 @@ def _load(path: Path, trusted: list[str] | None) -> tuple[Decoder | Program, Tok
 
 
 def predict(arguments: list[str]) -> None:
-    """Let a trained model go on with texts, shown as they are written."""
+    """Continue texts with a trained model, printing tokens as they are generated."""
     parser = Parser(prog="arclight predict", description="Generate text with a language model.")
     parser.add_argument(
         "run",

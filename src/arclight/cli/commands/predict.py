@@ -1,4 +1,4 @@
-"""``arclight predict``: run a detector or an exported program on images, videos, cameras and streams."""
+"""``arclight predict``: run a detector or program on images, videos, cameras and streams."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def predict(arguments: list[str]) -> int:
 def predictions(
     source: ImageSource, detect: Detect, batch: int, follow: Follow, surely: float = 0.0
 ) -> Iterator[Prediction]:
-    """Detect in the images of a source, ``batch`` at a time, name and follow what was found; holds one batch in memory.
+    """Detect in the images of a source, ``batch`` at a time, and track what was found.
 
     What is less confident than ``surely`` is a candidate only.
     """
@@ -116,7 +116,7 @@ def predictions(
 
 
 class TrackCounting:
-    """Tracks objects and counts them at lines and in zones, if that was asked for: anew in each video."""
+    """Tracker that also counts objects at lines and in zones, from zero in each video."""
 
     def __init__(self, tracker: str | None, lines: list[Points], zones: list[Points]) -> None:
         self.tracker, self.lines, self.zones = tracker, lines, zones
@@ -124,7 +124,10 @@ class TrackCounting:
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> TrackCounting:
-        """Raises UsageError for lines and zones that are none, or where nothing tracks."""
+        """Build from options.
+
+        Raises UsageError for invalid lines and zones, or without a tracker.
+        """
         lines, zones = options.count_line or [], options.count_zone or []
         if (lines or zones) and options.track is None:
             raise UsageError("only tracked objects are counted: give --track bytetrack or --track ocsort, too")
@@ -141,7 +144,7 @@ class TrackCounting:
         return (*map(LineCount, self.lines), *map(ZoneCount, self.zones))
 
     def start(self, confidence: float) -> Follow:
-        """Return what follows the objects of each frame; ``confidence`` may begin a track."""
+        """Return a function that tracks and counts objects; ``confidence`` starts a track."""
         if (name := self.tracker) is None:
             return lambda frame, found: (found, ())
         from arclight.vision.tracking.tracks import Trackers, make_tracker
@@ -159,7 +162,7 @@ class TrackCounting:
         return follow
 
     def summary(self) -> Iterator[str]:
-        """Lines of text that say what was counted."""
+        """Yield lines of text with the counts."""
         for place, counts in self.counts.items():
             kinds = [f"line {n + 1}" for n in range(len(self.lines))] + [
                 f"zone {n + 1}" for n in range(len(self.zones))
@@ -326,7 +329,9 @@ def _points(text: str) -> Points:
 
 
 def doubt_of(options: argparse.Namespace) -> tuple[float | None, dict[str, float] | None]:
-    """Return how doubtful boxes are wanted, if they are, and the threshold of each class above which they are labels.
+    """Return the floor for doubtful boxes, if wanted, and each class's label threshold.
+
+    Boxes above a class's threshold are labels.
 
     Raises UsageError where there are no thresholds, or doubtful boxes would become tracks.
     """
@@ -357,7 +362,10 @@ def doubt_of(options: argparse.Namespace) -> tuple[float | None, dict[str, float
 
 
 def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float, list[str]]:
-    """Make what finds objects in images, of programs and runs; say which words name images, the confidence of tracks, and classes."""
+    """Build the detector of programs and runs.
+
+    Also returns the words that name images, the confidence of tracks, and the classes.
+    """
     from arclight.vision.boxes import MAX_DET, TOP_K
 
     given = {
@@ -393,7 +401,7 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float, list[
 
 @dataclasses.dataclass(frozen=True)
 class _Member:
-    """One model: what predicts, the head of its network, the classes that it knows, and its confidence threshold."""
+    """Model with its network's head, its classes, and its confidence threshold."""
 
     detect: Detect
     head: str
@@ -402,7 +410,7 @@ class _Member:
 
 
 def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
-    """Raise UsageError for what was asked for and a classifier, a segmenter, a pose estimator or an oriented detector cannot do."""
+    """Raise UsageError for options that a network's head does not support."""
     again = {"--slice": options.slice is not None, "--augment": options.augment, "several runs": len(members) > 1}
     boxes = {
         "--classes": options.classes is not None, "--save-crop": options.save_crop is not None, "--track": options.track is not None,
@@ -419,7 +427,7 @@ def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
 
 
 def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:
-    """Bring several detectors together, and look at copies and slices of the images, as far as that was asked for."""
+    """Combine detectors, augmentation and slicing, as far as these are asked for."""
     from arclight.vision.inference.fusion import ensemble
     from arclight.vision.inference.slicing import sliced
     from arclight.vision.inference.test_time import augmented
@@ -434,7 +442,9 @@ def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:
 
 
 def _wanted(options: argparse.Namespace, processing: Any, head: str) -> tuple[Any, float]:
-    """Return the processing with the doubtful boxes, too, that a tracker or a labeller wants, and the threshold without them.
+    """Return processing with the doubtful boxes for a tracker or labeller, and the threshold.
+
+    The threshold is the one without them.
 
     A classifier finds no boxes: its processing stays, without a threshold.
     """

@@ -1,4 +1,4 @@
-"""``arclight run``: start a script that uses Fabric in several processes, without a change in the script."""
+"""``arclight run``: start a script that uses Fabric in several processes, unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SPAWNING = ("spawn", "fork", "notebook")
 
 
 def run(arguments: list[str]) -> None:
-    """Set what :class:`arclight.Fabric` reads (``LT_*``) and let torch's launcher start the processes."""
+    """Set the variables of :class:`arclight.Fabric` (``LT_*``) and start torch's launcher."""
     options = _parser().parse_args(arguments)
     if not Path(options.script).is_file():
         raise UsageError(f"{options.script} is not a file")
@@ -63,7 +63,7 @@ def _parser() -> Parser:
 
 
 def _local_processes(accelerator: str, devices: str) -> int:
-    """Processes on this node: one for each device."""
+    """Count the processes on this node, one for each device."""
     from arclight.fabric.accelerators import resolve_accelerator
 
     kind = resolve_accelerator(accelerator)

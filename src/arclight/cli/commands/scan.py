@@ -189,7 +189,7 @@ def verdicts(name: str, verification: Verification) -> RenderableType:
 
 
 def listing(name: str, codes: list[dict[str, Any]]) -> RenderableType:
-    """Show one image and its codes. Their text is a stranger's: it is shown as text, never as markup."""
+    """Show one image and its codes, whose text is untrusted and never read as markup."""
     from rich.text import Text
     from rich.tree import Tree
 
@@ -211,6 +211,6 @@ def listing(name: str, codes: list[dict[str, Any]]) -> RenderableType:
 
 
 def printable(value: Any) -> str:
-    """Text on one line and without control characters, which could command the terminal."""
+    """Return text on one line without control characters, which could command a terminal."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.splitlines()))

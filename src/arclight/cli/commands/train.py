@@ -54,7 +54,7 @@ def train(arguments: list[str]) -> None:
 
 
 def check_task_of(recipe: Recipe, checkpoint: str | Path | None) -> None:
-    """Raise UsageError where the run that is resumed, if its recipe is there, has learned another task."""
+    """Raise UsageError if the resumed run has learned another task than the recipe's."""
     run = run_folder(Path(checkpoint)) if checkpoint not in (None, "last") else None
     if run is None or not (run / RECIPE).is_file():
         return
@@ -75,11 +75,11 @@ class ChecksData(Protocol):
     """A task that can look through its data before a model is built."""
 
     def check_data(self) -> None:
-        """Log what is wrong with the data. Raises ValueError where they cannot be trained on."""
+        """Log what is wrong with the data. Raises ValueError if they cannot be trained on."""
 
 
 def check_data_of(recipe: Recipe) -> None:
-    """Let the task look through its data, in the first process; UsageError where they cannot be trained on."""
+    """Check the task's data in the first process; UsageError if it cannot be trained on."""
     from arclight.fabric.rank_zero import rank_zero_only
 
     if isinstance(recipe.task, ChecksData) and rank_zero_only.rank == 0:
@@ -90,7 +90,7 @@ def check_data_of(recipe: Recipe) -> None:
 
 
 def with_recipe_of_run(arguments: list[str]) -> list[str]:
-    """Put the recipe of the run first that ``--resume`` names, where no recipe is named."""
+    """Insert the recipe of the run that ``--resume`` names, if no recipe is named."""
     if not arguments or not arguments[0].startswith("-"):
         return arguments
     flags = [word.partition("=") for word in arguments]

@@ -1,4 +1,4 @@
-"""Open what is to be compared, and find what both are judged by: the hook of a module, or what a program says of itself."""
+"""Open the candidates of a comparison, and find the evaluation for both."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class Candidate:
 
 
 def open_candidate(parser: Parser, options: argparse.Namespace, source: str, rest: Sequence[str]) -> Candidate:
-    """Open a program, run, checkpoint, .pt file of YOLOv5, or ``package.module:Model``. Raises UsageError for something else."""
+    """Open a program, run, checkpoint, .pt file of YOLOv5, or ``package.module:Model``.
+
+    Raises UsageError for something else.
+    """
     place = Path(source)
     if is_program(place):
         return _of_program(source, options)
@@ -91,14 +94,17 @@ def _of_deployment(
 
 
 def cache_of(task: str | None, shapes: Sequence[tuple[Any, ...]]) -> list[tuple[Any, Any]] | None:
-    """Return heads and channels of each tensor of a cache; None for other tasks. shapes: those of a language model's inputs."""
+    """Return heads and channels of each tensor of a cache; None for other tasks.
+
+    shapes: those of a language model's inputs.
+    """
     from arclight.text.language_program import TASK
 
     return [(shape[1], shape[3]) for shape in shapes[2:] if len(shape) == 4] if task == TASK else None
 
 
 def vision_evaluation(module: Any, options: argparse.Namespace, source: str) -> Evaluation:
-    """Return what vision modules are judged by: the images that ``--data`` names, else those that it was trained on."""
+    """Return the evaluation of vision modules: images of ``--data``, or those trained on."""
     settings = module.settings.with_data(str(options.data or module.settings.data))
     if not settings.data.exists():
         raise UsageError(f"{settings.data}, which {source} was trained on, is not here: name images with --data")
@@ -112,7 +118,11 @@ def vision_evaluation(module: Any, options: argparse.Namespace, source: str) -> 
 
 
 def check_comparable(a: Candidate, b: Candidate) -> None:
-    """Raise UsageError for networks of different tasks, classes, tokenizers or caches, ComparisonError for programs of other inputs or outputs."""
+    """Raise UsageError or ComparisonError for candidates that cannot be compared.
+
+    UsageError for different tasks, classes, tokenizers or caches, ComparisonError for programs of other inputs or
+    outputs.
+    """
     from arclight.deploy.comparison import check_alike
 
     if a.task != b.task and None not in (a.task, b.task):
@@ -141,7 +151,10 @@ def check_comparable(a: Candidate, b: Candidate) -> None:
 def evaluation(
     parser: Parser, options: argparse.Namespace, rest: Sequence[str], a: Candidate, b: Candidate
 ) -> Evaluation:  # fmt: skip
-    """Return what both are judged by: A's or B's module, else ``--module``, else what programs of their task are. Raises UsageError for none."""
+    """Return the evaluation of both candidates; UsageError if there is none.
+
+    It is that of A's or B's module, else of ``--module``, else the one for programs of their task.
+    """
     from arclight.text.embedding_program import TASK as EMBEDDING
     from arclight.text.language_program import TASK, program_evaluation
     from arclight.vision.tasks.processing import PROGRAM_TASKS

@@ -1,4 +1,4 @@
-"""``arclight compare``: scores, outputs, worst samples, latency and size of two networks of one task; status 1 beyond a bound."""
+"""``arclight compare``: compare scores, outputs, latency and size; status 1 beyond a bound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from arclight.cli.style import working
 
 
 def compare(arguments: list[str]) -> int:
-    """Compare; 1 if B is beyond a bound."""
+    """Compare two candidates; return 1 if B is beyond a bound."""
     from arclight.deploy.comparison import Bounds
 
     parser = _parser()

@@ -1,4 +1,4 @@
-"""Compare two detectors on one data set: scores with intervals, errors, images, a page; beside outputs, latency and size."""
+"""Compare two detectors on one data set: scores with intervals, errors and images."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def compare_detectors(
 
 
 def _data(options: argparse.Namespace, a: Candidate, b: Candidate) -> str:
-    """Return the data.yaml that is named, or that A or B was trained on. Raises UsageError for none."""
+    """Return the data.yaml that is named, or that A or B was trained on.
+
+    Raises UsageError for none.
+    """
     if options.data is not None:
         return str(options.data)
     for module in (a.module, b.module):
@@ -75,7 +78,7 @@ def _data(options: argparse.Namespace, a: Candidate, b: Candidate) -> str:
 
 
 def finder(candidate: Candidate) -> Finder:
-    """Return a detector as images are run through it: a module's on the GPU, where there is one."""
+    """Return a detector that runs on images: a module's on the GPU, if there is one."""
     from arclight.vision.results.analysis import stage_times
 
     module = candidate.module
@@ -105,7 +108,10 @@ def compared(
     finders: tuple[Finder, Finder],
     sides: tuple[Evaluated, Evaluated],
 ) -> Networks:
-    """Compare outputs, latency and size of the networks; of other input or output shapes, latency and size alone."""
+    """Compare outputs, latency and size of the networks.
+
+    With other input or output shapes, latency and size alone.
+    """
     from arclight.deploy import compare
     from arclight.deploy.comparison import Comparison as Networks
 
@@ -146,7 +152,10 @@ def _alike(candidates: tuple[Candidate, Candidate], finders: tuple[Finder, Finde
 
 
 def measured(a: Finder, b: Finder, options: argparse.Namespace) -> tuple[Comparison, Evaluated, Evaluated]:
-    """Run both on the images of a split. Raises UsageError where these have other classes, or none can be read."""
+    """Evaluate both on the images of a split.
+
+    Raises UsageError if these have other classes, or none can be read.
+    """
     from arclight.vision.data.data_yaml import read_data_yaml
     from arclight.vision.results.comparison import Evaluated, compare
 

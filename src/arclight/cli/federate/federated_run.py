@@ -1,4 +1,6 @@
-"""Run a federated recipe: ``arclight federate RECIPE`` in one process; ``arclight federate serve`` uses the same `open_run`.
+"""Run a federated recipe in one process: ``arclight federate RECIPE``.
+
+``arclight federate serve`` uses the same `open_run`.
 
 `federate` dispatches to the other verbs; `run_here` runs server and clients. Everything that a run leaves in its folder is written
 here or by the `ServerRun`, and ``--resume`` must find what older versions left.
@@ -254,7 +256,7 @@ class RoundLogging:
 
     @contextmanager
     def opened(self, history: History, recipe: dict[str, Any]) -> Iterator[None]:
-        """Log what is observed inside the block; rounds that ``history`` has already are not logged again."""
+        """Log what is observed inside the block, except rounds that ``history`` has already."""
         steps = max((round.clock for round in history.rounds), default=0)
         self._call("the recipe could not be logged", lambda logger: logger.log_hyperparams(recipe))
         self._call(f"logging could not go on from step {steps}", lambda logger: logger.resume(steps))
@@ -299,7 +301,7 @@ _Calls = queue.SimpleQueue[tuple[str, Callable[["Logger"], None]] | None]
 
 
 def _log_until_end(logger: Logger, calls: _Calls) -> None:
-    """Make the calls of one logger, until there is None."""
+    """Run the queued calls of one logger, until None ends the queue."""
     while (call := calls.get()) is not None:
         what, make = call
         try:
@@ -381,7 +383,7 @@ def describe_node_folder(node: Path) -> str:
 
 
 def report_failure(folder: RunFolder, options: Namespace, why: str) -> None:
-    """Write the report of a failed run; an error in that is only logged, so that it does not hide ``why``."""
+    """Write the report of a failed run, and log any error in that."""
     from arclight.cli.federate.run_report import federated_report
     from arclight.federated.coordination.run_database import RunDatabaseError
     from arclight.federated.rounds.history import read_rounds
@@ -434,7 +436,7 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
 
 
 def is_unfinished(folder: RunFolder) -> bool:
-    """Return True if a run was started and has not ended: it was killed or interrupted, or is running."""
+    """Return True if a run was started and has not ended."""
     from arclight.federated.coordination.records import RunEnded, RunOpened
     from arclight.federated.coordination.run_database import RunDatabaseError, read_journal
     from arclight.federated.coordination.run_state import StateSaved

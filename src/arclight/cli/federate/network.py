@@ -369,7 +369,10 @@ _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with, not listened at
 
 
 def listen_on(where: Listening) -> socket.socket:
-    """Listen at the address of a server. Raises UsageError for one that cannot be had, before the run has a folder."""
+    """Listen at the address of a server.
+
+    Raises UsageError if that fails, before the run has a folder.
+    """
     from arclight.fabric.serving.listening import AddressError
     from arclight.federated.transports.http_server import listen
 

@@ -44,7 +44,9 @@ class _OpenRound:
 
 
 class Progress:
-    """Print the records of a `Server` (`observe`) and nodes' heartbeats (`observe_heartbeat`). Use as a context.
+    """Print the records of a `Server` and its nodes' heartbeats. Use as a context.
+
+    Pass it as `observe` and `observe_heartbeat`.
 
     A terminal has one line that is redrawn, with every client's steps; everything else is printed once.
     """

@@ -1,4 +1,4 @@
-"""Define the recipe of a federated run: a training run's settings, its clients and their data."""
+"""Define a federated run's recipe: training settings, clients and their data."""
 
 from __future__ import annotations
 

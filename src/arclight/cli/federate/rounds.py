@@ -1,4 +1,4 @@
-"""Manage the rounds of a federated run: ``arclight checkpoint rounds|validate|edit|fork|prune``.
+"""Manage a federated run's rounds: ``arclight checkpoint rounds|validate|edit|fork|prune``.
 
 `arclight.cli.commands.checkpoint` adds these verbs to its parser, and calls `inspect` for a run's folder; the functions of
 `arclight.federated.rounds.tools` do the work. Verbs and options are public.

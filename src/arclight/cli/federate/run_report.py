@@ -30,7 +30,7 @@ _NORMALIZED = "unigram_normalized_loss"
 
 
 def report(arguments: list[str]) -> None:
-    """Write the report and ``metrics.csv`` of a run again, or of one under way: ``arclight federate report``."""
+    """Rewrite a run's report and ``metrics.csv``: ``arclight federate report``."""
     parser = Parser(
         prog="arclight federate report", description="Write the report and metrics.csv of a federated run again."
     )
@@ -154,7 +154,7 @@ def headline(
 
 
 def learning(curves: Mapping[str, Sequence[Point]], central: Mapping[str, Sequence[Point]], place: str) -> str:
-    """Draw each metric over the run's steps, with the centralised run's where that has it."""
+    """Draw each metric over the run's steps, with the centralised run's if it has it."""
     charts = []
     for name in sorted(curves, key=lambda name: (name != _BEST, not name.startswith("val/"), name)):
         series = [line(name, curves[name], 0, label="federated")]
@@ -374,7 +374,7 @@ def excluded_updates(rounds: Sequence[Round]) -> str:
 def bars_figure(
     title: str, rounds: Sequence[int], stacks: Sequence[Stack], format_value: Callable[[float], str]
 ) -> str:
-    """Return a figure with a bar for each round and the mean of all; an empty string if there is nothing to show."""
+    """Return a figure with a bar for each round and the mean; "" if there is nothing to show."""
     drawing = stacked_bars([str(number) for number in rounds], stacks, format_value, label=title, x_name="round")
     if not drawing:
         return ""

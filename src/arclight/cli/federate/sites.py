@@ -83,7 +83,7 @@ def recipe_at_site(recipe: FederatedRecipe, number: int) -> FederatedRecipe:
 
 
 def check_division(recipe: FederatedRecipe, or_else: str = "") -> None:
-    """Raise UsageError where the task's data cannot be divided among all sites.
+    """Raise UsageError if the task's data cannot be divided among all sites.
 
     or_else: ends the message.
 
@@ -101,7 +101,10 @@ def check_division(recipe: FederatedRecipe, or_else: str = "") -> None:
 
 
 def check_vocabularies(recipe: FederatedRecipe, sites: Mapping[str, FederatedRecipe]) -> None:
-    """Raise UsageError where texts of sites are not in the vocabulary that they must have. sites: recipes by client."""
+    """Raise UsageError if the sites' texts do not match the required vocabulary.
+
+    sites: recipes by client.
+    """
     from arclight.federated.masks.settings import matches
 
     check = getattr(recipe.task, "check_vocabularies", None)
@@ -120,7 +123,7 @@ def check_vocabularies(recipe: FederatedRecipe, sites: Mapping[str, FederatedRec
 
 
 def check_masks(recipe: FederatedRecipe) -> None:
-    """Raise UsageError for masks that do not fit the model, where the task tells its weights before anything is read or built."""
+    """Raise UsageError for masks that do not fit the model, before anything is built."""
     from arclight.federated.errors import SettingsError
     from arclight.federated.masks.settings import Masks
     from arclight.federated.masks.transfer_mask import MODEL, ServerMasks
@@ -138,7 +141,7 @@ def check_masks(recipe: FederatedRecipe) -> None:
 
 
 def with_vocabulary(recipe: FederatedRecipe) -> FederatedRecipe:
-    """Return the recipe with the vocabulary that all sites must have, unless they may have their own."""
+    """Return the recipe with the vocabulary of all sites, unless they may have their own."""
     pinned = getattr(recipe.task, "with_vocabulary", None)
     own = recipe.federation.masks.personal_from == "client"
     if own or isinstance(recipe.task, Imported) or not callable(pinned):
@@ -248,7 +251,7 @@ class ServerEvaluation:
         return measured.samples, measured.metrics
 
     def keep(self, weights: Mapping[str, torch.Tensor], steps: int) -> Path:
-        """Write ``weights`` into the run's checkpoints, from where every other verb goes on."""
+        """Write ``weights`` into the run's checkpoints, which every other verb reads."""
         from arclight.trainer.checkpoint.named_state import load_parameters
 
         trainer = self._fit_nothing()

@@ -1,4 +1,4 @@
-"""``arclight plan package.module:Model``: find the fastest pipeline of any model that fits in memory.
+"""``arclight plan package.module:Model``: find the fastest pipeline that fits in memory.
 
 One forward (a Module's training step) is captured, the costs of its calls are predicted, or measured if asked for, and every
 schedule is simulated with them.
@@ -60,7 +60,7 @@ class PlannedModel:
 
 
 def plan_model(arguments: Sequence[str]) -> int:
-    """Do what ``arclight plan package.module:Model`` says."""
+    """Run ``arclight plan package.module:Model``."""
     parser = _parser()
     if any(word in ("-h", "--help") for word in arguments):
         print(parser.format_help().rstrip())
@@ -166,7 +166,7 @@ def _subject(target: str, options: argparse.Namespace, flags: Sequence[str]) -> 
 def _builders(
     found: Any, target: str, options: argparse.Namespace, flags: Sequence[str]
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-    """Give the functions that build the model and its data."""
+    """Return the functions that build the model and its data."""
     if not isinstance(found, type):
         if flags:
             raise UsageError(f"{flags[0]} is no option, and {target} is a function, which is called without arguments")
@@ -185,7 +185,10 @@ def _first_batch(module: Any, data: Any) -> Any:
 
 
 def _costs(subject: PlannedModel, device: Hardware, measured: bool) -> tuple[tuple[ModelCosts, ...], CallGraph]:
-    """Return costs of micro-batches of the example and of half of it, by which costs for any size follow; and the parts."""
+    """Return costs of micro-batches of the example and of half of it, and the call graph.
+
+    Costs for any size follow from these two.
+    """
     from arclight.parallel.pipeline.call_graph import arguments_of, samples_of
     from arclight.parallel.pipeline.cost.measure import measure, predict
     from arclight.parallel.pipeline.splitting.capture import capture_call_graph
@@ -248,7 +251,7 @@ def _fixed(word: str) -> tuple[str, Any]:
 
 
 def as_json(subject: PlannedModel, costs: ModelCosts, choice: Choice) -> dict[str, Any]:
-    """Everything that was found, in bytes and seconds."""
+    """Return the results as JSON, in bytes and seconds."""
     return {
         "model": subject.name,
         "parameters": subject.parameters,
@@ -344,7 +347,7 @@ def _processes(best: EvaluatedPlan, limit: float) -> Table:
 
 
 def _time(best: EvaluatedPlan) -> Table:
-    """Seconds of a step by cause, of a process on average."""
+    """Tabulate the seconds of a step by cause, averaged over processes."""
     table = table_of("\nWhere a step's time goes", "", "", "")
     table.columns[2].justify = "left"
     causes = idle(best.prediction)

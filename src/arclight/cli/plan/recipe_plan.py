@@ -1,4 +1,4 @@
-"""``arclight plan``: predict how a recipe runs on many GPUs, without having them, and choose a plan."""
+"""``arclight plan``: predict how a recipe runs on many GPUs, and choose a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def plan(arguments: list[str]) -> int:
-    """Search, show, and write what was asked for."""
+    """Search for a plan, and print and write the results."""
     if names_target(arguments):
         from arclight.cli.plan.model import plan_model
 
@@ -67,7 +67,10 @@ def plan(arguments: list[str]) -> int:
 
 
 def _verified(task: LanguageTask, best: Estimate) -> bool:
-    """Build the best plan's processes at its real size, say in a line what came out, and whether it is what was predicted."""
+    """Build the best plan's shares at their real size and print the result.
+
+    Returns True if memory is as predicted.
+    """
     from arclight.cli.plan.verification import line, verify
     from arclight.text.workload import fields
 
@@ -159,7 +162,7 @@ def _workload(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpu
 
 
 def _vocabulary(task: LanguageTask) -> int | None:
-    """Ids of the tokenizer, where the recipe does not give the model's."""
+    """Return the tokenizer's vocabulary size, unless the recipe gives the model's."""
     from arclight.text.data.data_module import TextDataModule
 
     return None if "vocab_size" in task.overrides else TextDataModule(task.data).vocab_size
@@ -205,7 +208,7 @@ def _fixed(word: str) -> tuple[str, Any]:
 
 
 def as_json(chain: Chain, device: Hardware, found: SearchResult) -> dict[str, Any]:
-    """Everything that was found, in bytes and seconds."""
+    """Return the results as JSON, in bytes and seconds."""
     return {
         "device": dataclasses.asdict(device),
         "parameters": chain.parameters_in_all,
@@ -229,13 +232,16 @@ def _plan_as_json(one: Estimate) -> dict[str, Any]:
 
 
 def _require_free(path: Path) -> None:
-    """Raise UsageError where there is a file already."""
+    """Raise UsageError if the file exists already."""
     if path.exists():
         raise UsageError(f"{path} already exists: name another file, or remove it")
 
 
 def write(recipe: Recipe, best: Estimate, options: argparse.Namespace) -> None:
-    """Write the recipe with ``best`` as its plan, and batches that make the same step. Never over a file that is there."""
+    """Write the recipe with ``best`` as its plan, and batches that make the same step.
+
+    Raises an error for a file that exists.
+    """
     from arclight.recipe import write as text_of
     from arclight.text.workload import with_batches
 

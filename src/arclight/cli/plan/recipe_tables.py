@@ -31,7 +31,7 @@ REASONS = 12
 
 
 def show(chain: Chain, device: Hardware, limits: Limits, found: SearchResult) -> None:
-    """Print the answer of a search."""
+    """Print the results of a search."""
     console, best = console_of(), found.best[0]
     console.print(Text.assemble(
         (f"{type(chain.model).__name__} of {short(chain.parameters_in_all)} parameters", "bold"),
@@ -81,7 +81,7 @@ def _plans(best: list[Estimate]) -> Table:
 
 
 def _memory(best: Estimate, limits: Limits) -> Table:
-    """Classes of memory at the first, the fullest and the last stage, with bars of the fullest."""
+    """Tabulate memory by class at the first, the fullest and the last stage."""
     fullest = max(range(len(best.memory)), key=lambda stage: best.memory[stage].total)
     stages = sorted({0, fullest, len(best.memory) - 1})
     heads = [f"stage {stage + 1} of {len(best.memory)}" for stage in stages] if len(stages) > 1 else ["GiB"]
@@ -145,7 +145,7 @@ def _rejected(found: SearchResult) -> Table:
 
 
 def short(number: float) -> str:
-    """Three digits and a unit."""
+    """Format a number with three digits and a unit."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"

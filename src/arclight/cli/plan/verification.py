@@ -1,4 +1,4 @@
-"""Compare the predicted share of a process with what `parallelize` makes at the plan's real size.
+"""Compare predicted shares of processes with what `parallelize` makes at real size.
 
 Each rank that is looked at is a process of its own (``python -m arclight.cli.plan.verification``) in a group of the plan's size whose
 exchanges are not carried out (torch's backend "fake"), with the model on the meta device: shapes are real, memory is not taken.
@@ -33,7 +33,10 @@ class Share:
 
 
 def verify(best: Estimate, model: str, overrides: dict[str, Any]) -> list[Share]:
-    """Return the first, a middle and the last rank of the plan. Raises RuntimeError where a process of theirs fails, with what it said."""
+    """Verify the first, a middle and the last rank of the plan.
+
+    Raises RuntimeError if one of their processes fails, with what it printed.
+    """
     size = best.plan.world_size
     return [_share(best, rank, model, overrides) for rank in sorted({0, size // 2, size - 1})]
 

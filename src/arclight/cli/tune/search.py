@@ -1,4 +1,4 @@
-"""``arclight tune``: run trials until the budget is spent, several at a time, and write the best recipe and a page of the search."""
+"""``arclight tune``: run trials until the budget is spent, and write the best recipe."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _seconds(text: str) -> float:
 
 
 def user_options(parser: Parser, model: type, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options of a search over a user's own module; its help lists the constructors' arguments."""
+    """Parse the options of a search over a user's own module."""
     from arclight.cli.user_run import user_help
 
     words_without_help = [word for word in words if word not in ("-h", "--help")]
@@ -159,7 +159,7 @@ def begin(run: Any, subject: TunedRun, options: argparse.Namespace) -> tuple[Sea
 
 
 def goal(run: Any, options: argparse.Namespace) -> tuple[str, str]:
-    """Return the value to improve and its mode. Raises UsageError where nothing names it."""
+    """Return the value to improve and its mode. Raises UsageError if nothing names it."""
     from arclight.trainer.run.curves import mode_of
 
     known = {part.monitor: part.mode for part in (run.stopping, run.checkpoint) if part is not None and part.monitor}
@@ -186,7 +186,10 @@ def next_search(parent: Path) -> Path:
 
 
 def agree_with_study(search: Search, own: dict[str, Any] | None) -> None:
-    """Note in the study what it searches; its first trial has the recipe's ``own`` values. Raises UsageError for another search."""
+    """Record in the study what it searches; UsageError if it is another search.
+
+    Its first trial has the recipe's ``own`` values.
+    """
     from arclight.cli.tune import study as studies
 
     study = search.open()
@@ -207,7 +210,10 @@ def agree_with_study(search: Search, own: dict[str, Any] | None) -> None:
 
 
 def agree_with_folder(search: Search) -> None:
-    """Check that the database still has the search of the folder, with its ranges. Raises UsageError if not."""
+    """Check that the database has the search of the folder, with its ranges.
+
+    Raises UsageError if not.
+    """
     from arclight.cli.tune import study as studies
 
     study = search.open()
@@ -228,7 +234,7 @@ def _described(search: Search) -> dict[str, Any]:
 
 
 def _difference(search: Search, study: Any) -> str:
-    """Say in which way a study searches something else; empty where it does not."""
+    """Describe how a study's search differs; "" if it does not."""
     before, here = study.user_attrs["search"], _described(search)
     for name in ("monitor", "mode"):
         if before.get(name) != here[name]:
@@ -241,7 +247,7 @@ def _difference(search: Search, study: Any) -> str:
 
 
 def warn_of_other_recipe(search: Search, study: Any) -> None:
-    """Warn of fields that other trials of the study have, or had, other values of: objectives do not compare then."""
+    """Warn of fields in which the study's other trials differ, as objectives do not compare."""
     kept = study.user_attrs.get(OF_RECIPE)  # missing in searches of earlier versions
     there, here = (_fields(text) for text in (kept or search.subject.text, search.subject.text))
     names = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
@@ -342,7 +348,10 @@ def run_search(search: Search, limits: dict[str, Any]) -> None:
 
 
 def run_trials(search: Search, study: Any, budget: int, deadline: float, look: Callable[[], None]) -> None:
-    """Keep ``search.jobs`` trials running until ``budget`` have ended; ``look`` is called whenever one has."""
+    """Keep ``search.jobs`` trials running until ``budget`` have ended.
+
+    ``look`` is called whenever one has.
+    """
     from arclight.cli.tune import study as studies
     from arclight.cli.tune.trial import TrialProcess, run_trial
 
@@ -389,7 +398,7 @@ def _elsewhere(study: Any, own: Sequence[list[str | int]]) -> int:
 
 
 class Watch:
-    """Says what became of each trial, and keeps the best settings and the page of the search."""
+    """Report each trial's outcome; write the best settings and the page of the search."""
 
     def __init__(self, search: Search, study: Any) -> None:
         from arclight.cli.tune import study as studies
@@ -399,7 +408,10 @@ class Watch:
         self._warned = False
 
     def report_ended(self) -> None:
-        """Report trials that have ended since. Raises UsageError where the first ones have all failed."""
+        """Report trials that have ended since.
+
+        Raises UsageError if the first ones have all failed.
+        """
         from arclight.cli.tune import study as studies
 
         ended = studies.finished(self._study)
@@ -412,7 +424,7 @@ class Watch:
             raise UsageError(f"the first {len(ended)} trials have all failed. {self.first_error()}")
 
     def keep(self) -> None:
-        """Write the best settings and the page; a full disk is a warning: the database has all that is in them."""
+        """Write the best settings and the page; only warn of a full disk."""
         from arclight.cli.tune import study as studies
         from arclight.cli.tune.search_report import write_search_report
 

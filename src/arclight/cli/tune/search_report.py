@@ -1,4 +1,4 @@
-"""Show a search as one page: its history, each parameter against the objective, importance, and all trials."""
+"""Show a search as a page: history, parameters, importance and all trials."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _parameter_chart(parameter: Parameter, search: Search, trials: Sequence[Any]
 
 
 def _choice_grid(parameter: Choice, y_axis: Axis, trials: Sequence[Any]) -> tuple[str, dict[int, float]]:
-    """Draw the axes of choices; also returns the place of each trial, those of one choice beside each other."""
+    """Draw the axes of choices; also return the position of each trial."""
     x_axis = Axis(0, len(parameter.options), LEFT, WIDTH - RIGHT)
     parts = []
     for value, text in zip(ticks := y_axis.ticks(5), tick_texts(ticks), strict=True):
@@ -129,7 +129,7 @@ def _choice_grid(parameter: Choice, y_axis: Axis, trials: Sequence[Any]) -> tupl
 
 
 def _objective_axis(trials: Sequence[Any]) -> Axis:
-    """Return the axis of values: logarithmic where one that diverged would hide all others."""
+    """Return the axis of values: logarithmic if one that diverged would hide all others."""
     values = [one.value for one in trials]
     log = min(values) > 0 and max(values) > 1000 * min(values)
     return Axis(*padded(min(values), max(values), log), HEIGHT - BOTTOM, TOP, log)
@@ -150,7 +150,10 @@ def _figure(name: str, label: str, body: str, keys: str = "", value: str = "") -
 
 
 def importance(study: Any, parameters: Sequence[Parameter]) -> str:
-    """Draw how much of the difference between good and other trials each parameter explains (PED-ANOVA, arXiv 2304.10255)."""
+    """Draw each parameter's importance: how much it tells good trials from others.
+
+    PED-ANOVA, arXiv 2304.10255.
+    """
     complete = study.get_trials(deepcopy=False, states=(studies.COMPLETE,))
     if len(complete) < FEWEST_FOR_IMPORTANCE or len({one.value for one in complete}) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""Read the search space: a range or choices for each field of a recipe, checked before anything is trained.
+"""Read the search space: ranges or choices for fields of a recipe, checked at once.
 
 `search` calls it before the first trial, `study` and the report use its `Range` and choices. The notation of ranges is public.
 """
@@ -48,14 +48,14 @@ class Range:
         return float(low + (high - low) // step * step)
 
     def distribution(self) -> Any:
-        """Return Optuna's form of it."""
+        """Return the range as Optuna's distribution."""
         made = require("optuna", extra="tune").distributions
         if self.integer:
             return made.IntDistribution(int(self.low), int(self.last), log=self.log, step=int(self.step or 1))
         return made.FloatDistribution(self.low, self.last, log=self.log, step=self.step)
 
     def suggest(self, trial: Any) -> float | int:
-        """Return the value that ``trial`` has of it."""
+        """Return the value that ``trial`` draws in the range."""
         if self.integer:
             drawn: int = trial.suggest_int(
                 self.field, int(self.low), int(self.last), log=self.log, step=int(self.step or 1)
@@ -108,7 +108,7 @@ Parameter = Range | Choice
 
 @dataclass(frozen=True)
 class TunedRun:
-    """The run that is tuned: a recipe, or a run of a user's own module, as TOML that reads back as it is."""
+    """Run that is tuned: a recipe, or a run of a user's own module, as TOML."""
 
     text: str
     target: str | None = None
@@ -134,7 +134,10 @@ class TunedRun:
 
 
 def parameters(subject: TunedRun, table: Mapping[str, Any] | None) -> list[Parameter]:
-    """Return the parameters that a run's table ``search`` describes. Raises UsageError with every problem."""
+    """Return the parameters of a run's table ``search``.
+
+    Raises UsageError with every problem.
+    """
     if not table:
         raise UsageError(
             "there is nothing to search: give --search.FIELD low:high, as in --search.task.optimizer.lr 1e-4:1e-2:log, "
@@ -178,13 +181,13 @@ def flags_of(parameters: Sequence[Parameter], values: Mapping[str, Any]) -> list
 
 
 def start(parameters: Sequence[Parameter], run: Any) -> dict[str, Any] | None:
-    """Return the values that ``run`` has itself; None where one of them is not in its range."""
+    """Return the values that ``run`` has itself; None if one of them is not in its range."""
     own = {parameter.field: parameter.value_of(_value(run, parameter.field.split("."))) for parameter in parameters}
     return None if None in own.values() else own
 
 
 def leaves(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values of nested tables, in the order in which TOML has them; a table's own name may be dotted too."""
+    """Yield dotted names and values of nested tables, in TOML's order."""
     for name, value in sorted(table.items(), key=lambda item: isinstance(item[1], Mapping)):
         place = (*path, name)
         if isinstance(value, Mapping):
@@ -253,7 +256,7 @@ def _built(subject: TunedRun, values: Mapping[str, str], problems: list[str]) ->
 
 
 def _of_search(problem: str) -> str:
-    """Say the fields' names as they are typed for a search."""
+    """Replace the fields' flags by those that are typed for a search."""
     return re.sub(r"--(?=\w)", "--search.", problem)
 
 
@@ -264,7 +267,7 @@ def _raise(problems: Sequence[str]) -> None:
 
 
 def _value(at: Any, path: Sequence[str]) -> Any:
-    """Return what a run has at a path; None where there is nothing."""
+    """Return what a run has at a path; None if there is nothing."""
     for name in path:
         if name == "kind" and dataclasses.is_dataclass(at) and not hasattr(at, "kind"):
             from arclight._intervals import kind_of
@@ -276,7 +279,7 @@ def _value(at: Any, path: Sequence[str]) -> Any:
 
 
 def _hint(at: Any, path: Sequence[str]) -> Any:
-    """Return the type of the field at a path; Any where nothing says it."""
+    """Return the type of the field at a path; Any if it has none."""
     holder, leaf = _value(at, path[:-1]), path[-1]
     if isinstance(holder, Imported):
         return arguments_of(imported(holder.target)).get(leaf, (Any, None))[0]

@@ -58,12 +58,12 @@ def cause(error: BaseException) -> str:
 
 
 class TrialStorage(optuna.storages.RDBStorage):  # type: ignore[name-defined]
-    """Optuna's database, in which a trial does not fail for a late heartbeat while its process on this machine is alive."""
+    """Optuna's database, with trials that live while their process on this machine does."""
 
     _missed = False
 
     def record_heartbeat(self, trial_id: int) -> None:
-        """Write a heartbeat; after an error of the database only warn, and try again at the next one."""
+        """Write a heartbeat; only warn of a database error, and try again at the next one."""
         try:
             super().record_heartbeat(trial_id)
             self._missed = False
@@ -79,7 +79,10 @@ class TrialStorage(optuna.storages.RDBStorage):  # type: ignore[name-defined]
 
 
 def open_study(url: str, name: str, mode: str, pruner: str = "none") -> Any:
-    """Open the study ``name`` in the database at ``url``, or create it. Raises UsageError if the database cannot be opened."""
+    """Open the study ``name`` in the database at ``url``, or create it.
+
+    Raises UsageError if the database cannot be opened.
+    """
     direction = "maximize" if mode == "max" else "minimize"
     if re.fullmatch(r"sqlite(\+\w+)?:/*|sqlite.*(:memory:|mode=memory).*", url):
         raise UsageError(
@@ -101,7 +104,7 @@ def open_study(url: str, name: str, mode: str, pruner: str = "none") -> Any:
 
 
 def _open_storage(url: str) -> TrialStorage:
-    """Open a database and create its tables; try again if another process creates them at the same moment."""
+    """Open a database and create its tables; retry if another process creates them too."""
     wait = {"connect_args": {"timeout": 120}} if url.startswith("sqlite:") else {}
     attempt = 0
     while True:
@@ -117,7 +120,7 @@ def _open_storage(url: str) -> TrialStorage:
 
 @contextmanager
 def _ignore_experimental_warnings() -> Iterator[None]:
-    """Ignore Optuna's warnings that heartbeats and parallel sampling may change in a later version."""
+    """Ignore Optuna's warnings that heartbeats and parallel sampling are experimental."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield
@@ -143,7 +146,7 @@ def _pruner(kind: str) -> Any:
 
 
 class TrialSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
-    """Sample each trial by a new sampler, whose random numbers depend only on the seed and the trial's place.
+    """Sampler that draws each trial by a new one, from the seed and the trial's place.
 
     A trial's place is the first that no earlier trial holds; killed trials hold none. So processes that draw at the same time draw
     different values, and a resumed search repeats the values of killed trials. Place 0 has the recipe's own values.
@@ -277,7 +280,10 @@ def _started(pid: int) -> str:
 
 
 def is_alive(process: Sequence[str | int]) -> bool:
-    """Return False for a process of this machine that has ended; True for other machines, where heartbeats decide."""
+    """Return False for a process of this machine that has ended, else True.
+
+    On other machines heartbeats decide.
+    """
     host, pid, started = process
     if host != socket.gethostname():
         return True
@@ -296,7 +302,7 @@ def _is_alive_here(process: Sequence[str | int] | None) -> bool:
 
 
 def fail_stale_trials(study: Any, own: Sequence[list[str | int]] = ()) -> int:
-    """Mark trials as failed whose process has died, or whose heartbeats have stopped; return how many.
+    """Mark trials as failed whose process died or is silent; return how many.
 
     own: processes whose trials the caller handles itself.
     """
@@ -324,7 +330,7 @@ def fail_stale_trials(study: Any, own: Sequence[list[str | int]] = ()) -> int:
 
 
 def _has_ended(trial: Any) -> bool:
-    """Return True for a trial whose process has ended; one without a recorded process was killed right at its start."""
+    """Return True for a trial whose process has ended."""
     process = trial.user_attrs.get(PROCESS)
     if process is not None:
         return not is_alive(process)
@@ -332,7 +338,7 @@ def _has_ended(trial: Any) -> bool:
 
 
 def fail(study: Any, trial: Any, **noted: Any) -> None:
-    """Mark a trial as failed and store ``noted`` attributes, unless another process has just ended it."""
+    """Mark a trial as failed and store attributes, unless another process has ended it."""
     try:
         for name, value in noted.items():
             study._storage.set_trial_user_attr(trial._trial_id, name, value)
@@ -347,7 +353,7 @@ def was_killed(trial: Any) -> bool:
 
 
 def finished(study: Any) -> list[Any]:
-    """Return the trials that count: complete, pruned, or failed by their own error; killed ones do not."""
+    """Return the trials that count: complete, pruned, or failed by their own error."""
     return [
         one
         for one in study.get_trials(deepcopy=False)

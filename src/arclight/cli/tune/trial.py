@@ -1,4 +1,4 @@
-"""Run one trial of a search: an ordinary run with the values that the sampler draws, in this process or in one of its own."""
+"""Run one trial of a search: an ordinary run with sampled values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class Search:
 
 
 def run_trial(search: Search, *, own_process: bool = False) -> None:
-    """Draw the values of a new trial, train with them, and tell the study how that went; an error ends the trial alone."""
+    """Train with a new trial's values, and report the outcome to the study.
+
+    An error ends the trial alone.
+    """
     study = search.open()
     study.sampler = studies.TrialSampler(study, search.sampler, search.seed, search.parameters, search.jobs > 1)
     begun: list[int] = []
@@ -105,7 +108,7 @@ def _train(search: Search, trial: Any, values: dict[str, Any], folder: Path) -> 
     record = RunRecord(text) if target is None else ConfigRecord(text, target)
 
     def loses(value: float, number: int) -> bool:
-        """Tell the study a value; True where it prunes the trial."""
+        """Report a value to the study; return True if it prunes the trial."""
         trial.report(value, number)
         return bool(trial.should_prune())
 
@@ -147,12 +150,12 @@ def _output_into(path: Path) -> Iterator[None]:
 
 
 def _beside(path: Path) -> Path:
-    """Return where a trial's output is written: the folder that keeps it belongs to the run, which makes it."""
+    """Return the path of a trial's output beside its folder, which the run makes."""
     return path.parent.with_name(f".{path.parent.name}.txt")
 
 
 def _keep_output(path: Path) -> None:
-    """Put the output of a trial that has ended into its folder, if it had any."""
+    """Move the output of a trial that has ended into its folder, if it had any."""
     if (written := _beside(path)).exists():
         path.parent.mkdir(exist_ok=True)
         written.replace(path)
@@ -174,7 +177,7 @@ class TrialProcess:
         return self.process.sentinel
 
     def close(self, study: Any) -> bool:
-        """Note the error of a trial whose process has ended without telling its outcome; returns whether it had begun one."""
+        """Record the error of a trial whose process ended early; return True if it had begun one."""
         self.process.join()
         own = [one for one in study.get_trials(deepcopy=False) if one.user_attrs.get(studies.PROCESS) == self.identity]
         for one in [one for one in own if one.state == studies.RUNNING]:
@@ -187,7 +190,7 @@ class TrialProcess:
         return bool(own)
 
     def stop(self) -> None:
-        """End the process as SIGTERM does, which lets a step be finished; after half a minute at once."""
+        """Terminate the process, which lets a step finish; kill it after half a minute."""
         self.process.terminate()
         self.process.join(30)
         if self.process.is_alive():
@@ -211,7 +214,7 @@ def _end_with(sentinel: int) -> None:
 
 
 def use_part_of_machine(slot: int, jobs: int) -> None:
-    """Leave the others their cores, and take one accelerator in turn, where there are several."""
+    """Limit a trial to its share of threads, and to one of several GPUs."""
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:
