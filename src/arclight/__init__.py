@@ -1,4 +1,6 @@
-"""Arclight carries a PyTorch model from its first batch to a deployed int8 program, at every scale.
+"""Train, scale, federate, quantize, export and serve PyTorch models.
+
+A model is carried from its first batch to a deployed int8 program, at every scale.
 
 The names that nearly every program uses are here; all others are in the rooms (``arclight.vision``, ...). Importing
 this package imports nothing else: each name is fetched when it is first used.

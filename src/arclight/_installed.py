@@ -9,12 +9,12 @@ NAME = "arclight-torch"
 
 
 def distribution() -> str:
-    """Return the name under which this package was installed: that of the distribution whose command it is."""
+    """Return the name of the installed distribution that has the ``arclight`` command."""
     commands = entry_points(group="console_scripts", name="arclight")
     names = [one.dist.name for one in commands if one.value == "arclight.cli:main" and one.dist is not None]
     return NAME if NAME in names or not names else names[0]
 
 
 def pip_install(*extras: str) -> str:
-    """Return the command that brings what ``extras`` need."""
+    """Return the pip command that installs what ``extras`` need."""
     return f'pip install "{distribution()}[{",".join(extras)}]"'

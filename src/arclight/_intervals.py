@@ -1,4 +1,4 @@
-"""Annotate numbers with intervals: one annotation is the check, the help text and the schema.
+"""Annotate numbers with intervals, for checks, help texts and schemas alike.
 
 ``lr: NonNegativeFloat = 0.1`` in a dataclass that inherits `Checked` is refused where it is negative, NaN or infinite, by a
 recipe and by Python alike, and reads ``number >= 0`` in the help. pydantic understands the same annotation.
@@ -22,7 +22,9 @@ from typing import Annotated, Any, TypeVar
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """Bounds of a number: ``ge`` and ``le`` belong to the interval, ``gt`` and ``lt`` do not. NaN is in none.
+    """Bounds of a number: ``ge`` and ``le`` are included, ``gt`` and ``lt`` are not.
+
+    NaN is in no interval.
 
     A bound of infinity that does not belong to it asks for finite numbers.
     """
@@ -44,7 +46,7 @@ class Interval:
         return not math.isnan(value) and all(getattr(operator, name)(value, bound) for name, bound in self._bounds())
 
     def __str__(self) -> str:
-        """Write it in mathematics' way: ``in [0, 1)``, ``>= 0``; empty if any finite number will do."""
+        """Format as ``in [0, 1)`` or ``>= 0``; empty if any finite number is allowed."""
         found = {name: bound for name, bound in self._bounds() if math.isfinite(bound)}
         signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
         if len(found) < 2:
@@ -75,7 +77,10 @@ ProperFraction = Annotated[float, Interval(ge=0, lt=1)]
 
 
 class Checked:
-    """Base of dataclasses whose fields' intervals are checked as they are made; raises ValueError for the first beyond its own."""
+    """Base class of dataclasses whose fields' intervals are checked.
+
+    Raises ValueError for the first field beyond its own.
+    """
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -85,7 +90,10 @@ T = TypeVar("T")
 
 
 def former_names(**renamed: str) -> Callable[[type[T]], type[T]]:
-    """Let a dataclass take fields under their former names too, with a warning: former name to the one of today."""
+    """Accept a dataclass's fields under their former names too, with a warning.
+
+    renamed: former name to the present one.
+    """
 
     def accept(cls: type[T]) -> type[T]:
         init = cls.__init__
@@ -110,19 +118,22 @@ def former_names(**renamed: str) -> Callable[[type[T]], type[T]]:
 
 
 def todays_name(cls: type, name: str) -> str:
-    """Return what a field that may be given under its former name is called today."""
+    """Return the present name of a field that may be given under its former one."""
     renamed: dict[str, str] = getattr(cls, "_former_names", {})
     return renamed.get(name, name)
 
 
 def former_table(settings: Any) -> dict[str, Any]:
-    """Return a dataclass's fields under their former names, for messages and digests that other releases read."""
+    """Return a dataclass's fields under their former names."""
     former = {today: name for name, today in getattr(type(settings), "_former_names", {}).items()}
     return {former.get(name, name): value for name, value in dataclasses.asdict(settings).items()}
 
 
 def former_values(**renamed: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Let a dataclass take former values of its fields, with a warning: by field, the former value to the one of today."""
+    """Accept former values of a dataclass's fields, with a warning.
+
+    renamed: by field, the former value to the present one.
+    """
 
     def accept(cls: type[T]) -> type[T]:
         init = cls.__init__
@@ -143,7 +154,7 @@ def former_values(**renamed: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
 
 
 def todays_value(cls: type, name: str, value: Any) -> Any:
-    """Return what a value that a field may be given under its former name is called today."""
+    """Return the present form of a field's value that may be given in its former one."""
     renamed: Mapping[str, Mapping[str, str]] = getattr(cls, "_former_values", {})
     return renamed.get(name, {}).get(value, value) if isinstance(value, str) else value
 
@@ -154,14 +165,14 @@ def renamed_value(place: str, former: str, today: str) -> str:
 
 
 def check_fields(settings: Any) -> None:
-    """Raise ValueError for the first field of a dataclass's instance that is beyond its interval."""
+    """Raise ValueError for the first field of a dataclass that is beyond its interval."""
     for name, hint in _bounded(type(settings)):  # type: ignore[arg-type]
         check(name, getattr(settings, name), hint)
 
 
 @functools.cache
 def _bounded(cls: type) -> list[tuple[str, Any]]:
-    """Fields with an interval in their types."""
+    """List the fields with an interval in their types."""
     hints: dict[str, Any] = {}
     for owner in reversed(cls.__mro__):
         with contextlib.suppress(NameError):  # a class of a user's may name types that only its type checker imports
@@ -179,13 +190,16 @@ def intervals(hint: Any) -> Iterator[Interval]:
 
 
 def check(name: str, value: Any, hint: Any) -> None:
-    """Raise ValueError, naming both, where the number or numbers in ``value`` are not in the intervals of the type ``hint``."""
+    """Raise ValueError if a number in ``value`` is not in the intervals of ``hint``."""
     if not fits(hint, value):
         raise ValueError(f"{name}: need {describe(hint)}, got {value!r}")
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Return whether the numbers in ``value`` are as the type ``hint`` has them; values of other types are not checked."""
+    """Return True if the numbers in ``value`` are as the type ``hint`` has them.
+
+    Values of other types are not checked.
+    """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         bounds = [bound for bound in inner[1:] if isinstance(bound, Interval)]
@@ -207,17 +221,17 @@ def fits(hint: Any, value: Any) -> bool:
 
 
 def kind_of(cls: type) -> str:
-    """Return the word that chooses a class in a recipe: its own ``recipe_kind``, or its name in lower case."""
+    """Return the recipe's word for a class: ``recipe_kind``, or its name in lower case."""
     return str(vars(cls).get("recipe_kind", cls.__name__.lower()))
 
 
 def refused_kinds(classes: Iterable[type]) -> dict[str, str]:
-    """Map kinds that one of ``classes`` is taken in place of to the reason (its own ``in_place_of``)."""
+    """Map kinds that one of ``classes`` replaces to the reason (``in_place_of``)."""
     return {kind: why for cls in classes for kind, why in vars(cls).get("in_place_of", {}).items()}
 
 
 def describe(hint: Any) -> str:
-    """Return a type as a person would say it."""
+    """Describe a type in words."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Literal, typing.Union, types.UnionType):
         return " | ".join(str(member) if origin is typing.Literal else describe(member) for member in inner)

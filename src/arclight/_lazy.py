@@ -1,4 +1,4 @@
-"""Import a package's public names on first use (PEP 562), and refuse removed names with a reason."""
+"""Import public names on first use (PEP 562), and refuse removed ones with a reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 def lazy(
     package: str, names: dict[str, str], refused: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose public ``names`` map to the module that defines each.
+    """Make a package's ``__getattr__``, ``__dir__`` and ``__all__`` for lazy imports.
+
+    ``names``: public names, with the module that defines each.
 
     A name that equals its submodule's path (``{"qris": "arclight.vision.qris"}``) is that module itself. ``refused``: names that are
     not offered, with the reason, which their stand-ins say when they are used (:func:`refusal`).
@@ -32,7 +34,10 @@ def lazy(
 
 
 class Refused:
-    """Base of stand-ins for names that are not offered. Making or subclassing one raises NotImplementedError with the reason."""
+    """Base class of stand-ins for names that are not offered.
+
+    Making or subclassing one raises NotImplementedError with the reason.
+    """
 
     reason: str
 

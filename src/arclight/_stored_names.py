@@ -1,4 +1,4 @@
-"""Map class names in files of earlier versions to where the classes are now.
+"""Map class names in files of earlier versions to the present ones.
 
 Checkpoints, programs and recipes name classes as ``package.module:Class``. A module that moves, or a class that is renamed, is entered
 here, so that those files stay readable; `current` is asked wherever such a name is read.
@@ -79,7 +79,7 @@ RENAMED = {
 
 
 def current(name: str) -> str:
-    """Return the present name of ``package.module:Class``: the name itself, if that was never changed."""
+    """Return the present name of ``package.module:Class``, which may have changed."""
     module, colon, qualified = name.partition(":")
     place = f"{MOVED.get(module, module)}{colon}{qualified}"
     return RENAMED.get(place, place)

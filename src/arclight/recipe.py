@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be used: ``problems`` has one line for each thing wrong, all of them at once."""
+    """Raised for a recipe that cannot be used; lists every problem at once."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -46,7 +46,7 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """A class of your own that is not a dataclass, and the checked arguments of its constructor; ``build`` calls it."""
+    """Class of a user's own, no dataclass, with its checked arguments; ``build`` calls it."""
 
     target: str  # package.module:Class
     arguments: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Imported:
 
 
 def read(schema: type[T], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> T:
-    """Return the recipe in ``source`` with the flags ``overrides`` laid over it, as an object of the dataclass ``schema``.
+    """Read the recipe in ``source``, with ``overrides``, as an object of ``schema``.
 
     ``source`` is a .toml or .yaml file, ``my_runs.py:function``, ``package.module:function``, or a table;
     ``overrides`` are flags: ``["--trainer.max_epochs", "3", "--seed=7"]``, a list ``[1, 2]`` or ``1,2``.
@@ -97,7 +97,7 @@ def _parse_yaml(text: str) -> Any:
 
     class Loader(yaml.SafeLoader):  # the rules below are not for others
         def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-            """Refuse a key that comes twice, as it is written: `<<` puts the keys of another mapping beside its own later."""
+            """Refuse a key that comes twice in the text, before `<<` merges other mappings."""
             node: yaml.MappingNode = super().compose_mapping_node(anchor)
             keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
             if twice := [key for key in keys if keys.count(key) > 1]:
@@ -116,7 +116,10 @@ def _parse_yaml(text: str) -> Any:
 
 
 def imported(target: str) -> Any:
-    """Import what ``package.module:name`` or ``file.py:name`` names. Raises RecipeError if there is none."""
+    """Import what ``package.module:name`` or ``file.py:name`` names.
+
+    Raises RecipeError if there is none.
+    """
     module_name, _, name = current(target).rpartition(":")
     path = Path(module_name).resolve() if module_name.endswith(".py") else None
     if path is not None:
@@ -139,7 +142,10 @@ def imported(target: str) -> Any:
 
 
 def _flags(arguments: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """Flags as a tree of tables whose leaves are the texts typed. A text typed for a whole table is its kind."""
+    """Parse flags into a tree of tables whose leaves are the texts typed.
+
+    A text typed for a whole table is its kind.
+    """
     tree: dict[str, Any] = {}
     rest = list(arguments)
     while rest:
@@ -162,7 +168,7 @@ def _flags(arguments: Sequence[str], problems: list[str]) -> dict[str, Any]:
 
 
 class _Source(NamedTuple):
-    """Value of a recipe at one place, from its file and a flag laid over it; MISSING if there is none."""
+    """Value at one place of a recipe, from its file and a flag; MISSING if there is none."""
 
     where: str
     file: Any
@@ -179,7 +185,7 @@ class _Source(NamedTuple):
         return self.where if self.flag is MISSING else f"--{self.where}"
 
     def tables(self) -> Iterator[dict[str, Any]]:
-        """File and flags as tables; a lone text is a kind."""
+        """Yield file and flags as tables; a lone text is a kind."""
         for part in (self.file, self.flag):
             yield {"kind": part} if isinstance(part, str) else dict(part) if isinstance(part, Mapping) else {}
 
@@ -195,7 +201,10 @@ class _Source(NamedTuple):
 
 
 def _build(cls: type[Any], source: _Source, base: Any = None) -> Any:
-    """Return an instance of ``cls`` as a recipe says it; ``base``, an instance, has the values that the recipe leaves out."""
+    """Build an instance of ``cls`` from a recipe.
+
+    ``base``, an instance, has the values that the recipe leaves out.
+    """
     fields, given, values, known = _fields(cls), source.fields(), {}, len(source.problems)
     for said_name, field in given.items():
         name = todays_name(cls, said_name)
@@ -250,7 +259,7 @@ def _convert(hint: Any, source: _Source, default: Any = MISSING) -> Any:
 
 
 def _values_of(hints: list[Any]) -> Any:
-    """Return the type of the values of a table among ``hints``; None if they allow no table with names of any sort."""
+    """Return the type of a table's values among ``hints``, or None."""
     for hint in hints:
         if hint is Any:
             return Any
@@ -281,7 +290,7 @@ def _parse_scalar(hint: Any, source: _Source) -> Any:
 
 
 def _candidate_values(hint: Any, text: str) -> Iterator[Any]:
-    """List the meanings of a text of the command line, the likeliest first: itself, a TOML value, a list."""
+    """Yield the meanings of a command-line text, likeliest first: text, TOML value, list."""
 
     def value(part: str) -> Any:
         with contextlib.suppress(tomllib.TOMLDecodeError):
@@ -337,7 +346,7 @@ def _item(hint: Any) -> Any:
 
 
 def _fields(cls: Any) -> dict[str, tuple[Any, Any]]:
-    """Name to (type, default) of what a table for ``cls`` may hold."""
+    """Map the names that a table for ``cls`` may hold to (type, default)."""
     if dataclasses.is_dataclass(cls):
         hints = _hints(cls)  # type: ignore[arg-type]
         fields = [f for f in dataclasses.fields(cls) if f.init]
@@ -353,12 +362,15 @@ def _fields(cls: Any) -> dict[str, tuple[Any, Any]]:
 
 @functools.cache
 def _hints(cls: Any) -> dict[str, Any]:
-    """Return the types of a dataclass's fields by name, which are texts until they are evaluated: half of the time of reading a recipe."""
+    """Evaluate the types of a dataclass's fields, cached: it is half the time of reading."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
 def arguments_of(cls: Any) -> dict[str, tuple[Any, Any]]:
-    """Map each argument of a constructor to (type, default): Any if not annotated, MISSING for no default."""
+    """Map each argument of a constructor to (type, default).
+
+    Any if it is not annotated, MISSING for no default.
+    """
     hints = typing.get_type_hints(cls.__init__, include_extras=True)
     return {
         p.name: (hints.get(p.name, Any), MISSING if p.default is p.empty else p.default)
@@ -377,7 +389,10 @@ def _nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def write(recipe: Any) -> str:
-    """TOML text that reads back as an equal object. Raises RecipeError for a value that no recipe can express."""
+    """Write a recipe as TOML text that reads back as an equal object.
+
+    Raises RecipeError for a value that no recipe can express.
+    """
     return toml_text(_plain(recipe, type(recipe)))
 
 
@@ -408,7 +423,7 @@ def _plain(value: Any, hint: Any, default: Any = MISSING) -> Any:
 
 
 class Setting(NamedTuple):
-    """One field of a schema: dotted path, the kind of its table where there is a choice, type, default, docstring."""
+    """Field of a schema: dotted path, kind of its table, type, default and docstring."""
 
     path: str
     kind: str
@@ -418,7 +433,7 @@ class Setting(NamedTuple):
 
 
 def explain(schema: Any, path: str = "", kind: str = "", base: Any = None) -> list[Setting]:
-    """Return every field that a recipe of ``schema`` may have, in order; each kind of a table starts with its ``kind``."""
+    """List every field that a recipe of ``schema`` may have, in order."""
     docs, about = _field_docs(schema), (inspect.getdoc(schema) or "").partition("\n")[0]
     settings = [Setting(f"{path}.kind", kind, kind, MISSING, about)] if kind else []
     for name, (hint, default) in _fields(schema).items():
@@ -434,13 +449,13 @@ def explain(schema: Any, path: str = "", kind: str = "", base: Any = None) -> li
 
 
 def _field_docs(cls: Any) -> dict[str, str]:
-    """Return the text under each field, which Python does not keep and which is therefore read from the source."""
+    """Return the docstring under each field, read from the source."""
     return {name: text for owner in reversed(cls.__mro__[:-1]) for name, text in _own_field_docs(owner).items()}
 
 
 @functools.cache
 def _own_field_docs(cls: Any) -> dict[str, str]:
-    """Return the text under each field of a class itself; Python parses the class's whole file for that."""
+    """Return the docstring under each field of a class itself."""
     docs = {}
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     for field, doc in itertools.pairwise(getattr(tree, "body", ())):
@@ -451,7 +466,7 @@ def _own_field_docs(cls: Any) -> dict[str, str]:
 
 
 def toml_text(table: Mapping[str, Any]) -> str:
-    """Return ``table`` of text, numbers, lists and tables as TOML that reads back as it is; tables within lists lie in their line.
+    """Return ``table`` as TOML that reads back equal; tables within lists are inline.
 
     Written here because Python reads TOML only, and tomli-w would be one more dependency of the core for what are twenty lines.
     """
