@@ -165,7 +165,7 @@ def _size(value: Any) -> tuple[int, ...] | None:
 def _dtype(value: Any) -> torch.dtype:
     found = getattr(torch, value.kind.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"{value.kind} is no type of tensors that this torch has")
+        raise CheckpointError(f"{value.kind} is not a type of tensors that this torch has")
     return found
 
 

@@ -156,7 +156,7 @@ def read_modules(path: Path) -> dict[str, PickledModule]:
         found = content if isinstance(content, Mapping) else {"model": content}
         return {str(key): _as_module(value) for key, value in found.items() if _is_module(value)}
     except (zipfile.BadZipFile, OSError) as error:
-        raise CheckpointError(f"{path} is no archive of torch.save ({error}): fetch or write it again") from error
+        raise CheckpointError(f"{path} is not an archive of torch.save ({error}): fetch or write it again") from error
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except (

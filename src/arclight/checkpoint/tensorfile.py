@@ -116,7 +116,7 @@ def read_header(file: HashedFile, size: int) -> dict[str, Slot]:
 def check_shape(shape: Any) -> None:
     """Raise ValueError unless `shape` is a list of sizes of a tensor below 2^56 elements."""
     if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"{shape!r} is no shape")
+        raise ValueError(f"{shape!r} is not a shape")
     if math.prod(size or 1 for size in shape) >= 1 << 56:
         raise ValueError(f"a tensor of shape {shape} is too large")
 

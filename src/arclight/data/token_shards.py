@@ -67,7 +67,7 @@ class ShardFacts:
             if type(count) is not int or not 0 <= count < _MOST:
                 raise ValueError(f"{name} {count!r}, need a number from 0 to {_MOST - 1:,}")
         if not isinstance(self.tokenizer, str) or not is_sha256(self.sha256):
-            raise ValueError("tokenizer or sha256 is no digest")
+            raise ValueError("tokenizer or sha256 is not a digest")
 
     @property
     def token_bytes(self) -> int:

@@ -19,6 +19,6 @@ class LambdaCallback(Callback):
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         for name, function in hooks.items():
             if name not in HOOKS:
-                raise TypeError(f"LambdaCallback: {name!r} is no hook; hooks are {', '.join(sorted(HOOKS))}")
+                raise TypeError(f"LambdaCallback: {name!r} is not a hook; hooks are {', '.join(sorted(HOOKS))}")
             if function is not None:
                 setattr(self, name, function)

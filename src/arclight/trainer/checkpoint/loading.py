@@ -44,7 +44,7 @@ def _checked(source: object, content: Any) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         found = ", ".join(map(str, content)) if isinstance(content, dict) else f"a {type(content).__name__}"
         raise checkpoints.CheckpointError(
-            f"{source} has no state_dict and is no checkpoint of a Trainer; it has {found or 'nothing'}"
+            f"{source} has no state_dict and is not a checkpoint of a Trainer; it has {found or 'nothing'}"
         )
     return content
 

@@ -144,7 +144,7 @@ class CheckpointConnector:
         trainer, module, checkpoint = self._trainer, self._trainer.lightning_module, dict(content)
         if not isinstance(checkpoint.get("state_dict"), dict):
             raise checkpoints.CheckpointError(
-                f"{called} has no state_dict and is no checkpoint of a Trainer; it has {', '.join(map(str, checkpoint)) or 'nothing'}"
+                f"{called} has no state_dict and is not a checkpoint of a Trainer; it has {', '.join(map(str, checkpoint)) or 'nothing'}"
             )
         if written_by_lightning(checkpoint):
             position = lightning_progress(checkpoint, count_optimizer_steps=trainer.behavior.count_optimizer_steps)

@@ -96,7 +96,7 @@ def levels(hook: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool
     elif hook in _ONCE_PER_EPOCH:
         defaults, allowed = (False, True), _ONLY_EPOCH
     else:
-        raise RuntimeError(f"Logging inside `{hook}` is not implemented: it is no hook of a Module or a Callback")
+        raise RuntimeError(f"Logging inside `{hook}` is not implemented: it is not a hook of a Module or a Callback")
     chosen = (
         defaults[0] if on_step is None else bool(on_step),
         defaults[1] if on_epoch is None else bool(on_epoch),

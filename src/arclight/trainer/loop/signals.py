@@ -148,7 +148,7 @@ class SignalConnector:
             job = _job() or os.environ["SLURM_JOB_ID"]
             if not re.fullmatch("[0-9_-]+", job):
                 raise ValueError(
-                    f"SLURM_JOB_ID={job!r} is no job number: the job was not put back into the queue; {path} holds its state"
+                    f"SLURM_JOB_ID={job!r} is not a job number: the job was not put back into the queue; {path} holds its state"
                 )
             done = subprocess.run(["scontrol", "requeue", job], check=False)
             trainer.log_warning(f"saved {path}; scontrol requeue {job} ended with status {done.returncode}")
