@@ -17,13 +17,12 @@ import arclight as al
 from arclight.fabric.distributed.sharding import accept_full_weights
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
-from arclight.parallel.pipeline.runtime.batch_splitting import split_arguments
 from arclight.parallel.pipeline.runtime.install import install
 from arclight.parallel.pipeline.schedule.actions import write_csv
 from arclight.parallel.pipeline.schedule.orders import stages_of
 from arclight.parallel.pipeline.schedule.table import SCHEDULES, check_pipeline, order_of
 from arclight.parallel.pipeline.splitting.layer_pruning import assign_layers
-from arclight.parallel.step_protocol import Split, batch_loss
+from arclight.parallel.step_protocol import Split, batch_loss, check_samples
 from arclight.text import build_model
 from arclight.text.model.balance import routers
 
@@ -66,7 +65,7 @@ def test_infeasible_pipelines_are_refused_with_the_fix() -> None:
     with pytest.raises(PlanError, match="compiled blocks cannot: set compile = none"):
         check_pipeline(Plan(pp=2, schedule="ZBVZeroBubble", compile="aot_eager"))
     with pytest.raises(PlanError, match="4 and 8 samples in dimension 0"):
-        split_arguments(((torch.zeros(4, 2),), {"mask": torch.zeros(8, 2)}, torch.zeros(4)), 2)
+        check_samples(((torch.zeros(4, 2),), {"mask": torch.zeros(8, 2)}, torch.zeros(4)))
 
 
 # -- running it ----------------------------------------------------------------------------------------------------

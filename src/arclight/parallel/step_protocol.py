@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from arclight.parallel.plan import PlanError
 
 Split = tuple[tuple[Any, ...], dict[str, Any], Any]
 """Positional and keyword arguments of the model, and the targets of the loss."""
@@ -67,6 +70,18 @@ def batch_loss(module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
         return total, count
     args, kwargs, targets = module.split_batch(batch)
     return module.loss(module.model(*args, **kwargs), targets)
+
+
+def check_samples(split: Split) -> None:
+    """Raise PlanError for a split whose tensors have different numbers of samples in dimension 0, or none."""
+    sizes = {leaf.shape[0] for leaf in tree_flatten(split)[0] if isinstance(leaf, Tensor) and leaf.ndim}
+    if len(sizes) != 1:
+        raise PlanError(
+            f"split_batch gave tensors with {' and '.join(map(str, sorted(sizes))) or 'no'} samples in dimension 0: "
+            "micro-batches need the same number in all of them"
+        )
+    if 0 in sizes:
+        raise PlanError("split_batch gave a batch without samples: leave out batches that are empty")
 
 
 def with_positions(split: Split) -> Split:

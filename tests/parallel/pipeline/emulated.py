@@ -59,7 +59,7 @@ def steps_here(schedule: str, costs: Sequence[UnitCost], micro_batches: int, ste
     with record(skip=1, steps=steps) as run:
         for _ in range(1 + steps):
             dist.barrier()
-            engine.run(pieces, "alike", backward=True)
+            engine.run(pieces, backward=True)
     return run.traces
 
 

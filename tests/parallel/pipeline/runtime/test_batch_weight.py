@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import arclight as al
-from arclight.parallel.pipeline.runtime.runner import PipelineRunner, StepWeights
+from arclight.parallel.pipeline.runtime.runner import StepRunner, StepWeights
 from arclight.parallel.pipeline.steps.micro_batch import weights
 
 
@@ -39,7 +39,7 @@ BATCH = torch.zeros(4, 2)
 def share(module: Any) -> float:
     topology = SimpleNamespace(device=torch.device("cpu"))
     engine: Any = SimpleNamespace(topology=topology, parts={}, parameters=[])
-    return float(PipelineRunner(engine, 2)._share(StepWeights.of(module, BATCH)))
+    return float(StepRunner(engine, 2)._share(StepWeights.of(module, BATCH)))
 
 
 def test_modules_that_count_nothing_weigh_alike_and_others_by_what_they_count() -> None:

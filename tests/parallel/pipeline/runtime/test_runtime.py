@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline import Pipe, Reducer, split
-from arclight.parallel.pipeline.runtime.batch_splitting import BatchSplitter, merge_outputs
+from arclight.parallel.pipeline.runtime.batch_splitting import merge_outputs, split_arguments
 
 WIDTH = 6
 
@@ -110,31 +110,32 @@ def test_on_two_processes(what: Any, tmp_path: Path) -> None:
 
 
 def test_the_first_tensor_that_is_too_small_decides_and_smaller_ones_are_refused() -> None:
-    cut, reason = BatchSplitter().cut({0: torch.arange(3), "scale": 2.0, "point": torch.tensor(1.0)}, 4)
-    assert [piece[0].tolist() for piece in cut] == [[0], [1], [2]]
-    assert all(piece["scale"] == 2.0 and piece["point"] == 1.0 for piece in cut)
+    x, eight = torch.arange(3), torch.zeros(8)
+    cut, reason = split_arguments(((x,), {"scale": 2.0, "point": torch.tensor(1.0)}, x + 3), 4)
+    assert [(args[0].tolist(), targets.tolist()) for args, _, targets in cut] == [([0], [3]), ([1], [4]), ([2], [5])]
+    assert all(kwargs["scale"] == 2.0 and kwargs["point"] == 1.0 for _, kwargs, _ in cut)
     assert reason == "0 has 3 samples"
-    cut, reason = BatchSplitter().cut({0: torch.arange(5), "twice": torch.arange(10)}, 2)
-    assert [(piece[0].tolist(), piece["twice"].tolist()) for piece in cut] == [
-        ([0, 1, 2], [0, 1, 2, 3, 4, 5]),
-        ([3, 4], [6, 7, 8, 9]),
+    cut, reason = split_arguments(((torch.arange(5),), {"twice": torch.arange(10)}, None), 2)
+    assert [(args[0].tolist(), kwargs["twice"].tolist(), targets) for args, kwargs, targets in cut] == [
+        ([0, 1, 2], [0, 1, 2, 3, 4, 5], None),
+        ([3, 4], [6, 7, 8, 9], None),
     ]
     assert not reason
     with pytest.raises(
         ValueError,
         match=r"mask has 2 samples in dimension 0 and 0 has 8: the number of micro-batches \(4\) cannot be reduced",
     ):
-        BatchSplitter().cut({0: torch.zeros(8), "mask": torch.zeros(2)}, 4)
-    with pytest.raises(ValueError, match="mask has 9 samples in dimension 0 and 0 has 8"):
-        BatchSplitter().cut({0: torch.zeros(8), "mask": torch.zeros(9)}, 4)
+        split_arguments(((eight,), {"mask": torch.zeros(2)}, None), 4)
+    with pytest.raises(ValueError, match="targets has 9 samples in dimension 0 and 0 has 8"):
+        split_arguments(((eight,), {}, torch.zeros(9)), 4)
     with pytest.raises(ValueError, match="0 has no samples"):
-        BatchSplitter().cut({0: torch.zeros(0, 3)}, 4)
-    with pytest.raises(PlanError, match="'mask' is cut, but there is no such argument among 0, 'x'"):
-        BatchSplitter({"mask": 0}).cut({0: torch.zeros(4), "x": 1}, 2)
+        split_arguments(((torch.zeros(0, 3),), {}, None), 4)
+    with pytest.raises(PlanError, match="'mask' is cut, but there is no such argument among 0, 'x', 'targets'"):
+        split_arguments(((eight,), {"x": 1}, None), 2, {"mask": 0})
     with pytest.raises(PlanError, match="x has 1 dimensions and cannot be cut along dimension 1"):
-        BatchSplitter({"x": 1}).cut({"x": torch.zeros(4)}, 2)
+        split_arguments(((), {"x": eight}, None), 2, {"x": 1})
     with pytest.raises(PlanError, match="'all' of x, which is a Tensor"):
-        BatchSplitter({"x": "all"}).cut({"x": torch.zeros(4)}, 2)
+        split_arguments(((), {"x": eight}, None), 2, {"x": "all"})
 
 
 def test_outputs_are_put_together_as_is_said() -> None:

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import arclight as al
 from arclight.parallel import Pipeline, Plan, PlanError, PlanStrategy, initialize
-from arclight.parallel.pipeline.runtime.batch_splitting import split_arguments
 from arclight.parallel.pipeline.runtime.engine import LruCache
-from arclight.parallel.step_protocol import batch_loss
+from arclight.parallel.step_protocol import batch_loss, check_samples
 from arclight.text import build_model
 
 STEPS, TIMEOUT = 3, datetime.timedelta(seconds=60)
@@ -150,7 +149,7 @@ def test_fewer_micro_batches_where_experts_meet_in_each_are_refused() -> None:
 
 def test_a_batch_without_samples_is_refused() -> None:
     with pytest.raises(PlanError, match="a batch without samples"):
-        split_arguments(((torch.zeros(0, 4),), {}, torch.zeros(0)), 2)
+        check_samples(((torch.zeros(0, 4),), {}, torch.zeros(0)))
 
 
 def test_shapes_that_were_not_asked_for_the_longest_are_forgotten() -> None:

@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches, argument by argument, and merge their outputs."""
+"""Split the arguments of a model's call into micro-batches, and merge their outputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from arclight.parallel.plan import PlanError
 from arclight.parallel.step_protocol import Split
@@ -28,32 +28,37 @@ class Reducer:
     function: Callable[[Any, Any], Any]
 
 
-class BatchSplitter:
-    """Split arguments into micro-batches.
+def split_arguments(
+    split: Split, number: int, chunks: Mapping[int | str, Spec] | None = None
+) -> tuple[list[Split], str]:
+    """Cut a call's arguments and targets into ``number`` micro-batches, or fewer; then why they are fewer, in words.
 
-    ``spec``: by position or name of each argument; those that are not in it are cut along dimension 0.
+    chunks: how arguments are cut, by position or name (and "targets"); those that are not in it are cut along dimension 0. Tensors without
+    dimensions and all that is no tensor go into every micro-batch. The first tensor says how many samples there are; others may have
+    a multiple of that. Raises ValueError for tensors that have fewer, and PlanError for chunks that fit no argument.
 
-    Tensors without dimensions and all that is no tensor go into every micro-batch.
+    This cuts what a model is called with. A whole batch of a user, in whatever containers, is cut by `arclight.fabric.batches.split_batch`.
     """
-
-    def __init__(self, spec: Mapping[int | str, Spec] | None = None) -> None:
-        self.spec = dict(spec or {})
-
-    def cut(self, tree: Mapping[int | str, Any], number: int) -> tuple[list[dict[int | str, Any]], str]:
-        """Cut ``tree`` (by position or name) for each of ``number`` micro-batches, or for fewer; then why, in words.
-
-        The first tensor that has fewer samples than ``number`` decides. The first tensor says how many samples there are; others may
-        have a multiple of that. Raises ValueError for tensors that have fewer, and PlanError for a spec that is for no argument.
-        """
-        unknown = [key for key in self.spec if key not in tree]
-        if unknown:
-            raise PlanError(
-                f"chunks say how {unknown[0]!r} is cut, but there is no such argument among {', '.join(map(repr, tree))}"
-            )
-        leaves = {key: list(_leaves(str(key), value, self.spec.get(key, 0))) for key, value in tree.items()}
-        count, samples, reason = _count([leaf for some in leaves.values() for leaf in some], number)
-        cut = {key: _cut(value, leaves[key], count, samples) for key, value in tree.items()}
-        return [{key: parts[index] for key, parts in cut.items()} for index in range(count)], reason
+    args, kwargs, targets = split
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items(), ("targets", targets)]
+    specs = chunks or {}
+    known = [key for key, _ in named]
+    unknown = [key for key in specs if key not in known]
+    if unknown:
+        raise PlanError(
+            f"chunks say how {unknown[0]!r} is cut, but there is no such argument among {', '.join(map(repr, known))}"
+        )
+    leaves = [list(_leaves(str(key), value, specs.get(key, 0))) for key, value in named]
+    count, samples, reason = _count([leaf for some in leaves for leaf in some], number)
+    cut = [_cut(value, own, count, samples) for (_, value), own in zip(named, leaves, strict=True)]
+    return [
+        (
+            tuple(parts[i] for parts in cut[: len(args)]),
+            {k: cut[len(args) + n][i] for n, k in enumerate(kwargs)},
+            cut[-1][i],
+        )
+        for i in range(count)
+    ], reason
 
 
 def _leaves(name: str, value: Any, spec: Spec) -> Iterator[tuple[str, Any, int | None]]:
@@ -181,26 +186,3 @@ def _merge_leaf(outputs: list[Any], spec: Spec, weights: list[int]) -> Any:
 def detached(tree: Any) -> Any:
     """Return ``tree`` without the graphs of its tensors."""
     return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
-
-
-def split_arguments(split: Split, number: int) -> list[Split]:
-    """Cut ``split`` along dimension 0 of its tensors into ``number`` parts, or as many as there are samples.
-
-    Tensors without dimensions and all that is no tensor go into every part. Raises PlanError where tensors have different
-    numbers of samples.
-    """
-    sizes = {tuple(leaf.shape)[0] for leaf in tree_flatten(split)[0] if isinstance(leaf, Tensor) and leaf.ndim}
-    if len(sizes) != 1:
-        raise PlanError(
-            f"split_batch gave tensors with {' and '.join(map(str, sorted(sizes))) or 'no'} samples in dimension 0: "
-            "micro-batches need the same number in all of them"
-        )
-    count = min(number, sizes.pop())
-    if not count:
-        raise PlanError("split_batch gave a batch without samples: leave out batches that are empty")
-
-    def part(index: int) -> Split:
-        cut: Split = tree_map_only(Tensor, lambda x: x.tensor_split(count)[index] if x.ndim else x, split)
-        return cut
-
-    return [part(index) for index in range(count)]

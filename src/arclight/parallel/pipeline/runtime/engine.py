@@ -69,8 +69,12 @@ _Passed = dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 """Inputs and outputs of each stage, for one micro-batch."""
 
 
+_Shape = tuple[bool, tuple[bool, ...], Any]
+"""What the boundaries of a micro-batch follow from: if it has a backward, which parameters train, and its `signature`."""
+
+
 class Engine:
-    """Runs the stages of this process, in step with the other processes of the pipeline.
+    """Run the stages of this process, in step with the other processes of the pipeline.
 
     Before the first step they compare what they were given (``statement``). An error on one of them ends the others too, and says which
     stage was at which action; the engine cannot be used after it.
@@ -107,8 +111,8 @@ class Engine:
         """The part of the last stage, where that is here."""
         return self.parts.get(self.topology.stages - 1)
 
-    def run(self, micro_batches: list[Split], key: Hashable, backward: bool) -> None:
-        """Run ``micro_batches`` through all stages; losses and outputs are left in :attr:`last`. key: what their shapes follow from."""
+    def run(self, micro_batches: list[Split], backward: bool) -> None:
+        """Run ``micro_batches`` through all stages; losses and outputs are left in :attr:`last`."""
         if self._failure is not None:
             raise RuntimeError(f"this pipeline has failed before and cannot continue: {self._failure}")
         self.wait(DeviceSteps.AHEAD - 1)
@@ -119,7 +123,7 @@ class Engine:
             part.totals.clear()
             part.counts.clear()
         with torch.autocast(device, enabled=False):
-            schedule = self._schedule(micro_batches, key, backward)
+            schedule = self._schedule(micro_batches, backward)
             try:
                 schedule.run([{"micro_batch": micro_batch} for micro_batch in micro_batches])
             except BaseException as error:
@@ -174,14 +178,16 @@ class Engine:
 
     # -- schedules and what crosses the cuts -----------------------------------------------------------------------
 
-    def _schedule(self, micro_batches: list[Split], key: Hashable, backward: bool) -> Schedule:
+    def _schedule(self, micro_batches: list[Split], backward: bool) -> Schedule:
         """Return the schedule for micro-batches of these shapes, built when they first come."""
+        signatures = tuple(signature(*tree_flatten(micro_batch)) for micro_batch in micro_batches)
         trains = tuple(p.requires_grad for p in self.parameters) if backward else ()
-        return self._schedules.get((backward, key, trains), lambda: self._make(micro_batches, backward, trains))
+        shapes = [(backward, trains, one) for one in signatures]
+        return self._schedules.get((backward, signatures, trains), lambda: self._make(micro_batches, shapes))
 
-    def _make(self, micro_batches: list[Split], backward: bool, trains: tuple[bool, ...]) -> Schedule:
-        topology, count = self.topology, len(micro_batches)
-        found = self._crossings(micro_batches, backward, trains)
+    def _make(self, micro_batches: list[Split], shapes: list[_Shape]) -> Schedule:
+        topology, count, backward = self.topology, len(micro_batches), shapes[0][0]
+        found = self._crossings(micro_batches, shapes)
         kind = that_fits(topology.kind, count, topology.ranks, backward)
         if backward and kind.name != topology.kind.name and topology.group is not None and not self._warned:
             self._warned = True
@@ -195,17 +201,14 @@ class Engine:
         ]  # fmt: skip
         return Schedule(kind, stages, count, backward)
 
-    def _crossings(
-        self, micro_batches: list[Split], backward: bool, trains: tuple[bool, ...]
-    ) -> list[dict[int, Boundary]]:
+    def _crossings(self, micro_batches: list[Split], shapes: list[_Shape]) -> list[dict[int, Boundary]]:
         """Find what crosses the cuts, of each micro-batch."""
         stages = " and ".join(map(str, self.parts))
         where = f"process {self.topology.rank} (stage {stages}) failed in the first micro-batch of its shape"
-        shapes = [(backward, trains, signature(*tree_flatten(micro_batch))) for micro_batch in micro_batches]
         try:
             self._agree(shapes)
             return [
-                self._boundaries.get(shape, functools.partial(self._cross, micro_batch, backward))
+                self._boundaries.get(shape, functools.partial(self._cross, micro_batch, shape[0]))
                 for micro_batch, shape in zip(micro_batches, shapes, strict=True)
             ]
         except DisagreementError:  # which all processes have
@@ -213,7 +216,7 @@ class Engine:
         except BaseException as error:
             raise self._fail(error, where, True) from error.__cause__
 
-    def _agree(self, shapes: list[Any]) -> None:
+    def _agree(self, shapes: list[_Shape]) -> None:
         """Check that all processes of the pipeline were given one batch and plan: they would wait for each other."""
         if self._board is None or self.topology.group is None:
             return

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from arclight.parallel.pipeline.runtime.engine import Engine
-from arclight.parallel.pipeline.runtime.runner import PipelineRunner
+from arclight.parallel.pipeline.runtime.runner import StepRunner
 from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
 from arclight.parallel.pipeline.schedule.orders import stages_of
 from arclight.parallel.pipeline.schedule.table import check_pipeline, schedule_kind
@@ -29,7 +29,7 @@ def exchanges_within_step(plan: Plan) -> bool:
     return plan.ep > 1 or (plan.reshard_after_forward == "always" and plan.dp_shard * plan.cp > 1)
 
 
-def install(module: Any, mesh: Mesh, shard: ShardStage, device: torch.device) -> PipelineRunner:
+def install(module: Any, mesh: Mesh, shard: ShardStage, device: torch.device) -> StepRunner:
     """Leave of ``module.model`` what this process's stages need, shard it, and let ``module.runner`` run all stages.
 
     ``module`` is as `arclight.parallel.step_protocol.Runnable` says. All processes of ``mesh`` call this. The model may be on the meta
@@ -66,7 +66,7 @@ def install(module: Any, mesh: Mesh, shard: ShardStage, device: torch.device) ->
         parts[number] = StageProgram(model, module.loss if number == topology.stages - 1 else None, first=number == 0)
         shard(model, parts[number])
     data = mesh.loss_group if plan.data_parallel * plan.cp > 1 else None
-    runner = PipelineRunner(
+    runner = StepRunner(
         Engine(parts, topology), plan.pieces, cp=mesh.grid["cp"] if plan.cp > 1 else None, data=data, in_step=exchanges_within_step(plan),
     )  # fmt: skip
     module.runner = runner

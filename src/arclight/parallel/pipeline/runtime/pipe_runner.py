@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.pipeline.call_graph import CallGraph
-from arclight.parallel.pipeline.runtime.batch_splitting import BatchSplitter, Spec, detached, merge_outputs
+from arclight.parallel.pipeline.runtime.batch_splitting import Spec, detached, merge_outputs, split_arguments
 from arclight.parallel.pipeline.runtime.consistency_check import PipelineFingerprint, digest
-from arclight.parallel.pipeline.runtime.engine import Engine, signature
+from arclight.parallel.pipeline.runtime.engine import Engine
 from arclight.parallel.pipeline.runtime.loss_reduction import LossReduction, ReductionKind, no_loss
-from arclight.parallel.pipeline.runtime.runner import StepGradients
-from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
+from arclight.parallel.pipeline.runtime.runner import forward_backward, forward_only
+from arclight.parallel.pipeline.runtime.stage_program import Loss, PipelineTopology, StageProgram
 from arclight.parallel.pipeline.runtime.tied_parameters import TiedParameters, sum_gradients_over
 from arclight.parallel.pipeline.schedule.table import ScheduleKind, schedule_kind
 from arclight.parallel.plan import PlanError
@@ -67,7 +67,7 @@ class RunOptions:
 
 
 class PipeRunner:
-    """Runs batches through the stages of a `Pipe`, of which this process has those that the schedule gives it.
+    """Run batches through the stages of a `Pipe`, of which this process has those that the schedule gives it.
 
     Every process of the pipeline calls the same methods with the same batch. Where stages of several processes have a parameter, its
     gradient is summed over them after each step, so that equal copies stay equal under equal optimizers.
@@ -94,7 +94,7 @@ class PipeRunner:
         }
         self.engine = Engine(parts, self.topology, self._statement, pipe.shared, _names(pipe))
         self.shared = TiedParameters(self.topology, self.stages, pipe.shared)
-        self._chunks, self._warned = BatchSplitter(options.chunks), False
+        self._warned = False
 
     def _statement(self) -> PipelineFingerprint:
         options = self.options
@@ -117,73 +117,47 @@ class PipeRunner:
 
         args, kwargs: of the model. targets: what the loss is given besides the last stage's output. outputs: where they are wanted.
         """
-        micro_batches, key = self._micro_batches(args, kwargs, targets)
+        micro_batches = self._micro_batches((args, kwargs, targets))
         known = self.reduction.divisor([micro_batch[2] for micro_batch in micro_batches])
         known = self._over_data(known) if known is not None else None
-        for part in self.engine.parts.values():
-            part.loss_scale = 1.0 / known if known else 1.0
-            part.loss = self.reduction if part.loss is not None else None
-        self._keep(outputs)
-        step_gradients = StepGradients([p for p in self.engine.parameters if p.requires_grad])
-        try:
-            self.engine.run(micro_batches, key, backward=True)
-        finally:
-            step_gradients.detach()
-        total, count = self.engine.totals()
+        self._prepare(self.reduction, outputs)
+        gradients, total, count = forward_backward(
+            self.engine, micro_batches, 1.0 / known if known else 1.0, self.shared
+        )
         divisor = known if known is not None else self._over_data(float(count))
-        self.shared.sum(step_gradients.new)
         if self.data is not None:
-            sum_gradients_over(self.data, step_gradients.parameters, step_gradients.new)
-        step_gradients.restore(1.0 if known is not None or divisor == 0 else 1.0 / divisor)
+            sum_gradients_over(self.data, gradients.parameters, gradients.new)
+        gradients.restore(1.0 if known is not None or divisor == 0 else 1.0 / divisor)
         return self._result(total, count, outputs, micro_batches)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, targets: Any = None, outputs: Where = "last", **kwargs: Any) -> Result:
         """Forward of a batch, on any schedule. Without ``targets`` there are outputs only, and no loss."""
-        micro_batches, key = self._micro_batches(args, kwargs, targets)
-        wanted = self.reduction if targets is not None else no_loss
-        for part in self.engine.parts.values():
-            part.loss = wanted if part.loss is not None else None
-        self._keep(outputs)
-        self.engine.run(micro_batches, key, backward=False)
-        total, count = self.engine.totals()
+        micro_batches = self._micro_batches((args, kwargs, targets))
+        self._prepare(self.reduction if targets is not None else no_loss, outputs)
+        total, count = forward_only(self.engine, micro_batches)
         return self._result(total, count, outputs, micro_batches)
 
-    def _micro_batches(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any
-    ) -> tuple[list[Split], Hashable]:
-        """Micro-batches, and what their shapes follow from."""
-        tree: dict[int | str, Any] = dict(enumerate(args)) | kwargs
-        if "targets" in kwargs:
+    def _micro_batches(self, split: Split) -> list[Split]:
+        """Cut a batch, and warn once where it has fewer micro-batches than were asked for."""
+        if any(isinstance(x, Tensor) and x.requires_grad for x in tree_flatten(split)[0]):
             raise PlanError(
-                "the model has an argument called targets, which here are those of the loss: wrap the model"
+                "an input requires a gradient, which a pipeline does not compute: detach it, or make it a parameter"
             )
-        tree["targets"] = targets
-        micro_batches, reason = self._chunks.cut(tree, self.options.micro_batches)
+        micro_batches, reason = split_arguments(split, self.options.micro_batches, self.options.chunks)
         if reason and not self._warned:
             self._warned = True
             rank_zero_warn(
                 f"Reducing micro-batches from {self.options.micro_batches} to {len(micro_batches)}: {reason}"
             )
-        leaves, structure = tree_flatten(tree)
-        if any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
-            raise PlanError(
-                "an input requires a gradient, which a pipeline does not compute: detach it, or make it a parameter"
-            )
-        made = [
-            (
-                tuple(micro_batch[i] for i in range(len(args))),
-                {k: micro_batch[k] for k in kwargs},
-                micro_batch["targets"],
-            )
-            for micro_batch in micro_batches
-        ]
-        return made, (len(micro_batches), signature(leaves, structure))
+        return micro_batches
 
-    def _keep(self, outputs: Where) -> None:
+    def _prepare(self, loss: Loss, outputs: Where) -> None:
+        """Give the last stage its loss, and a list for its outputs where they are wanted."""
         if outputs not in ("nowhere", "last", "everywhere"):
             raise PlanError(f"outputs = {outputs!r} is not known; choose 'nowhere', 'last' or 'everywhere'")
         if self.engine.last is not None:
+            self.engine.last.loss = loss
             self.engine.last.outputs = [] if outputs != "nowhere" else None
 
     def _over_data(self, divisor: float) -> float:

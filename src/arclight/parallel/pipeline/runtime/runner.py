@@ -1,4 +1,8 @@
-"""Run a batch through a pipeline: split it, run the engine, weight losses and gradients."""
+"""Run a step's micro-batches through the engine, for a module under a Trainer (`StepRunner`) or a `PipeRunner`.
+
+`forward_only` and `forward_backward` are what both have in common; they differ in who scales the gradients. A `StepRunner` returns a loss
+whose backward scales them; a `PipeRunner`, without a Trainer, does so itself.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from arclight.fabric.distributed.dtensor import local_tensors
 from arclight.fabric.distributed.sharding import scale_tensors
 from arclight.parallel.layers.context_parallel import over_sequences, shard_arguments
 from arclight.parallel.pipeline.runtime.batch_splitting import split_arguments
 from arclight.parallel.pipeline.runtime.consistency_check import DisagreementError
-from arclight.parallel.pipeline.runtime.engine import Engine, signature
+from arclight.parallel.pipeline.runtime.engine import Engine
 from arclight.parallel.pipeline.runtime.tied_parameters import TiedParameters
-from arclight.parallel.step_protocol import Runnable, Split, own_batch_weight, with_positions
+from arclight.parallel.step_protocol import Runnable, Split, check_samples, own_batch_weight, with_positions
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,34 @@ class StepWeights:
         )
 
 
-class PipelineRunner:
-    """Runs the steps of a module whose model is cut into stages; see `arclight.parallel.step_protocol`.
+def forward_only(engine: Engine, micro_batches: list[Split]) -> tuple[Tensor, Tensor]:
+    """Run forwards; returns the sums of losses and counts, on every process of the pipeline."""
+    engine.run(micro_batches, backward=False)
+    return engine.totals()
+
+
+def forward_backward(
+    engine: Engine, micro_batches: list[Split], loss_scale: Tensor | float, shared: TiedParameters | None
+) -> tuple[StepGradients, Tensor, Tensor]:  # fmt: skip
+    """Run forwards and backwards of losses times ``loss_scale``; returns the step's gradients and the sums of losses and counts.
+
+    The gradients are detached from the parameters, which have those of steps before, also if the run fails. Those of parameters of
+    several stages are sums over these.
+    """
+    for part in engine.parts.values():
+        part.loss_scale = loss_scale
+    gradients = StepGradients([p for p in engine.parameters if p.requires_grad])
+    try:
+        engine.run(micro_batches, backward=True)
+    finally:
+        gradients.detach()
+    if shared is not None:
+        shared.sum(gradients.new)
+    return gradients, *engine.totals()
+
+
+class StepRunner:
+    """Run the steps of a module whose model is cut into stages; see `arclight.parallel.step_protocol`.
 
     A batch is cut along its samples into ``micro_batches`` parts, or fewer where it has fewer samples; parts may differ in size.
     With gradients switched off it is evaluated, by forwards only. The loss and its count are the same on all processes of the
@@ -56,35 +85,29 @@ class PipelineRunner:
         """in_step: whether processes of ``data`` exchange something within each micro-batch, so that all need as many."""
         self.in_step = in_step
         self.mismatch = ScaleMismatch()
-        self.engine, self.topology, self.parts = engine, engine.topology, engine.parts
+        self.engine, self.topology = engine, engine.topology
         self.micro_batches, self.cp, self.data, self.shared = micro_batches, cp, data, shared
 
     def __call__(self, module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
         split = with_positions(module.split_batch(batch))
         if self.cp is not None:
             split = shard_arguments(split, self.cp)
-        return self.run(split_arguments(split, self.micro_batches), StepWeights.of(module, batch))
+        check_samples(split)
+        micro_batches, _ = split_arguments(split, self.micro_batches)
+        return self.run(micro_batches, StepWeights.of(module, batch))
 
     def run(self, micro_batches: list[Split], weights: StepWeights) -> tuple[Tensor, Tensor]:
         """Run a batch that is cut into ``micro_batches`` already; gives loss and count of the whole."""
         self.mismatch.raise_if_found()
         if self.in_step:
             self._check_number(len(micro_batches))
-        key = tuple(signature(*tree_flatten(micro_batch)) for micro_batch in micro_batches)
         if not torch.is_grad_enabled():
-            self.engine.run(micro_batches, key, backward=False)
-            return self._totals()
+            return self._over_sequences(*forward_only(self.engine, micro_batches))
         share = self._share(weights)
-        for part in self.parts.values():
-            part.loss_scale = share
         if weights.scale_losses is not None:
             weights.scale_losses(share)
-        step_gradients = StepGradients([p for p in self.engine.parameters if p.requires_grad])
-        self.engine.run(micro_batches, key, backward=True)
-        gradients = step_gradients.detach()
-        if self.shared is not None:
-            self.shared.sum(gradients.new)
-        total, count = self._totals()
+        gradients, total, count = forward_backward(self.engine, micro_batches, share, self.shared)
+        total, count = self._over_sequences(total, count)
         factor = (self.cp.size() if self.cp is not None else 1) / share
         start = torch.zeros((), device=self.topology.device, requires_grad=True)
         return _ComputedLoss.apply(start, total, gradients, factor, self.data, self.mismatch), count
@@ -113,12 +136,9 @@ class PipelineRunner:
             weight /= dist.get_world_size(self.data)
         return torch.where(weight > 0, weight, 1.0).reciprocal()
 
-    def _totals(self) -> tuple[Tensor, Tensor]:
-        """Loss and count of the whole batch, on every process of the pipeline."""
-        total, count = self.engine.totals()
-        if self.cp is None:
-            return total, count.long()
-        return over_sequences(total, count.long(), self.cp)
+    def _over_sequences(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Return loss and count of the whole batch from those of this part of its sequences."""
+        return (total, count.long()) if self.cp is None else over_sequences(total, count.long(), self.cp)
 
 
 class StepGradients:

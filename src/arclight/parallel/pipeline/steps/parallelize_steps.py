@@ -21,7 +21,7 @@ from arclight.parallel.model.fsdp import FsdpTypes, fsdp_options
 from arclight.parallel.pipeline.runtime.consistency_check import PipelineFingerprint
 from arclight.parallel.pipeline.runtime.engine import Engine
 from arclight.parallel.pipeline.runtime.install import exchanges_within_step
-from arclight.parallel.pipeline.runtime.runner import PipelineRunner
+from arclight.parallel.pipeline.runtime.runner import StepRunner
 from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology
 from arclight.parallel.pipeline.runtime.tied_parameters import TiedParameters
 from arclight.parallel.pipeline.schedule.table import schedule_kind
@@ -96,7 +96,7 @@ def parallelize_steps(
     _shard_stages(steps, found, mesh, device, types, seed)
     named: dict[int, nn.Module] = {n: _NamedParameters(part) for n, part in found.items()}
     engine = Engine(dict(found), topology, functools.partial(_statement, steps, named, plan, chosen), steps.shared)
-    steps.runner = PipelineRunner(
+    steps.runner = StepRunner(
         engine, chosen.micro_batches, data=mesh.loss_group if plan.data_parallel > 1 else None,
         shared=TiedParameters(topology, named, steps.shared), in_step=exchanges_within_step(plan),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from arclight.fabric.seeding import seed_device
 from arclight.parallel.blocks import repeated_blocks
 from arclight.parallel.pipeline.call_graph import CallGraph, Value
 from arclight.parallel.pipeline.runtime.loss_reduction import ReductionKind
-from arclight.parallel.pipeline.runtime.runner import PipelineRunner, StepWeights
+from arclight.parallel.pipeline.runtime.runner import StepRunner, StepWeights
 from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
 from arclight.parallel.pipeline.splitting.capture import capture_call_graph
 from arclight.parallel.pipeline.splitting.placeholder_tensor import placeholders_in
@@ -101,7 +101,7 @@ class PipelinedSteps:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module, self.device = module, device
         self.recorder, self.attributes = LogRecorder(module), AttributeSync(module)
-        self.runner: PipelineRunner | None = None
+        self.runner: StepRunner | None = None
         self.skeleton = FullModuleView(module)
         self.shared: dict[str, tuple[int, ...]] = {}
         """Parameters that several stages have, by their first names."""
