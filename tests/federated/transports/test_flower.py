@@ -240,7 +240,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_server_of_its_own_process_is_served_until_it_is_stopped(tmp_path: Path, importable: None) -> None:
     server = ServerProcess("tests.federated.transports.quadratics:server", tmp_path / "run")
-    until(lambda: "is served at port" in server.log.read_text(), 60, "the server to answer")
+    until(lambda: "is served at http" in server.log.read_text(), 60, "the server to answer")
     assert not server.wait(0.1)
     server.stop()
     assert server.wait(60)
@@ -254,13 +254,13 @@ def test_a_server_of_its_own_process_says_what_is_wrong(tmp_path: Path, importab
         wrong.wait(60)
     server = ServerProcess("tests.federated.transports.quadratics:server", tmp_path / "other")
     until((tmp_path / "other" / "rounds").exists, 60, "the run to begin")
-    until(lambda: "is served at port" in server.log.read_text(), 60, "the server to answer")
+    until(lambda: "is served at http" in server.log.read_text(), 60, "the server to answer")
     assert not server.wait(0.1)
     os.kill(server.pid, 9)
     with pytest.raises(FederatedError, match="has ended with status -9"):
         server.wait(30)
     again = ServerProcess("tests.federated.transports.quadratics:server", tmp_path / "other")
-    until(lambda: again.log.read_text().count("is served at port") == 2, 60, "the server to answer")
+    until(lambda: again.log.read_text().count("is served at http") == 2, 60, "the server to answer")
     assert not again.wait(0.1)
     again.stop()
     assert again.wait(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,16 +141,17 @@ class Server:
         return self.history
 
     def serve(
-        self, listening: Listening | None = None, *, ready: Callable[[HttpServer], None] = lambda http: None
-    ) -> list[Round]:
+        self, listening: Listening | None = None, *, bound: socket.socket | None = None,
+        ready: Callable[[HttpServer], None] = lambda http: None,
+    ) -> list[Round]:  # fmt: skip
         """Answer nodes over HTTP, or HTTPS off loopback, until the run is over; returns its history.
 
-        ready: called once nodes can come, with the server that says its address. Raises FederatedError if the run fails, OSError
-        where the address is taken.
+        bound: a socket that listens already, in the place of one at ``listening``'s host and port. ready: called once nodes can come, with
+        the server that says its address. Raises FederatedError if the run fails, OSError where the address is taken.
         """
         from arclight.federated.transports.http_server import HttpServer
 
-        with self.opened() as run, HttpServer(run.service, listening, run.blobs) as http:
+        with self.opened() as run, HttpServer(run.service, listening, run.blobs, bound) as http:
             log.info("run %s is served at %s", self.name, http.address)
             ready(http)
             run.wait_for_nodes()

@@ -1,4 +1,9 @@
-"""Run a server in a process of its own, which outlives the one that started it: ``python -m`` this module, by `ServerProcess`."""
+"""Run a `Server` in a process of its own, which outlives the one that started it: ``python -m`` this module, by `ServerProcess`.
+
+Other processes of this package end with the one that starts them: ranks (`arclight.fabric.launchers`) fail together, and a node's workers
+(`clients.worker_processes`) take its orders through a pipe. This one gets nothing but its socket and its arguments, calls `Server.serve`, and
+tells its end by its status.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +16,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.serving.certificates import CertificateError, fingerprint_of, make_certificate
 from arclight.federated.errors import FederatedError
-from arclight.federated.transports.http_server import HttpServer, listen
+from arclight.federated.transports.http_server import listen
 from arclight.federated.transports.settings import FLOWER_DEFAULTS, Listening, is_loopback
 
 if TYPE_CHECKING:
@@ -108,10 +114,10 @@ def build_server(build: str, folder: Path, config: Config) -> Server:
 
 
 def main() -> None:
-    """Serve what standard input names, on the socket that was inherited, until the run is over."""
+    """Serve what standard input names, on the socket that was inherited, until the run is over or SIGTERM comes."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    parent, stop = os.getppid(), threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGTERM, _stop)
+    threading.Thread(target=_report_orphaned, name="arclight-parent", daemon=True).start()
     build, place, config = json.load(sys.stdin)
     from arclight.fabric.memory import return_freed_memory
 
@@ -122,17 +128,20 @@ def main() -> None:
         host=config["host"], port=config["port"], nodes=folder / "keys" / "nodes", certificate=certificate,
         private_key=None if certificate is None else certificate.with_suffix(".key"),
     )  # fmt: skip
-    bound = socket.socket(fileno=int(sys.argv[1]))
-    with server.opened() as run, HttpServer(run.service, listening, run.blobs, bound):
-        log.info("run %s is served at port %d by process %d", run.name, bound.getsockname()[1], os.getpid())
-        while not run.runtime.wait(0.5) and not stop.is_set():
-            if parent != (parent := os.getppid()):
-                log.warning("whoever started this server is gone: the run continues with the nodes that reach it")
-        if (over := run.runtime.ended) is not None:
-            run.notify_nodes()
-    if over is not None and over.failed:
-        log.error("the run has failed: %s", over.why)
-        sys.exit(1)
+    server.serve(listening, bound=socket.socket(fileno=int(sys.argv[1])))
+
+
+def _stop(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the run is being closed
+    sys.exit(0)
+
+
+def _report_orphaned() -> None:
+    """Wait until the process that started this one is gone, and log it."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    log.warning("whoever started this server is gone: the run continues with the nodes that reach it")
 
 
 if __name__ == "__main__":
