@@ -20,8 +20,8 @@ from tests.parallel.pipeline.runtime.schedule_grid import CASES, Words, batch_of
 import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import pipeline
-from arclight.parallel.pipeline.cost.choose import choose
 from arclight.parallel.pipeline.cost.partition import partition
+from arclight.parallel.pipeline.cost.pipeline_search import choose
 from arclight.parallel.pipeline.schedule.simulation import simulate
 from arclight.parallel.pipeline.schedule.step_trace import bubble
 from arclight.parallel.pipeline.schedule.table import SCHEDULES, schedule_kind

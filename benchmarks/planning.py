@@ -38,7 +38,7 @@ def peak() -> int:
 def main() -> None:
     from arclight.parallel.hardware import hardware
     from arclight.parallel.planning.chain import Chain
-    from arclight.parallel.planning.plan_search import Limits, search
+    from arclight.parallel.planning.mesh_search import Limits, search
     from arclight.text.settings import LanguageTask
     from arclight.text.settings import Text as Data
     from arclight.text.workload import workload

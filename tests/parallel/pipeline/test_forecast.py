@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Plan, PlanError, pipeline
-from arclight.parallel.pipeline.cost.choose import choose
 from arclight.parallel.pipeline.cost.measure import measure_stages, predict
+from arclight.parallel.pipeline.cost.pipeline_search import choose
 from arclight.parallel.pipeline.runtime.split_backward import backward_of_inputs
 from arclight.parallel.pipeline.schedule.actions import Action
 from arclight.parallel.pipeline.schedule.step_trace import busy, peak_bytes

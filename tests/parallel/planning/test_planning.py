@@ -27,7 +27,7 @@ from arclight.parallel.pipeline.schedule.table import SCHEDULES, order_of, sched
 from arclight.parallel.pipeline.splitting.layer_pruning import assign_layers
 from arclight.parallel.planning import estimate, search
 from arclight.parallel.planning.chain import Chain, Workload
-from arclight.parallel.planning.plan_search import Limits
+from arclight.parallel.planning.mesh_search import Limits
 from arclight.parallel.planning.pp_layout import links_of_ranks, max_in_flight, messages_per_micro_batch, stages
 from arclight.parallel.planning.sharded_shapes import LayerSharding
 from arclight.parallel.planning.timing import exchange_seconds, idle_share

@@ -22,7 +22,7 @@ from arclight.cli import user_module
 from arclight.cli.arguments import Parser, UsageError, write_json
 from arclight.cli.plan.recipe_tables import BAR, GIB, LEAST, REASONS, short, table_of
 from arclight.cli.style import console_of
-from arclight.parallel.pipeline.cost.choose import format_bytes
+from arclight.parallel.pipeline.cost.pipeline_search import format_bytes
 from arclight.parallel.pipeline.schedule.orders import stages_of
 from arclight.parallel.pipeline.schedule.step_trace import busy, idle
 from arclight.parallel.pipeline.schedule.table import schedule_kind
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from arclight.parallel.hardware import Hardware
     from arclight.parallel.pipeline.call_graph import CallGraph
     from arclight.parallel.pipeline.cost.candidates import EvaluatedPlan
-    from arclight.parallel.pipeline.cost.choose import Choice, RejectedChoice
+    from arclight.parallel.pipeline.cost.pipeline_search import Choice, RejectedChoice
     from arclight.parallel.pipeline.unit_costs import ModelCosts
 
 
@@ -219,7 +219,7 @@ def _limit(options: argparse.Namespace, device: Hardware) -> float:
 
 
 def _choose(costs: tuple[ModelCosts, ...], samples: int, device: Hardware, options: argparse.Namespace) -> Choice:
-    from arclight.parallel.pipeline.cost.choose import choose
+    from arclight.parallel.pipeline.cost.pipeline_search import choose
     from arclight.parallel.pipeline.unit_costs import Link
 
     fixed = dict(_fixed(word) for word in options.fix)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from arclight.parallel.hardware import Hardware
     from arclight.parallel.planning.chain import Chain
     from arclight.parallel.planning.estimates import Estimate
-    from arclight.parallel.planning.plan_search import Limits, SearchResult
+    from arclight.parallel.planning.mesh_search import Limits, SearchResult
 
 
 def plan(arguments: list[str]) -> int:
@@ -40,7 +40,7 @@ def plan(arguments: list[str]) -> int:
     from arclight.parallel.hardware import hardware
     from arclight.parallel.planning.chain import Chain
     from arclight.parallel.planning.estimates import refined
-    from arclight.parallel.planning.plan_search import search
+    from arclight.parallel.planning.mesh_search import search
 
     device = hardware(options.gpu)
     gpus = options.gpus if options.gpus is not None else recipe.plan.world_size if recipe.plan is not None else 1
@@ -169,7 +169,7 @@ def _vocabulary(task: LanguageTask) -> int | None:
 
 
 def _limits(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpus: int) -> Limits:
-    from arclight.parallel.planning.plan_search import Limits
+    from arclight.parallel.planning.mesh_search import Limits
 
     usual = Plan()
     names = [field.name for field in dataclasses.fields(Plan)] if recipe.plan is not None else []

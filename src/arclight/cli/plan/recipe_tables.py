@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from arclight.parallel.hardware import Hardware
     from arclight.parallel.planning.chain import Chain
     from arclight.parallel.planning.estimates import Estimate
-    from arclight.parallel.planning.plan_search import Limits, SearchResult
+    from arclight.parallel.planning.mesh_search import Limits, SearchResult
 
 GIB = 2**30
 COLOURS = {

@@ -1,7 +1,7 @@
 """Predict memory, traffic and time of plans before anything runs; search the fastest that fits.
 
 A `chain.Workload` comes in. ``chain`` traces its links with fake tensors, as one process of a plan has them (``sharded_shapes``,
-``fsdp_shards``, ``pp_layout``); ``memory`` and ``timing`` add them up; ``estimates`` gives one plan's `Estimate`, ``plan_search`` the
+``fsdp_shards``, ``pp_layout``); ``memory`` and ``timing`` add them up; ``estimates`` gives one plan's `Estimate`, ``mesh_search`` the
 best of all plans, ``explain`` why not others. No hardware and no process group are needed. Open ``estimates.py`` first.
 """
 
@@ -13,9 +13,9 @@ from arclight._lazy import lazy
 
 if TYPE_CHECKING:
     from arclight.parallel.planning.estimates import estimate as estimate
-    from arclight.parallel.planning.plan_search import search as search
+    from arclight.parallel.planning.mesh_search import search as search
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
-    {"estimate": "arclight.parallel.planning.estimates", "search": "arclight.parallel.planning.plan_search"},
+    {"estimate": "arclight.parallel.planning.estimates", "search": "arclight.parallel.planning.mesh_search"},
 )

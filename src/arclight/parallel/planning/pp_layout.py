@@ -6,12 +6,10 @@ with `arclight.parallel.pipeline.schedule.orders`. A plan without a pipeline (pp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 
-from arclight.parallel.pipeline.schedule.orders import held_at_most, stages_of
-from arclight.parallel.pipeline.schedule.table import ScheduleKind, check_pipeline, is_file, order_of, schedule_kind
+from arclight.parallel.pipeline.schedule.orders import stages_of
+from arclight.parallel.pipeline.schedule.table import ScheduleKind, check_pipeline, schedule_kind
 from arclight.parallel.pipeline.splitting.layer_pruning import assign_layers
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.chain import Chain
@@ -56,41 +54,8 @@ def _links_of_ranks(chain: Chain, plan: Plan) -> tuple[LinkKinds, ...]:
 
 
 def max_in_flight(plan: Plan, process: int, micro_batches: int) -> int:
-    """Return the most passes (micro-batch, stage) whose activations a process holds at once.
-
-    Formulas for v stages on each of p processes and r micro-batches in a round; schedules without one are counted from their order. A
-    schedule that splits the backward holds activations until the gradients of weights are computed.
-    """
-    p, v, m, s = plan.pp, stages_per_rank(plan), micro_batches, process
-    if p == 1:
-        return 1
-    r = m // max(1, m // p)
-    count: dict[str, Callable[[], int]] = {
-        "GPipe": lambda: m,
-        "1F1B": lambda: p - s,
-        "LoopedBFS": lambda: v * m,
-        "Interleaved1F1B": lambda: (v - 1) * r + 2 * (p - 1 - s) + 1,
-        "InterleavedZeroBubble": lambda: (v - 1) * r + p,
-        "ZBVZeroBubble": lambda: min(2 * p, m + 1 + s),
-        "DualPipeV": lambda: 2 * p + 1,
-        "ZB-H1": lambda: p,
-        "ZB-H2": lambda: 2 * p - 1,
-        "V-ZB": lambda: min(2 * p, m + 1 + s),
-    }
-    name = schedule_name(plan)
-    if name not in count:
-        return _counted(_kind(plan).name, p, m if is_file(name) else min(m, 4 * p))[s]
-    return min(v * m, count[name]())
-
-
-@lru_cache(maxsize=256)
-def _counted(name: str, processes: int, micro_batches: int) -> list[int]:
-    return held_at_most(order_of(name, processes, micro_batches))
-
-
-def schedule_name(plan: Plan) -> str:
-    """Return the schedule's name without a suffix such as ``:4``, the number of stages of each process."""
-    return _kind(plan).name.partition(":")[0]
+    """Return the most passes (micro-batch, stage) whose activations a process holds at once."""
+    return schedule_kind(plan.schedule).max_in_flight(plan.pp, process, micro_batches) if plan.pp > 1 else 1
 
 
 def _kind(plan: Plan) -> ScheduleKind:

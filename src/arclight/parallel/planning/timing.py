@@ -16,11 +16,11 @@ from functools import lru_cache
 from arclight.parallel.hardware import STREAMED, Hardware
 from arclight.parallel.op_recorder import Collective, Dimension, Message, summed
 from arclight.parallel.pipeline.schedule.simulation import idle_seconds
-from arclight.parallel.pipeline.schedule.table import is_file
+from arclight.parallel.pipeline.schedule.table import schedule_kind
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.fsdp_shards import MASTER
 from arclight.parallel.planning.memory import ChainLink, reduces_once, reshards
-from arclight.parallel.planning.pp_layout import messages_per_micro_batch, schedule_name, stages_per_rank
+from arclight.parallel.planning.pp_layout import messages_per_micro_batch, stages_per_rank
 
 OVERLAP_COST = 0.25
 """Seconds by which a second of hidden communication slows computing: an assumption, between none and NCCL's share of the processors."""
@@ -145,19 +145,16 @@ def _hidden(computing: float, sending: float) -> float:
 def idle_share(plan: Plan, micro_batches: int, backward_over_forward: float = 2.0) -> float:
     """Share of a step in which a stage of equal ones waits for others (the bubble).
 
-    (p - 1)(F + B) / v for GPipe, 1F1B (v = 1) and interleaved schedules (Narayanan et al. 2021); (p - 1)(F + B - 2 W) / v for
-    zero-bubble ones and DualPipeV, W being half of backward (Qi et al. 2023; for ZB-H2 too, where processes start one after the
-    other and the update waits for all). Others are simulated.
+    By the formula of the schedule (`schedule.table`), or from a simulation where it has none.
     """
     if plan.pp == 1:
         return 0.0
-    one, name = 1 + backward_over_forward, schedule_name(plan)
-    waits = dict.fromkeys(("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"), one)
-    waits |= dict.fromkeys(("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "ZB-H1", "ZB-H2", "V-ZB"), 1.0)
-    if name in waits:
-        idle = (plan.pp - 1) * waits[name] / stages_per_rank(plan)
+    kind = schedule_kind(plan.schedule)
+    one = 1 + backward_over_forward
+    if kind.idle_per_hop is not None:
+        idle = (plan.pp - 1) * kind.idle_per_hop(backward_over_forward) / kind.stages_per_process
     else:
-        number = micro_batches if is_file(name) else min(micro_batches, 4 * plan.pp)
+        number = micro_batches if kind.only is not None else min(micro_batches, 4 * plan.pp)
         idle = _simulated(plan.schedule, plan.pp, number, round(backward_over_forward / 2, 2))
     return idle / (micro_batches * one + idle)
 

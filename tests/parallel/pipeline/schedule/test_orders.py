@@ -118,8 +118,9 @@ def test_every_order_can_be_run_and_is_kept_by_a_file(name: str, tmp_path: Path)
     path.write_text(write_csv(order_of(name, 4, 8)))
     assert order_of(str(path), 4, 8) == order_of(name, 4, 8)
     found = schedule_kind(str(path))
-    known = {"generate": kind.generate, "fewest": kind.fewest, "any_number": kind.any_number}
-    assert replace(found, name=name, only=None, whole_rounds=kind.whole_rounds, **known) == kind
+    of_a_name = ("generate", "fewest", "any_number", "whole_rounds", "held", "idle_per_hop", "receives_when_due")
+    known: dict[str, Any] = {field: getattr(kind, field) for field in of_a_name}
+    assert replace(found, name=name, only=None, **known) == kind
     assert found.fits(8, 4)
     assert not found.fits(6, 4)
     assert that_fits(found, 6, 4).fits(6, 4)

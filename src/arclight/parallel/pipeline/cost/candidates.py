@@ -11,7 +11,7 @@ from arclight.parallel.pipeline.cost.partition import CutCost, MemoryLimit, Memo
 from arclight.parallel.pipeline.schedule.orders import held_at_most, stages_of
 from arclight.parallel.pipeline.schedule.simulation import Prediction, simulate
 from arclight.parallel.pipeline.schedule.step_trace import bubble, peak_bytes
-from arclight.parallel.pipeline.schedule.table import ScheduleKind, order_of, schedule_kind
+from arclight.parallel.pipeline.schedule.table import NOT_COMPILED, ScheduleKind, order_of, schedule_kind
 from arclight.parallel.pipeline.unit_costs import Link, ModelCosts, UnitCost
 
 Costs = ModelCosts | tuple[ModelCosts, ModelCosts]
@@ -68,7 +68,7 @@ class PlanEvaluator:
     def __init__(
         self, costs: Costs, batch: int, *, link: Link | None = None, states: float = 4.0, overhead: float = 0.0, limit: float | None = None
     ) -> None:  # fmt: skip
-        """limit: bytes that a process may hold, which cuts then observe where they can; the rest as for `choose.choose`."""
+        """limit: bytes that a process may hold, which cuts then observe where they can; the rest as for `pipeline_search.choose`."""
         self.costs, self.batch, self.link, self.states = costs, batch, link or Link(), states
         self.overhead, self.limit = overhead, limit
         one = costs[0] if isinstance(costs, tuple) else costs
@@ -95,7 +95,7 @@ class PlanEvaluator:
         if not kind.fits(number, setting.processes):
             return _does_not_fit(kind, setting)
         if kind.splits_backward and compiled:
-            return "computes gradients of weights by themselves, which compiled blocks cannot"
+            return NOT_COMPILED
         return None
 
     def cut(self, setting: PlanCandidate) -> StageLayout:

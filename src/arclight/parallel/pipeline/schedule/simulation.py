@@ -87,7 +87,7 @@ def simulate(
     if shares is not None and len(shares) != number:
         raise PlanError(f"{name} has {number} micro-batches: {len(shares)} shares were given")
     if receives is None:
-        receives = "due" if name in ("GPipe", "1F1B") else "early"
+        receives = "due" if name in SCHEDULES and SCHEDULES[name].receives_when_due else "early"
     freed = list(_each(freed_by_inputs, stages))
     if whole_first:
         costs = [replace(costs[0], inputs=0.0, weights=costs[0].backward), *costs[1:]]

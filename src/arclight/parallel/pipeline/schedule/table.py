@@ -39,8 +39,11 @@ from arclight.parallel.pipeline.schedule.order_generators import (
     zero_bubble_ahead,
     zero_bubble_v,
 )
-from arclight.parallel.pipeline.schedule.orders import first_of, load_order, shape_of, splits_backward
+from arclight.parallel.pipeline.schedule.orders import first_of, held_at_most, load_order, shape_of, splits_backward
 from arclight.parallel.plan import Plan, PlanError
+
+NOT_COMPILED = "computes gradients of weights by themselves, which compiled blocks cannot"
+"""Why a schedule that splits the backward is refused under a compiler."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,13 @@ class ScheduleKind:
     """True where micro-batches must come in rounds of equal length, of at least one for each process."""
     only: tuple[int, int] | None = None
     """The numbers of processes and of micro-batches that it is for, where it is for no others (a file)."""
+    held: Callable[[int, int, int, int], int] | None = None
+    """Give the most passes (micro-batch, stage) whose activations a process holds, of (processes, stages of each, micro-batches, process);
+    None where they are counted in the order."""
+    idle_per_hop: Callable[[float], float] | None = None
+    """Give idle forward times of a process for each other process and each of its stages, of backward over forward; None: simulated."""
+    receives_when_due: bool = False
+    """True where torch's own schedule asks for what it needs when it comes to need it, so that nothing is on its way before."""
     trimmed_from: int | None = None
     """Micro-batches of the order whose first ones are run, where there are fewer than that; None: it is made for those there are."""
 
@@ -75,30 +85,88 @@ class ScheduleKind:
             return False
         return not self.whole_rounds or micro_batches % max(1, micro_batches // processes) == 0
 
+    def max_in_flight(self, processes: int, process: int, micro_batches: int) -> int:
+        """Return the most passes (micro-batch, stage) whose activations a process holds at once.
+
+        A schedule that splits the backward holds activations until the gradients of weights are computed.
+        """
+        own = self.stages_per_process
+        if self.held is not None:
+            return min(own * micro_batches, self.held(processes, own, micro_batches, process))
+        number = micro_batches if self.only is not None else min(micro_batches, 4 * processes)
+        return _counted(self.name, processes, number)[process]
+
     def order(self, processes: int, micro_batches: int) -> Order:
         """Give what each process does. Raises PlanError as :func:`order_of`."""
         return first_of(order_of(self.name, processes, self.trimmed_from or micro_batches), micro_batches)
 
 
+@lru_cache(maxsize=256)
+def _counted(name: str, processes: int, micro_batches: int) -> list[int]:
+    return held_at_most(order_of(name, processes, micro_batches))
+
+
+def _forward_and_backward(backward: float) -> float:
+    """F + B (Narayanan et al. 2021)."""
+    return 1 + backward
+
+
+def _forward_alone(backward: float) -> float:
+    """F + B - 2 W, W being half of backward (Qi et al. 2023; for ZB-H2 too, as here updates wait for all processes)."""
+    return 1.0
+
+
+def _interleaved(p: int, v: int, m: int, s: int) -> int:
+    return (v - 1) * per_round(p, m) + 2 * (p - 1 - s) + 1
+
+
+def _v_shaped(p: int, v: int, m: int, s: int) -> int:
+    return min(2 * p, m + 1 + s)
+
+
 SCHEDULES: dict[str, ScheduleKind] = {
     kind.name: kind
     for kind in (
-        ScheduleKind("GPipe", gpipe),
-        ScheduleKind("1F1B", one_forward_one_backward, fewest=lambda processes: processes),
-        ScheduleKind("LoopedBFS", looped_bfs, 2, any_number=True),
-        ScheduleKind("Interleaved1F1B", one_forward_one_backward, 2, any_number=True, whole_rounds=True),
-        ScheduleKind("InterleavedZeroBubble", zero_bubble, 2, any_number=True, splits_backward=True, whole_rounds=True),
-        ScheduleKind("ZBVZeroBubble", zero_bubble_v, 2, v_shaped=True, splits_backward=True),
         ScheduleKind(
-            "DualPipeV", dual_pipe_v, 2, v_shaped=True, splits_backward=True, fewest=lambda processes: 2 * processes
+            "GPipe", gpipe, held=lambda p, v, m, s: m, idle_per_hop=_forward_and_backward, receives_when_due=True,
         ),
-        ScheduleKind("ZB-H1", zero_bubble, splits_backward=True),
-        ScheduleKind("ZB-H2", zero_bubble_ahead, splits_backward=True),
+        ScheduleKind(
+            "1F1B", one_forward_one_backward, fewest=lambda processes: processes,
+            held=lambda p, v, m, s: p - s, idle_per_hop=_forward_and_backward, receives_when_due=True,
+        ),
+        ScheduleKind(
+            "LoopedBFS", looped_bfs, 2, any_number=True, held=lambda p, v, m, s: v * m, idle_per_hop=_forward_and_backward,
+        ),
+        ScheduleKind(
+            "Interleaved1F1B", one_forward_one_backward, 2, any_number=True, whole_rounds=True,
+            held=_interleaved, idle_per_hop=_forward_and_backward,
+        ),
+        ScheduleKind(
+            "InterleavedZeroBubble", zero_bubble, 2, any_number=True, splits_backward=True, whole_rounds=True,
+            held=lambda p, v, m, s: (v - 1) * per_round(p, m) + p, idle_per_hop=_forward_alone,
+        ),
+        ScheduleKind(
+            "ZBVZeroBubble", zero_bubble_v, 2, v_shaped=True, splits_backward=True,
+            held=_v_shaped, idle_per_hop=_forward_alone,
+        ),
+        ScheduleKind(
+            "DualPipeV", dual_pipe_v, 2, v_shaped=True, splits_backward=True, fewest=lambda processes: 2 * processes,
+            held=lambda p, v, m, s: 2 * p + 1, idle_per_hop=_forward_alone,
+        ),
+        ScheduleKind(
+            "ZB-H1", zero_bubble, splits_backward=True, held=lambda p, v, m, s: p, idle_per_hop=_forward_alone,
+        ),
+        ScheduleKind(
+            "ZB-H2", zero_bubble_ahead, splits_backward=True,
+            held=lambda p, v, m, s: 2 * p - 1, idle_per_hop=_forward_alone,
+        ),
         ScheduleKind("V-Half", v_half, 2, v_shaped=True, splits_backward=True),
         ScheduleKind("V-Min", v_min, 2, v_shaped=True, splits_backward=True),
-        ScheduleKind("V-ZB", zero_bubble_v, 2, v_shaped=True, splits_backward=True),
+        ScheduleKind(
+            "V-ZB", zero_bubble_v, 2, v_shaped=True, splits_backward=True, held=_v_shaped, idle_per_hop=_forward_alone,
+        ),
     )
-}
+}  # fmt: skip
 """Schedules by name. V-ZB, the third of the family of V-Half and V-Min, is what ZB-V already does: no bubble, held like 1F1B."""
 
 
@@ -221,7 +289,4 @@ def check_pipeline(plan: Plan) -> None:
         )
     if kind.splits_backward and plan.compile != "none":
         whole = [name for name, other in SCHEDULES.items() if not other.splits_backward]
-        raise PlanError(
-            f"{plan.schedule} computes gradients of weights by themselves, which compiled blocks cannot: set compile = none, or "
-            f"schedule to one of {', '.join(whole)}"
-        )
+        raise PlanError(f"{plan.schedule} {NOT_COMPILED}: set compile = none, or schedule to one of {', '.join(whole)}")

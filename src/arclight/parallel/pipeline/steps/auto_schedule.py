@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from arclight.parallel.pipeline.call_graph import CallGraph
-from arclight.parallel.pipeline.cost.choose import choose
 from arclight.parallel.pipeline.cost.measure import closed_places, predict
+from arclight.parallel.pipeline.cost.pipeline_search import choose
 from arclight.parallel.pipeline.runtime.loss_reduction import ReductionKind
 from arclight.parallel.pipeline.schedule.table import schedule_kind
 from arclight.parallel.pipeline.unit_costs import ModelCosts

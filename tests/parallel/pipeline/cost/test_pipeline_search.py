@@ -9,7 +9,7 @@ import pytest
 from tests.parallel.pipeline.cost.chains import GPT2
 
 from arclight.parallel import PlanError
-from arclight.parallel.pipeline.cost.choose import Choice, choose, micro_batch_numbers
+from arclight.parallel.pipeline.cost.pipeline_search import Choice, choose, micro_batch_numbers
 from arclight.parallel.pipeline.schedule.simulation import simulate
 from arclight.parallel.pipeline.schedule.step_trace import peak_bytes
 from arclight.parallel.pipeline.unit_costs import Link, ModelCosts, Tie, UnitCost

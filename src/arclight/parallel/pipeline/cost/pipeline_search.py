@@ -1,4 +1,7 @@
-"""Choose the schedule, cut, number of micro-batches and recomputation with the shortest predicted step that fits in memory.
+"""Search the pipelines of any model: schedule, cut, micro-batches and recomputation of the shortest step that fits in memory.
+
+Costs are those of a captured model's calls, measured or predicted, and each candidate is simulated. `planning.mesh_search` searches the other
+dimensions of a mesh too, of models that declare how they are sharded (decision 17).
 
 ``arclight plan`` and ``Trainer(strategy="pipeline")`` (`auto_schedule`) call `choose`:
 

@@ -1,4 +1,9 @@
-"""Search the fastest plan that fits in memory, over all ways to parallelize, by prediction."""
+"""Search the meshes of all ranks for the fastest plan of a model that declares its shards, by formulas.
+
+Thousands of plans are compared: dimensions of the mesh, schedule, recomputation, resharding. For a model that declares nothing, whose mesh has
+pipelines and replicas only, `pipeline.cost.pipeline_search` decides where it is cut by simulating each candidate. Both read
+`pipeline.schedule.table` (decision 17).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from arclight.parallel.pipeline.schedule.table import schedule_kind
+from arclight.parallel.pipeline.schedule.table import NOT_COMPILED, schedule_kind
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.planning.chain import Chain
 from arclight.parallel.planning.estimates import Estimate, estimate
@@ -18,7 +23,7 @@ from arclight.parallel.planning.sharded_shapes import LayerSharding
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZB-H1", "InterleavedZeroBubble", "ZBVZeroBubble", "V-Half", "V-Min")
 """Schedules that are tried; others are predicted on request. GPipe and LoopedBFS hold more than 1F1B and Interleaved1F1B and wait as long,
 DualPipeV is for exchanges of experts that overlap, which is not predicted."""
-_COMPILED = "computes gradients of weights by themselves, which compiled blocks cannot (--eager leaves them uncompiled)"
+_COMPILED = f"{NOT_COMPILED} (--eager leaves them uncompiled)"
 RECOMPUTE = ("none", "selective", "full")
 SAMPLES = (1, 2, 4, 8)
 """Sizes of micro-batches that are tried."""
