@@ -130,7 +130,7 @@ def former_table(settings: Any) -> dict[str, Any]:
 
 
 def former_values(**renamed: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Accept former values of a dataclass's fields, with a warning.
+    """Accept former values of a dataclass's fields, also from a pickle, with a warning.
 
     renamed: by field, the former value to the present one.
     """
@@ -146,7 +146,15 @@ def former_values(**renamed: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
                     given[name] = today
             init(self, *args, **given)
 
+        def restore(self: T, state: dict[str, Any]) -> None:
+            for name in renamed.keys() & state.keys():  # pickled by a version that had the former value
+                if (today := todays_value(cls, name, state[name])) != state[name]:
+                    warnings.warn(renamed_value(f"{cls.__name__}.{name}", state[name], today), FutureWarning, 2)
+                    state = {**state, name: today}
+            self.__dict__.update(state)
+
         cls.__init__ = taking  # type: ignore[method-assign, assignment]
+        cls.__setstate__ = restore  # type: ignore[attr-defined]
         cls._former_values = renamed  # type: ignore[attr-defined]
         return cls
 

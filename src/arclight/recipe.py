@@ -205,15 +205,8 @@ def _build(cls: type[Any], source: _Source, base: Any = None) -> Any:
 
     ``base``, an instance, has the values that the recipe leaves out.
     """
-    fields, given, values, known = _fields(cls), source.fields(), {}, len(source.problems)
-    for said_name, field in given.items():
-        name = todays_name(cls, said_name)
-        if name != said_name:
-            warnings.warn(
-                f"{field.place} is called {name} now; the former name is read for one more release", FutureWarning, 2
-            )
-            if name in given:
-                field.wrong(f" and {name} are one field; give one of them")
+    fields, given, values, known = _fields(cls), _todays_names(cls, source.fields()), {}, len(source.problems)
+    for name, field in given.items():
         if name in fields:
             hint, default = fields[name]
             today = _todays(cls, name, field)
@@ -222,7 +215,7 @@ def _build(cls: type[Any], source: _Source, base: Any = None) -> Any:
             near = _nearest(str(name), fields, field.place.removesuffix(str(name)))
             field.wrong(f" is not a field of {cls.__name__}; {near}")
     for name, (hint, default) in fields.items():
-        if default is MISSING and base is None and name not in given and name not in values:
+        if default is MISSING and base is None and name not in given:
             source.at(f".{name}", MISSING).wrong(f" is missing; {cls.__name__} needs it: {describe(hint)}")
     if len(source.problems) > known:
         return None
@@ -232,6 +225,28 @@ def _build(cls: type[Any], source: _Source, base: Any = None) -> Any:
         return cls(**values) if base is None else dataclasses.replace(base, **values)
     except ValueError as error:
         source.problems.append(f"{source.where or cls.__name__}: {error}")
+
+
+def _todays_names(cls: type[Any], given: dict[str, _Source]) -> dict[str, _Source]:
+    """Return the fields of a recipe under today's names, and warn of former ones; a flag goes over a file under either name."""
+    found: dict[str, _Source] = {}
+    for said_name, field in given.items():
+        name = todays_name(cls, said_name)
+        if name != said_name:
+            warnings.warn(
+                f"{field.place} is called {name} now; the former name is read for one more release", FutureWarning, 3
+            )
+        other = found.get(name)
+        if other is None:
+            found[name] = field
+        elif MISSING not in (other.file, field.file) or MISSING not in (other.flag, field.flag):
+            former = field if name != said_name else other
+            former.wrong(f" and {name} are one field; give one of them")
+        elif field.flag is MISSING:
+            found[name] = other._replace(file=field.file)
+        else:
+            found[name] = field._replace(file=other.file)
+    return found
 
 
 def _todays(cls: type[Any], name: str, field: _Source) -> _Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,7 @@ def test_plan_reports_its_sizes_and_checks_layers() -> None:
 
 
 def test_a_former_value_is_read_with_a_warning(tmp_path: Path) -> None:
-    """In Python, in a recipe and as a flag."""
+    """In Python, in a recipe, as a flag and in a pickle."""
     message = "replicas = 'apart' is called 'independent' now; the former value is read for one more release"
     with pytest.warns(FutureWarning, match=f"Plan.{message}"):
         assert Plan(replicas="apart") == Plan(replicas="independent")  # type: ignore[arg-type]
@@ -269,3 +270,10 @@ def test_a_former_value_is_read_with_a_warning(tmp_path: Path) -> None:
         assert recipe.read(Plan, tmp_path / "old.toml") == Plan(replicas="independent")
     with pytest.warns(FutureWarning, match=f"--{message}"):
         assert recipe.read(Plan, tmp_path / "none.toml", ["--replicas", "apart"]) == Plan(replicas="independent")
+    old = Plan(dp_replicate=2)
+    object.__setattr__(old, "replicas", "apart")  # as versions with the former value pickled it
+    pickled = pickle.dumps(old)
+    with pytest.warns(FutureWarning, match=f"Plan.{message}"):
+        restored = pickle.loads(pickled)
+    assert restored == Plan(dp_replicate=2, replicas="independent")
+    assert restored.independent_replicas

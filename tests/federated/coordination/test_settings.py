@@ -40,6 +40,16 @@ def test_a_recipe_may_say_the_former_name(tmp_path: Path) -> None:
     (tmp_path / "both.toml").write_text("stall = 7.0\nno_progress_timeout_s = 8.0\n")
     with pytest.warns(FutureWarning), pytest.raises(RecipeError, match="are one field"):
         recipe.read(Waiting, tmp_path / "both.toml")
+    with pytest.warns(FutureWarning), pytest.raises(RecipeError, match="--stall and no_progress_timeout_s are one"):
+        recipe.read(Waiting, tmp_path / "old.toml", ["--stall", "1", "--no_progress_timeout_s", "2"])
+
+
+@pytest.mark.parametrize(("file", "flag"), [("stall", "no_progress_timeout_s"), ("no_progress_timeout_s", "stall")])
+def test_the_command_line_goes_over_a_recipe_under_either_name(tmp_path: Path, file: str, flag: str) -> None:
+    (tmp_path / "run.toml").write_text(f"{file} = 7.0\n")
+    with pytest.warns(FutureWarning, match="stall is called no_progress_timeout_s now"):
+        read = recipe.read(Waiting, tmp_path / "run.toml", [f"--{flag}", "9"])
+    assert read == Waiting(no_progress_timeout_s=9.0)
 
 
 @pytest.mark.parametrize(
