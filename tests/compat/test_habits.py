@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import warnings
 from typing import Any
 
 import numpy as np
@@ -395,10 +396,33 @@ def test_methods_that_nobody_calls_any_more_are_refused(name: str) -> None:
         trainer().fit(model)
 
 
-def test_our_own_trainer_knows_no_hooks_of_earlier_versions() -> None:
-    model = type("Old", (BoringModel,), {"training_epoch_end": lambda self, *outputs: None})()
-    al.Trainer(max_steps=1, limit_val_batches=0, logger=False, enable_checkpointing=False, accelerator="cpu").fit(model)
-    assert model.trainer.global_step == 1
+def test_our_own_trainer_warns_of_hooks_that_nobody_calls_any_more() -> None:
+    def fit(module_hook: str | None, callback_hook: str | None) -> list[str]:
+        def never(self: Any, *arguments: Any) -> None:
+            raise AssertionError("nothing calls this")
+
+        model = type("Old", (BoringModel,), {module_hook: never} if module_hook else {})()
+        callback = type("Watch", (al.Callback,), {callback_hook: never} if callback_hook else {})()
+        run = {"max_steps": 1, "limit_val_batches": 0, "logger": False, "enable_checkpointing": False}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            al.Trainer(**run, accelerator="cpu", callbacks=[callback]).fit(model)
+        assert model.trainer.global_step == 1
+        return [str(one.message) for one in caught if "Lightning 1.x" in str(one.message)]
+
+    assert fit(None, None) == []
+    (found,) = fit("training_epoch_end", None)
+    assert found.startswith(
+        "`Old.training_epoch_end` is a hook of Lightning 1.x, which nothing calls: use `on_train_epoch"
+    )
+    (found,) = fit("training_step_end", None)
+    assert "`on_train_batch_end`" in found
+    assert fit(None, "on_keyboard_interrupt") == [
+        "`Watch.on_keyboard_interrupt` is a hook of Lightning 1.x, which nothing calls: use `on_exception`"
+    ]
+    found, other = fit("configure_sharded_model", "on_epoch_end")
+    assert "`configure_model`" in found
+    assert "`on_train_epoch_end`" in other
 
 
 def test_profilers_name_the_wait_for_a_batch_as_lightning_does() -> None:

@@ -145,8 +145,8 @@ class TrainerBehavior:
         "train_dataloader_next", "val_dataloader_next", "test_dataloader_next", "predict_dataloader_next"
     )  # fmt: skip
     """Names of the wait for a batch in profilers' reports: in training, validation, test and prediction."""
-    removed_hooks: tuple[tuple[str, str, str], ...] = ()
-    """Stage, name and replacement of hooks that earlier versions called: a module that has one is refused."""
+    refuse_removed_hooks: bool = False
+    """A module that has a hook of Lightning 1.x is refused; else a warning names what to use in its place."""
 
     def fetch_label(self, stage: str) -> str:
         """Return the name of the wait for a batch of ``stage`` in profilers' reports."""

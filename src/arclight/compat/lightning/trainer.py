@@ -194,24 +194,6 @@ class FitLoop:
         self.trainer.progress.load_state_dict(state["progress"])
 
 
-def _removed_hooks() -> tuple[tuple[str, str, str], ...]:
-    """List the hooks of Lightning 1.x that version 2 removed, by stage, with their replacements."""
-    model = "`configure_model`, and make only layers that do not exist yet, since it is called before each run"
-    end = "`on_{}_epoch_end` and keep the outputs that it needs in attributes"
-    stages = ("train", "validate", "test", "predict")
-    ends = (
-        ("train", "train"),
-        ("train", "validation"),
-        ("validate", "validation"),
-        ("test", "test"),
-        ("predict", "predict"),
-    )
-    return (
-        *((stage, "configure_sharded_model", model) for stage in stages),
-        *((stage, f"{'training' if of == 'train' else of}_epoch_end", end.format(of)) for stage, of in ends),
-    )
-
-
 LIGHTNING = TrainerBehavior(
     zero_grad_first=True,
     closures=True,
@@ -236,7 +218,7 @@ LIGHTNING = TrainerBehavior(
         "[_TrainingEpochLoop].train_dataloader_next", "[_EvaluationLoop].val_next", "[_EvaluationLoop].test_next",
         "[_PredictionLoop].predict_next",
     ),
-    removed_hooks=_removed_hooks(),
+    refuse_removed_hooks=True,
 )  # fmt: skip
 """Lightning's behaviour where it differs from ours."""
 

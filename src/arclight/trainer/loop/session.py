@@ -31,6 +31,7 @@ from arclight.trainer.loop.verification import (
     check_validation,
     refuse_removed_hooks,
     require_model,
+    warn_of_removed_hooks,
 )
 from arclight.trainer.module import Module
 from arclight.trainer.profilers import profiling
@@ -153,7 +154,9 @@ class Session:
         profiling.reset_profiler(trainer.profiler)
         attach_log(trainer.callbacks, module)
         check_module(module, stage, trainer.gradient_clip_val, trainer.accumulate_grad_batches)
-        refuse_removed_hooks(module, stage, trainer.behavior.removed_hooks)
+        if trainer.behavior.refuse_removed_hooks:
+            refuse_removed_hooks(module, stage)
+        warn_of_removed_hooks(module, trainer.callbacks, trainer.warn)
         self._set_up_data(module, name)
         trainer.call_all("setup", stage=name)
         module.setup(stage=name)

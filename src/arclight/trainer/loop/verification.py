@@ -6,13 +6,14 @@ tests match.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.callback import Callback
 from arclight.trainer.loop.hooks import overridden
 from arclight.trainer.module import Module
 
@@ -56,16 +57,59 @@ def check_module(module: Module, stage: str, clip_value: float | None, accumulat
         raise MisconfigurationError(f"No `{name}()` method defined to run `Trainer.{stage}`.")
 
 
-def refuse_removed_hooks(module: Module, stage: str, removed: Iterable[tuple[str, str, str]]) -> None:
-    """Raise NotImplementedError for hooks of ``module`` that are no longer called.
+_EPOCH_ENDS = {"training": "train", "validation": "validation", "test": "test", "predict": "predict"}
 
-    ``removed``: stage, name and replacement of each.
+REMOVED_MODULE_HOOKS: Mapping[str, str] = {
+    "configure_sharded_model": "`configure_model`, and make only layers that do not exist yet, since it is called before each run",
+    **{
+        f"{name}_epoch_end": f"`on_{stage}_epoch_end` and keep the outputs that it needs in attributes"
+        for name, stage in _EPOCH_ENDS.items()
+    },
+}
+"""Methods of modules that Lightning 1.x called, and what to use in their place."""
+
+_REMOVED_CALLBACK_HOOKS: Mapping[str, str] = {
+    "on_init_start": "the constructor of the callback, or `setup`",
+    "on_init_end": "`setup`",
+    "on_pretrain_routine_start": "`on_fit_start`",
+    "on_pretrain_routine_end": "`on_fit_start`",
+    "on_keyboard_interrupt": "`on_exception`",
+    "on_configure_sharded_model": "`setup`",
+    "on_before_accelerator_backend_setup": "`setup`",
+    **{
+        f"on_{kind}_{end}": f"`on_<stage>_{kind}_{end}` (`on_train_{kind}_{end}`, `on_validation_{kind}_{end}`, ...)"
+        for kind in ("batch", "epoch")
+        for end in ("start", "end")
+    },
+}
+_REMOVED_STEP_ENDS: Mapping[str, str] = {
+    f"{name}_step_end": f"`on_{stage}_batch_end`, or the end of `{name}_step`" for name, stage in _EPOCH_ENDS.items()
+}
+_STAGES_OF = {"training": ("train",), "validation": ("train", "validate"), "test": ("test",), "predict": ("predict",)}
+
+
+def refuse_removed_hooks(module: Module, stage: str) -> None:
+    """Raise NotImplementedError for a hook of Lightning 1.x that ``module`` has for ``stage``.
+
+    It would not be called.
     """
-    for of, name, replacement in removed:
-        if of == stage and callable(getattr(module, name, None)):
+    for name, replacement in REMOVED_MODULE_HOOKS.items():
+        if stage in _STAGES_OF.get(name.partition("_")[0], (stage,)) and callable(getattr(module, name, None)):
             raise NotImplementedError(
                 f"Support for `{name}` has been removed. `{type(module).__name__}` implements this method: use {replacement}"
             )
+
+
+def warn_of_removed_hooks(module: Module, callbacks: Iterable[Callback], warn: Callable[[str], None]) -> None:
+    """Warn of hooks of Lightning 1.x that a module or callback has, which nothing calls."""
+    of_modules = {**REMOVED_MODULE_HOOKS, **_REMOVED_STEP_ENDS, **_REMOVED_CALLBACK_HOOKS}
+    of_callbacks = {**_REMOVED_CALLBACK_HOOKS, **REMOVED_MODULE_HOOKS}
+    for owner, removed in ((module, of_modules), *((callback, of_callbacks) for callback in callbacks)):
+        for name, replacement in removed.items():
+            if callable(getattr(type(owner), name, None)):
+                warn(
+                    f"`{type(owner).__name__}.{name}` is a hook of Lightning 1.x, which nothing calls: use {replacement}"
+                )
 
 
 def _check_predict(module: Module) -> None:
