@@ -20,7 +20,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.precision import resolve_precision
 from arclight.fabric.registry import load_external_callbacks
 from arclight.trainer.callback import Callback, Checkpoint
-from arclight.trainer.checkpoint.resume import CheckpointSelector
+from arclight.trainer.checkpoint.resume import CheckpointSelector, ResumeSources
 from arclight.trainer.checkpoint.state import CheckpointConnector
 from arclight.trainer.data.limits import ValidationSchedule, estimated_steps, log_interval
 from arclight.trainer.data.stage_data import DataConnector
@@ -147,11 +147,8 @@ class Trainer:
             run_folders=self.behavior.run_folders, dry=bool(self.fast_dev_run),
         )  # fmt: skip
         self.run_state = RunState()
-        self.data, self.selector, self.checkpoints = (
-            DataConnector(self),
-            CheckpointSelector(self),
-            CheckpointConnector(self),
-        )
+        self.data, self.checkpoints = DataConnector(self), CheckpointConnector(self)
+        self.selector = CheckpointSelector(self.paths, self.strategy)
         self.callbacks = self._default_callbacks(callbacks)
         self.profiler = resolve_profiler(profiler)
         self.datamodule: Any = None
@@ -345,7 +342,8 @@ class Trainer:
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer] | None) -> None:
         given = list(optimizers or [])
-        self.run_state.use_optimizers(given, [ManagedOptimizer(optimizer, self) for optimizer in given])
+        run = self.run_state
+        run.use_optimizers(given, [ManagedOptimizer(optimizer, self.strategy, run) for optimizer in given])
 
     @property
     def managed_optimizers(self) -> list[ManagedOptimizer]:
@@ -601,6 +599,17 @@ class Trainer:
     def requeue_checkpoints(self) -> RequeueCheckpoints:
         """The checkpoints from which a SLURM job goes on when it is queued again."""
         return RequeueCheckpoints(self.paths, self.strategy, self.checkpoint_io.suffix)
+
+    @property
+    def resume_sources(self) -> ResumeSources:
+        """The checkpoints that ``ckpt_path`` may mean without a path, for the entry point under way."""
+        return ResumeSources(
+            self.run_state.state.fn,
+            self.checkpoint_callbacks,
+            self.requeue_checkpoints,
+            evaluate_best=self.behavior.evaluate_best,
+            dry=bool(self.fast_dev_run),
+        )
 
     # -- its data ------------------------------------------------------------------------------------------------------
 

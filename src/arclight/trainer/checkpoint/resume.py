@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,48 @@ from arclight.trainer.callbacks.checkpoint.file_ops import written_at
 from arclight.trainer.loop.progress import TrainerFn
 
 if TYPE_CHECKING:
-    from arclight.trainer.trainer import Trainer
+    from arclight.fabric.strategies import Strategy
+    from arclight.trainer.loop.signals import RequeueCheckpoints
+    from arclight.trainer.run.paths import RunPaths
+
+
+@dataclass(frozen=True)
+class ResumeSources:
+    """Hold what ``ckpt_path`` may mean besides a path, for one entry point."""
+
+    function: TrainerFn | None
+    callbacks: Sequence[Any]
+    """Callbacks that save checkpoints, the first of which has the best."""
+    requeue: RequeueCheckpoints
+    evaluate_best: bool
+    """True if an evaluation without a module, after a fit, takes the best checkpoint."""
+    dry: bool
+    """True for a ``fast_dev_run``, which writes no checkpoint."""
+
+    @property
+    def entry_point(self) -> str:
+        return self.function.value if self.function is not None else "fit"
+
+    @property
+    def may_be_requeued(self) -> bool:
+        return self.function == TrainerFn.FITTING and SLURMEnvironment.detect()
+
+    def newest_of_callbacks(self) -> Path | None:
+        """Return the newest of what the callbacks keep as their last."""
+        paths: set[Path] = set()
+        for callback in self.callbacks:
+            if isinstance(callback, KeepsLast):
+                paths |= {to_path(path) for path in callback.last_checkpoints()}
+            elif path := getattr(callback, "last_model_path", ""):
+                paths.add(to_path(path))
+        return max((p for p in paths if p.exists()), key=written_at, default=None)
 
 
 class CheckpointSelector:
     """Choose the checkpoint that a trainer's next entry point loads."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, paths: RunPaths, strategy: Strategy) -> None:
+        self._paths, self._strategy = paths, strategy
         self.path: str | Path | None = None
         """The checkpoint that the newest entry point loaded, or one that the user has set for the next."""
         self.named = False
@@ -35,30 +70,24 @@ class CheckpointSelector:
         """Set the checkpoint that the next entry point loads."""
         self.path, self._is_set = path, path is not None
 
-    def resolve_run_folder(self, choice: str | Path | Mapping[str, Any] | None) -> None:
+    def resolve_run_folder(self, choice: str | Path | Mapping[str, Any] | None, sources: ResumeSources) -> None:
         """Choose the run folder before any hook can ask: the resumed run's, or a new one.
 
         A collective: every rank calls this.
         """
-        trainer, paths = self._trainer, self._trainer.paths
+        paths = self._paths
         self._newest_of_run = None
         if paths.run_folders and paths.opened is None:
             wanted = self.path if choice is None and self._is_set else choice
             if wanted == "last":
                 self._newest_of_run = self._find_newest_of_run()
             elif (
-                wanted in (None, "hpc")
-                and self._may_be_requeued
-                and (found := trainer.requeue_checkpoints.newest()) is not None
+                wanted in (None, "hpc") and sources.may_be_requeued and (found := sources.requeue.newest()) is not None
             ):
                 paths.open_run_folder(found.parent.parent)
         paths.agree()
 
-    @property
-    def _may_be_requeued(self) -> bool:
-        return self._trainer.state.fn == TrainerFn.FITTING and SLURMEnvironment.detect()
-
-    def resolve(self, choice: str | Path | None, fit_before: bool = False) -> Path | None:
+    def resolve(self, choice: str | Path | None, sources: ResumeSources, fit_before: bool = False) -> Path | None:
         """Resolve ``ckpt_path`` to a checkpoint; None to start from the module as it is.
 
         ``"best"`` and ``"last"`` are those of this trainer's checkpoint callbacks; ``"last"`` also continues the newest run of
@@ -66,63 +95,61 @@ class CheckpointSelector:
         which by Lightning's convention takes the best. Raises ValueError where there is none, FileNotFoundError for a path that
         does not exist.
         """
-        entry_point = self._trainer.state.fn.value if self._trainer.state.fn is not None else "fit"
         if self._is_set:
             if choice is not None:
-                self._trainer.warn(
+                self._warn(
                     f"`trainer.ckpt_path = {str(self.path)!r}` was called but then you passed "
-                    f"`trainer.{entry_point}(ckpt_path={str(choice)!r})`. The latter will be loaded."
+                    f"`trainer.{sources.entry_point}(ckpt_path={str(choice)!r})`. The latter will be loaded."
                 )
             choice = self.path if choice is None else choice
-        path = self._chosen(entry_point, choice, fit_before)
+        path = self._chosen(sources, choice, fit_before)
         self.named = path is not None and choice not in (None, "best", "last", "hpc")
         self.path, self._is_set = (None if path is None else str(path)), False
         return path
 
-    def _chosen(self, entry_point: str, choice: str | Path | None, fit_before: bool) -> Path | None:
-        trainer = self._trainer
-        if choice is None and fit_before and trainer.behavior.evaluate_best:
-            trainer.warn(
+    def _chosen(self, sources: ResumeSources, choice: str | Path | None, fit_before: bool) -> Path | None:
+        entry_point = sources.entry_point
+        if choice is None and fit_before and sources.evaluate_best:
+            self._warn(
                 f"`.{entry_point}(ckpt_path=None)` was called without a model. The best model of the previous `fit` call will be used. "
                 f"You can pass `.{entry_point}(ckpt_path='best')` or `'last'`, or the model, to say which and silence this"
             )
             choice = "best"
-        if choice is None and self._may_be_requeued:
-            newest = trainer.requeue_checkpoints.newest()
+        if choice is None and sources.may_be_requeued:
+            newest = sources.requeue.newest()
             return None if newest is None else self._sound(newest)
         if choice is None:
             return None
         if choice == "hpc":
-            newest = trainer.requeue_checkpoints.newest(any_job=True)
+            newest = sources.requeue.newest(any_job=True)
             if newest is None or (newest := self._sound(newest)) is None:
                 raise NoCheckpointError(
                     f'`.{entry_point}(ckpt_path="hpc")` is set but no HPC checkpoint was found in '
-                    f"{trainer.requeue_checkpoints.folder}. Please pass an exact checkpoint path to `.{entry_point}(ckpt_path=...)`"
+                    f"{sources.requeue.folder}. Please pass an exact checkpoint path to `.{entry_point}(ckpt_path=...)`"
                 )
             return newest
         if choice == "best":
-            return self._best(entry_point)
+            return self._best(sources)
         if choice == "last":
-            return self._last(entry_point)
+            return self._last(sources)
         path = to_path(choice)
         if not path.exists():
             raise FileNotFoundError(f"ckpt_path: {path} does not exist (Checkpoint file not found)")
         return path
 
-    def _best(self, entry_point: str) -> Path:
-        trainer = self._trainer
-        if len(trainer.checkpoint_callbacks) > 1:
-            trainer.warn(
+    def _best(self, sources: ResumeSources) -> Path:
+        entry_point = sources.entry_point
+        if len(sources.callbacks) > 1:
+            self._warn(
                 f'`.{entry_point}(ckpt_path="best")` is called with Trainer configured with multiple `ModelCheckpoint` callbacks. '
                 "It will use the best checkpoint path from first checkpoint callback."
             )
-        callback = trainer.checkpoint_callback
-        if callback is None:
+        if not sources.callbacks:
             raise NoCheckpointError(
                 f'`.{entry_point}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured.'
             )
-        best = getattr(callback, "best_model_path", "")
-        if not best and trainer.fast_dev_run:
+        best = getattr(sources.callbacks[0], "best_model_path", "")
+        if not best and sources.dry:
             raise NoCheckpointError(
                 f'You cannot execute `.{entry_point}(ckpt_path="best")` with `fast_dev_run=True`, which writes none. Please pass an '
                 f"exact checkpoint path to `.{entry_point}(ckpt_path=...)`"
@@ -134,9 +161,9 @@ class CheckpointSelector:
             )
         return to_path(best)
 
-    def _last(self, entry_point: str) -> Path | None:
-        run_folders = self._trainer.paths.run_folders
-        newest = self._trainer.strategy.broadcast(self._newest_of_callbacks())
+    def _last(self, sources: ResumeSources) -> Path | None:
+        entry_point, run_folders = sources.entry_point, self._paths.run_folders
+        newest = self._strategy.broadcast(sources.newest_of_callbacks())
         found = self._sound(newest) if newest is not None else None
         if found is None and run_folders:
             found = self._newest_of_run or self._find_newest_of_run()
@@ -147,7 +174,7 @@ class CheckpointSelector:
             )
             if entry_point != "fit" and run_folders:
                 raise NoCheckpointError(f"{message} This run has no checkpoint yet: fit first, or name one")
-            self._trainer.warn(message)
+            self._warn(message)
             return None
         return found
 
@@ -156,7 +183,7 @@ class CheckpointSelector:
 
         Every rank calls this.
         """
-        strategy = self._trainer.strategy
+        strategy = self._strategy
         if not newest.is_dir():
             return newest
         problems = verify(newest, strategy)
@@ -166,27 +193,21 @@ class CheckpointSelector:
             warnings.simplefilter("ignore")  # the damaged ones are told of in one sentence
             found = find_last(newest.parent, strategy)
         instead = f"training continues from {found}" if found is not None else "there is no intact one beside it"
-        self._trainer.warn(f"the last checkpoint is damaged: {problems[0].partition(';')[0]}; {instead}")
+        self._warn(f"the last checkpoint is damaged: {problems[0].partition(';')[0]}; {instead}")
         return found
 
-    def _newest_of_callbacks(self) -> Path | None:
-        """Return the newest of what this trainer's callbacks keep as their last."""
-        paths: set[Path] = set()
-        for callback in self._trainer.checkpoint_callbacks:
-            if isinstance(callback, KeepsLast):
-                paths |= {to_path(path) for path in callback.last_checkpoints()}
-            elif path := getattr(callback, "last_model_path", ""):
-                paths.add(to_path(path))
-        return max((p for p in paths if p.exists()), key=written_at, default=None)
-
     def _find_newest_of_run(self) -> Path | None:
-        paths, strategy = self._trainer.paths, self._trainer.strategy
+        paths, strategy = self._paths, self._strategy
         folder = paths.newest_run()
         kept = strategy.broadcast(None if folder is None else folder.checkpoints)
         found = find_last(kept, strategy) if kept is not None else None
         if found is not None and folder is not None:
             paths.run_folder = folder
         return found
+
+    def _warn(self, message: str) -> None:
+        if self._strategy.is_global_zero:
+            warnings.warn(message, stacklevel=3)
 
 
 class NoCheckpointError(ValueError, FileNotFoundError):

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
@@ -17,7 +17,8 @@ from arclight.trainer.loop.hooks import overridden
 from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
-    from arclight.trainer.trainer import Trainer
+    from arclight.fabric.strategies import Strategy
+    from arclight.trainer.loop.run_state import RunState
 
 
 @dataclass
@@ -180,8 +181,9 @@ class ManagedOptimizer:
     Everything but :meth:`step` is the optimizer's own.
     """
 
-    def __init__(self, optimizer: Optimizer, trainer: Trainer | None = None) -> None:
-        self._optimizer, self._trainer = optimizer, trainer
+    def __init__(self, optimizer: Optimizer, strategy: Strategy | None = None, run: RunState | None = None) -> None:
+        """strategy, run: of the trainer that uses it; None outside of one."""
+        self._optimizer, self._strategy, self._run = optimizer, strategy, run
         self.actions: tuple[Callable[[], Any], ...] = ()
         self.count: Callable[[], Any] = _nothing
         self._unscaled = False
@@ -191,6 +193,12 @@ class ManagedOptimizer:
     @property
     def optimizer(self) -> Optimizer:
         return self._optimizer
+
+    @property
+    def _module(self) -> Module:
+        """The module whose optimizer it is."""
+        assert self._strategy is not None
+        return cast("Module", self._strategy.lightning_module)
 
     def manage(self, actions: tuple[Callable[[], Any], ...], count: Callable[[], Any]) -> None:
         """Run ``actions`` between backward and update, and ``count`` after each update."""
@@ -207,7 +215,7 @@ class ManagedOptimizer:
             raise MisconfigurationError(
                 f"When `optimizer.step(closure)` is called, the closure should be a function, got {type(closure).__name__}"
             )
-        precision = self._trainer.precision_plugin if self._trainer is not None else None
+        precision = self._strategy.precision if self._strategy is not None else None
         scaled = precision is not None and precision.scaler is not None
         result = self._scaled(precision, closure, kwargs) if scaled else self._plain(closure, kwargs)
         self.count()
@@ -224,7 +232,7 @@ class ManagedOptimizer:
 
     def _scaled(self, precision: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         result = closure() if closure is not None else None
-        if result is None and self._trainer is not None and self._trainer.lightning_module.automatic_optimization:
+        if result is None and self._strategy is not None and self._module.automatic_optimization:
             return None  # nothing was scaled: the batch was skipped
         self.unscale()
         for action in self.actions:
@@ -249,7 +257,7 @@ class ManagedOptimizer:
 
     def unscale(self) -> None:
         """Unscale 16-bit gradients, once between two steps."""
-        precision = self._trainer.precision_plugin if self._trainer is not None else None
+        precision = self._strategy.precision if self._strategy is not None else None
         if precision is not None and precision.scaler is not None and not self._unscaled:
             self._unscaled = True
             precision.unscale_gradients(self._optimizer)
@@ -257,10 +265,10 @@ class ManagedOptimizer:
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
         """Require gradients of this optimizer's parameters only."""
-        if self._trainer is None:
+        if self._strategy is None or self._run is None:
             raise RuntimeError("this optimizer is not in use by a Trainer")
-        module = self._trainer.lightning_module
-        synced = self._trainer.strategy.no_backward_sync(self._trainer.run_state.step_module or module, not sync_grad)
+        module = self._module
+        synced = self._strategy.no_backward_sync(self._run.step_module or module, not sync_grad)
         with synced if not sync_grad else nullcontext():
             module.toggle_optimizer(self)
             try:
@@ -272,7 +280,7 @@ class ManagedOptimizer:
         return ManagedOptimizer, (self._optimizer,)  # copies and pickles are no longer a Trainer's
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_optimizer", "_trainer"):
+        if name in ("_optimizer", "_strategy", "_run"):
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 

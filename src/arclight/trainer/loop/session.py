@@ -149,7 +149,7 @@ class Session:
             trainer.attach_data(datamodule)
         trainer.enter("setup")
         open_experiments(trainer.paths.own_loggers())
-        trainer.selector.resolve_run_folder(ckpt_path)
+        trainer.selector.resolve_run_folder(ckpt_path, trainer.resume_sources)
         self._add_callbacks(module)
         profiling.reset_profiler(trainer.profiler)
         attach_log(trainer.callbacks, module)
@@ -288,7 +288,7 @@ class Session:
         if isinstance(choice, Mapping):
             trainer.selector.set_ckpt_path(None)
             return trainer.checkpoints.accept(choice)
-        path = trainer.selector.resolve(choice)
+        path = trainer.selector.resolve(choice, trainer.resume_sources)
         return trainer.checkpoints.load(path) if path is not None else None
 
     def _train(self, module: Module, resumed: bool) -> None:
@@ -386,7 +386,7 @@ class Session:
         self._run.state.fn = TrainerFn(stage)
         fit_before = model is None and trainer.attached_module is not None
         module = self._attach(model, datamodule, stage, ckpt_path, **{stage: loaders})
-        path = trainer.selector.resolve(ckpt_path, fit_before)
+        path = trainer.selector.resolve(ckpt_path, trainer.resume_sources, fit_before)
         saved = trainer.checkpoints.load(path) if path is not None else None
         self._place(module, stage)
         if saved is not None:
