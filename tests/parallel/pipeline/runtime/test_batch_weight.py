@@ -56,3 +56,18 @@ def test_a_mistake_in_batch_weight_changes_no_loss_but_is_raised(module: Any, er
         share(module)
     with pytest.raises(error):
         weights(module, [(BATCH, 4)])
+
+
+def test_a_step_that_fails_leaves_the_gradients_of_steps_before() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = before = torch.ones(2)
+
+    def fail(*_: Any, **__: Any) -> None:
+        parameter.grad = torch.full((2,), 5.0)
+        raise RuntimeError("a stage fails")
+
+    topology = SimpleNamespace(device=torch.device("cpu"))
+    engine: Any = SimpleNamespace(topology=topology, parts={}, parameters=[parameter], run=fail)
+    with pytest.raises(RuntimeError, match="a stage fails"):
+        StepRunner(engine, 1).run([((), {}, None)], StepWeights())
+    assert parameter.grad is before
