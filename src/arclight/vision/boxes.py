@@ -42,7 +42,7 @@ def areas(boxes: Tensor) -> Tensor:
 
 
 def _intersections(a: Tensor, b: Tensor) -> Tensor:
-    """(n, m) areas common to the xyxy boxes a (n, 4) and b (m, 4)."""
+    """Compute the areas (n, m) common to the xyxy boxes a (n, 4) and b (m, 4)."""
     ax1, ay1, ax2, ay2 = a.T.contiguous()[:, :, None]  # contiguous sides run in vector instructions
     bx1, by1, bx2, by2 = b.T.contiguous()
     width = (torch.minimum(ax2, bx2) - torch.maximum(ax1, bx1)).clamp_(min=0)
@@ -51,7 +51,10 @@ def _intersections(a: Tensor, b: Tensor) -> Tensor:
 
 
 def box_iou(a: Tensor, b: Tensor) -> Tensor:
-    """Compute (n, m) intersection over union of the xyxy boxes a (n, 4) and b (m, 4); 0 if both are empty."""
+    """Compute the IoU (n, m) of the xyxy boxes a (n, 4) and b (m, 4).
+
+    It is 0 if both are empty.
+    """
     common = _intersections(a, b)
     union = areas(a)[:, None] + areas(b) - common
     return torch.where(union > 0, common / union, 0.0)
@@ -149,10 +152,10 @@ def _nms_image(
 
 
 def _ranked(scores: Tensor, threshold: float, limit: int | None, floor: Tensor | None = None) -> Tensor:
-    """Indices of ``scores`` above ``threshold``, highest first, equal ones by index; at most ``limit``.
+    """Return the indices of the ``limit`` highest ``scores`` above ``threshold``, in order.
 
-    ``floor``: (1,) a score that ``limit`` others reach, if one is known. ``torch.topk`` alone may pick any of equal scores, and
-    picks differently on CPU and GPU.
+    Equal scores are ordered by index. ``floor``: (1,) a score that ``limit`` others reach, if one is known.
+    ``torch.topk`` alone may pick any of equal scores, and picks differently on CPU and GPU.
     """
     if floor is not None:
         candidates = torch.nonzero((scores > threshold) & (scores >= floor)).squeeze(1)
@@ -172,7 +175,7 @@ def greedy_nms(
     max_det: int | None = None,
     overlap: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor] | None = None,
 ) -> Tensor:
-    """Greedy non-maximum suppression: indices of the boxes kept, in order, at most ``max_det``.
+    """Return the indices of the boxes that greedy NMS keeps, in order, at most ``max_det``.
 
     boxes: (n, 4) xyxy, most confident first, or what ``overlap`` compares; classes: (n,). A box goes when a kept one of its class overlaps it by more
     than ``iou_threshold``. Works through the boxes in chunks and stops once ``max_det`` are found, so that
@@ -206,11 +209,12 @@ def _overlap(a: Tensor, a_classes: Tensor, b: Tensor, b_classes: Tensor, iou_thr
 
 
 def _greedy(overlap: Tensor) -> Tensor:
-    """Return (n,) True for the rows that greedy suppression keeps, given the symmetric ``overlap`` (n, n).
+    """Return (n,) True for the rows that greedy suppression keeps, by ``overlap`` (n, n).
 
-    A row is kept if no kept row before it overlaps it. Applied to all rows at once until nothing changes, that rule
-    gives the greedy answer: after k rounds at least the first k rows are final (Cluster-NMS, Zheng et al. 2021). Boxes that
-    overlap in long chains take a round for each link: on a CPU the rows are then taken one by one instead.
+    ``overlap`` is symmetric. A row is kept if no kept row before it overlaps it. Applied to all rows at once until
+    nothing changes, that rule gives the greedy answer: after k rounds at least the first k rows are final (Cluster-NMS,
+    Zheng et al. 2021). Boxes that overlap in long chains take a round for each link: on a CPU the rows are then taken
+    one by one instead.
     """
     before = overlap.triu(diagonal=1).to(torch.float32)
     keep = torch.ones(len(overlap), device=overlap.device)

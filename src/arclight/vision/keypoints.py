@@ -30,9 +30,10 @@ SEEN = 0.5
 
 
 def sigmas_of(count: int, given: Sequence[float] = (), cyclic: bool = False) -> tuple[float, ...]:
-    """Return the deviation of each of ``count`` keypoints: those given, COCO's for 17 that are not ``cyclic``, else 1 / count each.
+    """Return the OKS deviation of each of ``count`` keypoints.
 
-    Raises ValueError where those given are not as many.
+    Those given, COCO's for 17 that are not ``cyclic``, else 1 / count each. Raises ValueError where those given are not
+    as many.
     """
     if not given:
         return COCO_SIGMAS if count == len(COCO_SIGMAS) and not cyclic else (1 / count,) * count
@@ -42,18 +43,22 @@ def sigmas_of(count: int, given: Sequence[float] = (), cyclic: bool = False) -> 
 
 
 def numberings(count: int, cyclic: bool) -> NDArray[np.int64]:
-    """Return the ways (S, count) to number an object's keypoints: as they are, or ``cyclic`` from each of them on in turn."""
+    """Return the numberings (S, count) of an object's keypoints.
+
+    They are 0 to count - 1 and, if ``cyclic``, its rotations.
+    """
     return (np.arange(count)[: count if cyclic else 1, None] + np.arange(count)) % count
 
 
 def keypoint_similarity(
     found: Floats, true: Floats, boxes: Floats, areas: Floats, sigmas: Sequence[float], cyclic: bool = False
 ) -> Floats:
-    """Compute (k, m) OKS of keypoints found (k, K, 2) with true ones (m, K, 2), those NaN left out, in [0, 1].
+    """Compute the OKS (k, m) of found keypoints (k, K, 2) with true ones (m, K, 2).
 
-    boxes: (m, 4) xyxy, areas: (m,) of the true objects. Of an object without any labelled keypoint, the distance of those found
-    from a box three times as large on each side is taken (COCO). ``cyclic``: whichever keypoint found is counted as the first, the
-    others follow in turn; the highest similarity is taken.
+    It is in [0, 1]; keypoints that are NaN are left out. boxes: (m, 4) xyxy, areas: (m,) of the true objects. Of an
+    object without any labelled keypoint, the distance of those found from a box three times as large on each side is
+    taken (COCO). ``cyclic``: whichever keypoint found is counted as the first, the others follow in turn; the highest
+    similarity is taken.
     """
     if cyclic:
         ways = numberings(found.shape[1], cyclic)

@@ -1,4 +1,4 @@
-"""Compare rotated boxes as Gaussians: an overlap that is differentiable, and non-maximum suppression by it.
+"""Compute the probabilistic IoU of rotated boxes, and non-maximum suppression by it.
 
 A rotated box is xywhr, as `rotated` says.
 """
@@ -19,11 +19,11 @@ def angle_of(logit: Tensor) -> Tensor:
 
 
 def prob_iou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
-    """Compute probabilistic IoU (...) of pairs of rotated boxes (..., 5), in [0, 1], differentiable.
+    """Compute the probabilistic IoU (...) of pairs of rotated boxes (..., 5), differentiably.
 
-    1 minus the Hellinger distance of Gaussians with the boxes' means and covariances (Llerena et al. 2021, "Gaussian Bounding
-    Boxes and Probabilistic Intersection-over-Union for Object Detection", arXiv 2106.06072, equations 4 to 9). Squares have round
-    Gaussians: their angle does not change it.
+    It is in [0, 1]. 1 minus the Hellinger distance of Gaussians with the boxes' means and covariances (Llerena et al.
+    2021, "Gaussian Bounding Boxes and Probabilistic Intersection-over-Union for Object Detection", arXiv 2106.06072,
+    equations 4 to 9). Squares have round Gaussians: their angle does not change it.
     """
     (ax, ay, aw, ah, _), (bx, by, bw, bh, _) = a.unbind(-1), b.unbind(-1)
     (xx, yy, xy), other = _covariance(a), _covariance(b)
@@ -38,7 +38,10 @@ def prob_iou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
 
 
 def _covariance(boxes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Variances of x and y, and their covariance (...), of uniform densities over boxes (..., 5)."""
+    """Return variances of x and y, and covariance, of uniform densities over boxes (..., 5).
+
+    Each of the three is (...).
+    """
     along, across = boxes[..., 2].square() / 12, boxes[..., 3].square() / 12
     cos, sin = boxes[..., 4].cos(), boxes[..., 4].sin()
     return along * cos**2 + across * sin**2, along * sin**2 + across * cos**2, (along - across) * cos * sin
@@ -55,10 +58,11 @@ def rotated_nms(
     multi_label: bool = False,
     agnostic: bool = False,
 ) -> list[Tensor]:
-    """Select each image's boxes from decoded predictions (N, A, 5 + C + 1), angles last, best first.
+    """Select each image's boxes from decoded predictions (N, A, 5 + C + 1), best first.
 
-    Returns N tensors (k, 7), k <= max_det: xywhr, confidence, class. As `boxes.nms`, where the overlap is `prob_iou`: it costs the
-    same for boxes of any angle, at most ``top_k`` candidates are considered, and no clock is asked.
+    The angle is the last column. Returns N tensors (k, 7), k <= max_det: xywhr, confidence, class. As `boxes.nms`,
+    where the overlap is `prob_iou`: it costs the same for boxes of any angle, at most ``top_k`` candidates are
+    considered, and no clock is asked.
     """
     candidates = nms(predictions, conf_threshold, None, max_det=top_k, top_k=top_k, multi_label=multi_label, extra=1)
     kept = []
@@ -71,5 +75,8 @@ def rotated_nms(
 
 
 def overlap_rotated(a: Tensor, a_classes: Tensor, b: Tensor, b_classes: Tensor, iou_threshold: float) -> Tensor:
-    """Return (n, m) True where rotated boxes of one class (n, 5), (m, 5) have a `prob_iou` above the threshold."""
+    """Return (n, m) True where rotated boxes of one class overlap by more than the threshold.
+
+    Boxes are (n, 5) and (m, 5), overlap is `prob_iou`.
+    """
     return (prob_iou(a[:, None], b[None]) > iou_threshold).logical_and_(a_classes[:, None] == b_classes)

@@ -21,7 +21,10 @@ _PAIRS = 1 << 16  # boxes compared exactly at a time: bounds memory
 
 
 def regularise(xywhr: ArrayLike) -> Floats:
-    """Return boxes (n, 5) with width >= height and an angle in [-pi / 4, 3 pi / 4); they cover what they did."""
+    """Regularise boxes (n, 5) to width >= height and an angle in [-pi / 4, 3 pi / 4).
+
+    They cover the same pixels.
+    """
     boxes = np.array(xywhr, np.float64).reshape(-1, 5)
     upright = boxes[:, 2] < boxes[:, 3]
     boxes[upright, 2:4] = boxes[upright][:, [3, 2]]
@@ -31,7 +34,7 @@ def regularise(xywhr: ArrayLike) -> Floats:
 
 
 def corners_of(xywhr: ArrayLike) -> Floats:
-    """Compute the corners (n, 4, 2) of boxes (n, 5), around each box in the direction of a positive angle."""
+    """Compute the corners (n, 4, 2) of boxes (n, 5), in the direction of a positive angle."""
     boxes = np.asarray(xywhr, np.float64).reshape(-1, 5)
     along = np.stack((np.cos(boxes[:, 4]), np.sin(boxes[:, 4])), 1)
     width = along * boxes[:, 2:3] / 2
@@ -47,10 +50,11 @@ def hulls_of(xywhr: ArrayLike) -> Floats:
 
 
 def smallest_rectangles(points: ArrayLike) -> Floats:
-    """Return the rectangle of least area (n, 5) around each set of k points (n, k, 2), regularised.
+    """Return the rectangle of least area (n, 5) around each set of k points (n, k, 2).
 
-    One of its sides lies along a side of the convex hull (Freeman and Shapira 1975): the directions of all pairs of points are
-    tried, the hull's among them. Points on one line have a rectangle without area.
+    Rectangles are regularised. One of its sides lies along a side of the convex hull (Freeman and Shapira 1975): the
+    directions of all pairs of points are tried, the hull's among them. Points on one line have a rectangle without
+    area.
     """
     sets = np.asarray(points, np.float64)
     pairs = np.array(list(itertools.combinations(range(sets.shape[1]), 2)))
@@ -72,7 +76,10 @@ def smallest_rectangles(points: ArrayLike) -> Floats:
 
 
 def refusal_of_quadrilateral(points: Floats) -> str | None:
-    """Say why corners (4, 2) in turn around an object are not those of a convex shape with an area; None if they are."""
+    """Return the reason why corners (4, 2) form no convex quadrilateral, or None.
+
+    Corners go in turn around an object.
+    """
     sides = np.roll(points, -1, axis=0) - points
     turns = sides[:, 0] * np.roll(sides[:, 1], -1) - sides[:, 1] * np.roll(sides[:, 0], -1)
     scale = float(np.abs(sides).max(initial=0.0)) ** 2
@@ -105,7 +112,7 @@ class OrientedBoxes:
         return len(self.xywhr)
 
     def __getitem__(self, chosen: Any) -> OrientedBoxes:
-        """Some of the boxes, chosen as by NumPy."""
+        """Return some of the boxes, indexed as by NumPy."""
         return OrientedBoxes(self.xywhr[np.atleast_1d(np.arange(len(self))[chosen])])
 
     @property
@@ -114,9 +121,10 @@ class OrientedBoxes:
         return corners_of(self.xywhr).astype(np.float32)
 
     def label_corners(self, shape: tuple[int, int]) -> list[Floats | None]:
-        """Return each box's corners (4, 2) as a label has them: shares of an image of ``shape`` (height, width), none beyond its edge.
+        """Return each box's corners (4, 2) as shares of the image, as YOLO labels have them.
 
-        A corner that lies outside is moved to the nearest place of the image; None for a box of which nothing is left.
+        ``shape``: (height, width) of the image. A corner that lies outside is moved to the nearest place of the image;
+        None for a box of which nothing is left.
         """
         height, width = shape
         shares = (corners_of(self.xywhr) / (width, height)).clip(0, 1)
@@ -127,9 +135,10 @@ class OrientedBoxes:
 
 
 def rotated_iou(a: ArrayLike, b: ArrayLike) -> Floats:
-    """Compute (n, m) exact intersection over union of rotated boxes a (n, 5) and b (m, 5); 0 where a box has no area.
+    """Compute the exact IoU (n, m) of rotated boxes a (n, 5) and b (m, 5).
 
-    The area of the polygon that both share, in float64; boxes whose hulls do not meet are not looked at.
+    It is 0 if a box has no area. The area of the polygon that both share, in float64; boxes whose hulls do not meet are
+    not looked at.
     """
     first, second = (np.asarray(boxes, np.float64).reshape(-1, 5) for boxes in (a, b))
     iou = np.zeros((len(first), len(second)))
@@ -153,10 +162,10 @@ def _cross(a: Floats, b: Floats) -> Floats:
 
 
 def _common_areas(a: Floats, b: Floats) -> Floats:
-    """Compute the areas (n,) common to pairs of convex quadrilaterals (n, 4, 2), corners in the direction of a positive angle.
+    """Compute the areas (n,) common to pairs of convex quadrilaterals (n, 4, 2).
 
-    The common polygon's corners are the corners of each that lie in the other and the places where sides cross; sorted around
-    their middle, the shoelace formula gives their area.
+    Corners go in the direction of a positive angle. The common polygon's corners are the corners of each that lie in
+    the other and the places where sides cross; sorted around their middle, the shoelace formula gives their area.
     """
     middle = a.mean(1, keepdims=True)  # near the origin, where float64 is finest
     a, b = a - middle, b - middle

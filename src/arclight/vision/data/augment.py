@@ -1,4 +1,4 @@
-"""Augment training images and their boxes: mosaics, mixup, pasted objects, affine, colour, flips.
+"""Augment training images and their boxes: mosaic, mixup, copy-paste, affine, colour, flips.
 
 Every function takes its random numbers from the generator it is given, so the same state of it and the same images
 give the same bits wherever they run. Boxes are float32 (n, 5) rows ``class, x1, y1, x2, y2`` in pixels; coordinates
@@ -52,10 +52,10 @@ def mosaic(
     *,
     keypoints: Keypoints = False,
 ) -> LabelledImage:
-    """Compose four images around a random centre, under one random transform, in a square of ``size`` pixels.
+    """Compose a mosaic of four images around a random centre, under one random transform.
 
-    The idea (YOLOv4, arXiv 2004.10934) speaks of a mosaic of twice the size, of which a random part is cut out. That
-    one is never drawn: each tile is warped once, straight to where it ends up.
+    The result is a square of ``size`` pixels. The idea (YOLOv4, arXiv 2004.10934) speaks of a mosaic of twice the size,
+    of which a random part is cut out. That one is never drawn: each tile is warped once, straight to where it ends up.
     """
     transform = random_transform(rng, augment, size, reach=1.5 * size) @ _shift(-size, -size)
     centre_x, centre_y = rng.uniform(0.5 * size, 1.5 * size, 2)
@@ -79,9 +79,10 @@ def mosaic9(
     *,
     keypoints: Keypoints = False,
 ) -> LabelledImage:
-    """Compose nine images at two thirds of their size, the first in the middle, in a square of ``size`` pixels.
+    """Compose a mosaic of nine images around a random centre, in a square of ``size`` pixels.
 
-    They fill the same plane of twice the size as the four of `mosaic`, around a random centre; each is warped once.
+    Each has two thirds of the size that it has in `mosaic`. They fill the same plane of twice the size as the four of
+    `mosaic`, around a random centre; each is warped once.
     """
     transform = random_transform(rng, augment, size, reach=1.5 * size)
     cell = 2 * size / 3
@@ -106,10 +107,11 @@ _AROUND = ((0, 0), (-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0),
 def copy_paste(
     labelled: LabelledImage, source: LabelledImage, rng: np.random.Generator, *, keypoints: Keypoints = False
 ) -> LabelledImage:
-    """Paste objects of ``source`` at random places of an image, in place, where they hide no more than `MAX_HIDDEN` of another.
+    """Paste objects of ``source`` at random places of an image, in place.
 
-    What is copied is within the outline of an object, or its box if it has none, as it is: neither mirrored nor turned (the idea:
-    arXiv 2012.07177). Keypoints outside of the box stay behind.
+    No object that is there already is hidden by more than the share `MAX_HIDDEN`. What is copied is within the outline
+    of an object, or its box if it has none, as it is: neither mirrored nor turned (the idea: arXiv 2012.07177).
+    Keypoints outside of the box stay behind.
     """
     image, boxes = labelled
     pixels, candidates = source
@@ -155,9 +157,10 @@ def random_affine(
     keypoints: Keypoints = False,
     fit: bool = False,
 ) -> LabelledImage:
-    """Place one whole image in a square of ``size`` pixels, or a rectangle, under a random transform about its centre.
+    """Apply a random affine or perspective transform to one image, about its centre.
 
-    ``fit``: scale it first to the largest size that lies within; otherwise it is taken as large as it is.
+    The result is a square of ``size`` pixels, or a rectangle. ``fit``: scale it first to the largest size that lies
+    within; otherwise it is taken as large as it is.
     """
     image, labels = tile
     width, height = _sides(size)
@@ -177,10 +180,11 @@ def _sides(size: Size) -> tuple[int, int]:
 
 
 def random_transform(rng: np.random.Generator, augment: Augment, size: Size, *, reach: float) -> Matrix:
-    """Draw a transform (3, 3) from places around the origin to a square of ``size`` pixels, or a rectangle.
+    """Draw a random transform (3, 3) that maps the origin to about the middle of the output.
 
-    Perspective, then rotation and scale, then shear, then a shift of the origin to about the middle of the square.
-    What is drawn lies within ``reach`` of the origin on both axes; perspective is bounded so that it stays in front.
+    ``size``: side of the square output in pixels, or (height, width) of a rectangle. Perspective, then rotation and
+    scale, then shear, then a shift of the origin to about the middle of the square. What is drawn lies within ``reach``
+    of the origin on both axes; perspective is bounded so that it stays in front.
     """
     perspective = np.eye(3)
     # The denominator x * p0 + y * p1 + 1 stays within [0.4, 1.6]: nothing turns inside out.
@@ -197,10 +201,11 @@ def random_transform(rng: np.random.Generator, augment: Augment, size: Size, *, 
 
 
 def warp_boxes(boxes: Boxes, matrix: Matrix, size: Size, *, keypoints: Keypoints = False) -> Boxes:
-    """Warp ``boxes`` to upright hulls, clipped to the square of ``size`` pixels or a rectangle, without those hardly seen.
+    """Warp ``boxes``, clip them to the output and drop those of which little remains.
 
-    The box of an outline is the outline's hull, one with ``keypoints`` its own corners', or that of the four "corners" if all are
-    labelled: the box of a turned box would be too large. Keypoints outside of the square are NaN.
+    ``size``: side of the square output in pixels, or of a rectangle. The box of an outline is the outline's hull, one
+    with ``keypoints`` its own corners', or that of the four "corners" if all are labelled: the box of a turned box
+    would be too large. Keypoints outside of the square are NaN.
     """
     if len(boxes) == 0:
         return boxes
@@ -232,7 +237,10 @@ def _forget_outside(points: Points, low: Points | float, high: Points | NDArray[
 
 
 def clip_outline(points: Points, size: Size) -> Points:
-    """Cut the outline (k, 2) at the sides of the square of ``size`` pixels (Sutherland and Hodgman 1974); empty if all is outside."""
+    """Clip an outline (k, 2) to the image (Sutherland and Hodgman 1974).
+
+    ``size``: side of the square in pixels, or of a rectangle. Empty if all of the outline is outside.
+    """
     width, height = _sides(size)
     for axis, limit, sign in ((0, 0, 1), (0, width, -1), (1, 0, 1), (1, height, -1)):
         if not len(points):
@@ -247,7 +255,7 @@ def clip_outline(points: Points, size: Size) -> Points:
 
 
 def never_mirrored(names: Sequence[str], augment: Augment) -> frozenset[int]:
-    """Return the numbers of the classes whose names match a pattern of ``augment.never_mirrored``, whatever their case."""
+    """Return the numbers of the classes that ``augment.never_mirrored`` matches, ignoring case."""
     patterns = [pattern.lower() for pattern in augment.never_mirrored]
     return frozenset(
         number for number, name in enumerate(names) if any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
@@ -261,10 +269,11 @@ def flip(
     fixed: frozenset[int] = frozenset(),
     keypoints: KeypointShape | None = None,
 ) -> LabelledImage:
-    """Mirror left-right and top-bottom, each with its probability, unless there is an object of a class in ``fixed``.
+    """Flip an image left-right and top-bottom, each with its probability.
 
-    In a mirror left and right change places, whichever way it stands: ``keypoints`` are renumbered as they say, and images of
-    keypoints that do not say so are never mirrored.
+    An image with an object of a class in ``fixed`` is never flipped. In a mirror left and right change places,
+    whichever way it stands: ``keypoints`` are renumbered as they say, and images of keypoints that do not say so are
+    never mirrored.
     """
     image, boxes = labelled
     height, width = image.shape[:2]

@@ -10,7 +10,7 @@ from arclight._intervals import Checked, Fraction, Interval, ProperFraction
 
 @dataclass(frozen=True, kw_only=True)
 class Augment(Checked):
-    """Random changes to training images; defaults suit codes and text, which have no mirror image."""
+    """Settings of random augmentation; the defaults suit codes and text: no mirroring."""
 
     mosaic: Fraction = 1.0
     """Probability of composing several images into one, in [0, 1]."""
@@ -63,7 +63,7 @@ class NoAugment(Augment):
 
 @dataclass(frozen=True, kw_only=True)
 class ScratchLow(Augment):
-    """Change images as YOLOv5 does for its small models (hyp.scratch-low): the usual changes, mirrored and to the end."""
+    """Augmentation of YOLOv5's small models (hyp.scratch-low): flips, and mosaics to the end."""
 
     recipe_kind: ClassVar[str] = "scratch-low"
 
@@ -73,7 +73,10 @@ class ScratchLow(Augment):
 
 @dataclass(frozen=True, kw_only=True)
 class ScratchMed(ScratchLow):
-    """Change images as YOLOv5 does for models of middling size (hyp.scratch-med); its obj_gain is 0.7, its cls_gain 0.3."""
+    """Augmentation of YOLOv5's medium models (hyp.scratch-med).
+
+    Its obj_gain is 0.7, its cls_gain 0.3.
+    """
 
     recipe_kind: ClassVar[str] = "scratch-med"
 
@@ -83,7 +86,10 @@ class ScratchMed(ScratchLow):
 
 @dataclass(frozen=True, kw_only=True)
 class ScratchHigh(ScratchMed):
-    """Change images as YOLOv5 does for its large models (hyp.scratch-high); its obj_gain is 0.7, its cls_gain 0.3."""
+    """Augmentation of YOLOv5's large models (hyp.scratch-high).
+
+    Its obj_gain is 0.7, its cls_gain 0.3.
+    """
 
     recipe_kind: ClassVar[str] = "scratch-high"
 

@@ -1,4 +1,4 @@
-"""Read and write a data.yaml: class names and places of images. Nothing in it is run or downloaded."""
+"""Read and write data.yaml: class names and image folders, running and downloading nothing."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class DataSpec:
     """Keypoints that rows have behind their boxes (``kpt_shape``, ``flip_idx``); None for none."""
 
     def geometry(self, wanted: TaskGeometry = "boxes") -> Geometry:
-        """Return what rows must be read as for a task of ``wanted``. Raises DatasetError for rows that do not have it.
+        """Return the geometry of the label rows for a task that learns ``wanted``.
 
-        Rows with keypoints have boxes, too.
+        Rows with keypoints have boxes, too. Raises DatasetError for rows that do not have it.
         """
         if wanted in ("keypoints", "corners"):
             shape = self.pose_shape()
@@ -48,7 +48,10 @@ class DataSpec:
         return wanted if self.keypoints is None else self.keypoints
 
     def pose_shape(self) -> KeypointShape:
-        """Return the keypoints that rows have. Raises DatasetError where the file says of none."""
+        """Return the keypoints of label rows.
+
+        Raises DatasetError if the file declares none.
+        """
         if self.keypoints is None:
             raise DatasetError(
                 f"{self.file} has no kpt_shape, and this task learns keypoints: write for example `kpt_shape: [17, 3]` and rows "
@@ -57,7 +60,10 @@ class DataSpec:
         return self.keypoints
 
     def images(self, split: str) -> list[Path]:
-        """Return the image files of ``split`` (train, val or test), sorted within each folder. Raises DatasetError."""
+        """Return the image files of ``split`` (train, val or test), sorted within each folder.
+
+        Raises DatasetError.
+        """
         entries: tuple[Path, ...] = {"train": self.train, "val": self.val, "test": self.test}[split]
         if not entries:
             raise DatasetError(f"{self.file} has no {split!r} split; add for example `{split}: images/{split}`")
@@ -68,10 +74,11 @@ class DataSpec:
 
 
 def read_data_yaml(path: str | Path) -> DataSpec:
-    """Read a data.yaml, or that of a folder: ``names``, ``train``, ``val``, ``test`` and an optional ``path``.
+    """Read a data.yaml, or that of a folder.
 
-    Relative places are relative to ``path``, and that to the folder of the file. A split is a folder, an image, a
-    ``.txt`` list of images (relative to the list), or several of those. Other keys are ignored. Raises DatasetError.
+    Its keys are ``names``, ``train``, ``val``, ``test`` and an optional ``path``. Relative places are relative to
+    ``path``, and that to the folder of the file. A split is a folder, an image, a ``.txt`` list of images (relative to
+    the list), or several of those. Other keys are ignored. Raises DatasetError.
     """
     yaml = require("yaml", extra="vision")
     file = Path(path)
@@ -132,7 +139,10 @@ def write_data_yaml(
     splits: Mapping[str, str | list[str]],
     keypoints: KeypointShape | None = None,
 ) -> Path:
-    """Write ``folder``/data.yaml: class names, and each split's place, or places, as seen from there."""
+    """Write ``folder``/data.yaml: class names, and the images of each split.
+
+    Places of images are relative to ``folder``.
+    """
     yaml = require("yaml", extra="vision")
     content: dict[str, Any] = {"path": ".", **splits, "names": list(names)}
     if keypoints is not None:
@@ -172,7 +182,7 @@ def _images_of(entry: Path) -> list[Path]:
 
 
 def did_you_mean(path: Path) -> str:
-    """Suggest what there is in place of a ``path`` that does not exist, as the end of a sentence."""
+    """Suggest existing names close to a missing ``path``, as the end of an error message."""
     parent = path.parent
     if not parent.is_dir():
         return f" (nor does {parent})"

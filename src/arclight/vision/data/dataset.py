@@ -76,7 +76,10 @@ class Sample:
 
 
 class BatchBuffer(list[Sample]):
-    """Samples of one batch, whose images of ``shape`` (H, W) share one tensor (N, 3, H, W): collating them copies nothing."""
+    """Samples of one batch that write their images into one tensor (N, 3, H, W).
+
+    All images have ``shape`` (H, W), so that collating copies nothing.
+    """
 
     def __init__(self, shape: tuple[int, int], count: int) -> None:
         super().__init__()
@@ -84,7 +87,10 @@ class BatchBuffer(list[Sample]):
         self.images = torch.empty(count, 3, *shape, dtype=torch.uint8)
 
     def add(self, image: Image, targets: NDArray[np.float32], path: Path, *placed: Any, **more: Any) -> None:
-        """Append a sample; ``image`` (H, W, 3) is copied into the tensor, ``placed`` are its shape and letterbox."""
+        """Append a sample, copying ``image`` (H, W, 3) into the tensor.
+
+        ``placed`` are its shape and letterbox.
+        """
         planes = self.images[len(self)]
         cv2.split(image, list(planes.numpy()))
         self.append(Sample(planes, torch.from_numpy(targets), str(path), *placed, **more))
@@ -121,9 +127,10 @@ def collate(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def draw_masks(outlines: Sequence[Points], size: int) -> Tensor:
-    """Draw outlines (k, 2) in pixels of a square of ``size`` as one map (size / 4, size / 4) int16 of their numbers from 1.
+    """Draw outlines (k, 2) as an int16 overlap mask (size / 4, size / 4), numbered from 1.
 
-    Where several lie, the smallest is seen: it is the one in front, or it could not be seen at all.
+    ``size``: side of the square image in pixels. Where several lie, the smallest is seen: it is the one in front, or it
+    could not be seen at all.
     """
     canvas = np.zeros((size, size), np.int16)
     area = [cv2.contourArea(points.astype(np.float32)) for points in outlines]
@@ -238,7 +245,7 @@ class DetectionDataset(Dataset[Sample]):
         single_class: bool = False,
         **settings: Any,
     ) -> DetectionDataset:
-        """Open the ``split`` (train, val or test) of a data.yaml, checked; its ``report`` says what was found.
+        """Open the ``split`` (train, val or test) of a data.yaml and check it; see its ``report``.
 
         ``settings`` are those of the class; ``cache_labels`` keeps labels in the folder of the data set, see
         ``check_labels``; ``selection`` picks one site's images; ``mix`` names further data sets whose training images
@@ -288,7 +295,10 @@ class DetectionDataset(Dataset[Sample]):
         return int(self._damaged.sum())
 
     def set_epoch(self, epoch: int) -> None:
-        """Decide which images ``epoch`` has, and whether as mosaics; the loader calls it in every process."""
+        """Choose the images, the sides and the use of mosaics of ``epoch``.
+
+        The loader calls it in every process.
+        """
         self.epoch = epoch
         if self.augment is not None and self.epochs is not None:
             begun, whole = math.ceil(self.epochs), max(1, int(self.epochs))
@@ -301,14 +311,20 @@ class DetectionDataset(Dataset[Sample]):
         return len(self.images) if self.mix is None else len(self.mix)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return one sample. Raises DatasetError for an image that is damaged, where none may stand in for it."""
+        """Return one sample.
+
+        Raises DatasetError for a damaged image; with ``augment`` another image stands in for it.
+        """
         samples = self.__getitems__([index])
         if not samples:
             raise DatasetError(f"{self.images[index]} cannot be decoded: remove it, or repair it")
         return samples[0]
 
     def __getitems__(self, indices: Sequence[int] | Sequence[FramedIndex]) -> BatchBuffer:
-        """Return the samples of one batch: without ``augment`` those of its sound images alone, which may be none."""
+        """Return the samples of one batch.
+
+        Without ``augment`` damaged images are left out, so that a batch may be empty.
+        """
         frame = indices[0].frame if len(indices) and isinstance(indices[0], FramedIndex) else None
         indices = [index.sample if isinstance(index, FramedIndex) else index for index in indices]
         if self.augment is None:
@@ -333,7 +349,10 @@ class DetectionDataset(Dataset[Sample]):
         return samples
 
     def _image_shapes(self, given: Sequence[tuple[int, int]] | None, ordered: bool) -> list[tuple[int, int]]:
-        """Return each shape (height, width); ``ordered``: sort images and labels by aspect ratio, equal ones as they were."""
+        """Return (height, width) of each image.
+
+        ``ordered``: first sort images and labels by aspect ratio, stably.
+        """
         shapes = [_shape_of(path) for path in self.images] if given is None else list(given)
         if not ordered:
             return shapes
@@ -342,7 +361,10 @@ class DetectionDataset(Dataset[Sample]):
         return [shapes[i] for i in order]
 
     def aspect_order(self, batch: int, begun: BegunEpoch | None = None) -> AspectOrder:
-        """Return the order of training images in rectangular batches of ``batch`` on all ranks together; see `AspectOrder`."""
+        """Return the order of training images in rectangular batches; see `AspectOrder`.
+
+        ``batch``: images of a step on all ranks together.
+        """
         shapes = self._shapes
         if shapes is None or self.augment is None:
             raise ValueError(
@@ -422,7 +444,7 @@ class DetectionDataset(Dataset[Sample]):
 
     @property
     def _marks(self) -> augmentation.Keypoints:
-        """Say how augmentation reads the points of a row."""
+        """Return how augmentation reads the points of a row."""
         return self.keypoints is not None and ("corners" if self.keypoints.hulled else True)
 
     def _compose(
@@ -466,7 +488,7 @@ class DetectionDataset(Dataset[Sample]):
         return _DecodedImage(image, boxes, self.images[index])
 
     def _kept(self, path: Path) -> Image:
-        """Read an image from the folder of the cache; decode and write it first where it is not there as it is now."""
+        """Read a decoded image from the disk cache; decode it and write it first if it is not there."""
         assert self._files is not None
         seen = path.stat()
         key = hashlib.sha256(
@@ -491,7 +513,10 @@ class DetectionDataset(Dataset[Sample]):
         return image
 
     def _padded(self, index: int) -> NDArray[np.float32]:
-        """(n, 2 P) outlines of an image, as long as the longest of all: the last point of a shorter one is repeated."""
+        """Return the outlines of an image as (n, 2 P), padded to the longest of the data set.
+
+        A shorter one repeats its last point.
+        """
         assert self.outlines is not None
         rows = [
             np.concatenate((points, np.repeat(points[-1:], self._points - len(points), axis=0)))
@@ -550,7 +575,10 @@ def _refuse_together(
 
 
 def _oriented_targets(classes: NDArray[np.float32], outlines: Sequence[Points], size: int) -> NDArray[np.float32]:
-    """Return (n, 6) class, then the smallest rectangle around each outline (k, 2): xywh as shares of ``size`` pixels, angle."""
+    """Return (n, 6) class and smallest rotated rectangle of each outline (k, 2).
+
+    Rectangles are xywh as shares of ``size`` pixels, and the angle.
+    """
     longest = max((len(points) for points in outlines), default=4)
     padded = [np.concatenate((points, np.repeat(points[-1:], longest - len(points), axis=0))) for points in outlines]
     found = smallest_rectangles(np.array(padded, np.float64).reshape(len(outlines), longest, 2))
@@ -561,7 +589,10 @@ def _oriented_targets(classes: NDArray[np.float32], outlines: Sequence[Points], 
 def _checked(
     source: MixedData, spec: DataSpec, geometry: TaskGeometry, keypoints: KeypointShape | None, cache: bool
 ) -> tuple[LabelledImages, list[NDArray[np.float32]]]:
-    """Check the labels of a further data set; return them, and its boxes in the classes of ``spec``."""
+    """Check the labels of a mixed-in data set; return them, and its boxes in our classes.
+
+    Classes are those of ``spec``.
+    """
     other = read_data_yaml(source.data)
     numbers = np.array(source.class_numbers(other, spec.names), np.float32)
     if keypoints is not None and other.pose_shape().count != keypoints.count:
@@ -578,7 +609,10 @@ def _pairs(shapes: NDArray[np.int32]) -> list[tuple[int, int]]:
 
 
 def _shape_of(path: Path) -> tuple[int, int]:
-    """Return (height, width) by the header; a square for an image that has become unreadable, of which decoding tells more."""
+    """Return (height, width) by the image's header, or (1, 1) if it cannot be read.
+
+    Decoding reports such an image later.
+    """
     try:
         height, width = file_header(path).shape
     except (ImageError, OSError):
@@ -603,13 +637,16 @@ def _warn_of_no_mirror(keypoints: KeypointShape, augment: Augment | None) -> Non
 
 
 def batch_sides(size: int, share: float, stride: int) -> list[int]:
-    """List the sides of training batches: multiples of ``stride`` within ``share`` of ``size``, which is one of them."""
+    """List the sides of multi-scale batches: multiples of ``stride`` near ``size``.
+
+    They are within ``share`` of ``size``, which is one of them.
+    """
     low, high = math.ceil(size * (1 - share) / stride), math.floor(size * (1 + share) / stride)
     return sorted({size, *(stride * number for number in range(max(low, 1), high + 1))}) if share else [size]
 
 
 def draw_weights(labels: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-    """Compute the probability of each image: the sum over its boxes of one over the number of boxes of their class.
+    """Compute each image's sampling weight: the sum of its boxes' inverse class frequencies.
 
     Images of rare classes are drawn more often (YOLOv5's labels_to_image_weights), those of background as often as without weights.
     """
@@ -623,7 +660,7 @@ def draw_weights(labels: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that can be taken without swapping, if the system says so."""
+    """Return the available memory in bytes, without swapping, or None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Define classification data sets: folders of images, one for each class, and their collated batches."""
+"""Define image classification data sets, one folder per class, and their collated batches."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ class FolderReport:
 
 
 def class_names(root: Path) -> list[str]:
-    """Return the names of the folders of the train split (of any split where there is none), sorted. Raises DatasetError."""
+    """Return the names of the class folders of the train split, sorted.
+
+    Without a train split those of any other are taken. Raises DatasetError.
+    """
     if not root.is_dir():
         raise DatasetError(
             f"{root} is no folder{did_you_mean(root)}; a data set is DATA/train/CLASS/image.jpg, and so for val"
@@ -91,7 +94,10 @@ def _folder(root: Path, split: str) -> Path | None:
 
 
 def collate(samples: Sequence[ClassifiedImage]) -> dict[str, Any]:
-    """Collate samples: ``images`` (N, 3, S, S) uint8, ``targets`` (N,) class numbers and ``paths``."""
+    """Collate samples to ``images`` (N, 3, S, S) uint8, ``targets`` (N,) and ``paths``.
+
+    ``targets`` are class numbers.
+    """
     return {
         "images": torch.stack([sample.image for sample in samples]) if samples else torch.empty(0, dtype=torch.uint8),
         "targets": torch.tensor([sample.target for sample in samples], dtype=torch.int64),
@@ -100,7 +106,7 @@ def collate(samples: Sequence[ClassifiedImage]) -> dict[str, Any]:
 
 
 class ImageFolder(Dataset[ClassifiedImage]):
-    """Images with a class each: their middle at ``image_size``, or with ``augment`` a random part, changed at random.
+    """Images with one class each: centre crops, or with ``augment`` random resized crops.
 
     What ``__getitems__`` returns is a function of the state of Python's ``random`` and the indices. A damaged image is reported
     once and counted in ``damaged``; in training the next sound one stands in for it, without ``augment`` its batch goes without it.
@@ -128,7 +134,7 @@ class ImageFolder(Dataset[ClassifiedImage]):
 
     @classmethod
     def open(cls, root: Path | str, split: str, names: Sequence[str], **settings: Any) -> ImageFolder:
-        """Open ``split`` (train, val or test) of the folder ``root``, its images checked by their headers.
+        """Open ``split`` (train, val or test) of the folder ``root`` and check the images' headers.
 
         Raises DatasetError for a folder that is none of the classes ``names``, and where nothing can be used.
         """
@@ -170,14 +176,20 @@ class ImageFolder(Dataset[ClassifiedImage]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> ClassifiedImage:
-        """Return one sample. Raises DatasetError for an image that is damaged, where none may stand in for it."""
+        """Return one sample.
+
+        Raises DatasetError for a damaged image; with ``augment`` another image stands in for it.
+        """
         samples = self.__getitems__([index])
         if not samples:
             raise DatasetError(f"{self.images[index]} cannot be decoded: remove it, or repair it")
         return samples[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[ClassifiedImage]:
-        """Return the samples of one batch: without ``augment`` those of its sound images alone, which may be none."""
+        """Return the samples of one batch.
+
+        Without ``augment`` damaged images are left out, so that a batch may be empty.
+        """
         if self.augment is None:
             return [
                 self._sample(int(i), central_square(image, self.image_size))
@@ -203,7 +215,10 @@ class ImageFolder(Dataset[ClassifiedImage]):
         return ClassifiedImage(planes, self.targets[index], str(self.images[index]))
 
     def _decoded(self, index: int) -> Image | None:
-        """Return an image; None where it is damaged. For training it is decoded at no more than it takes."""
+        """Return a decoded image; None if it is damaged.
+
+        For training a large JPEG is decoded at a reduced size.
+        """
         if self._damaged[index]:
             return None
         if self._kept is not None and index in self._kept:
@@ -237,7 +252,10 @@ def central_square(image: Image, size: int) -> Image:
 
 
 def random_view(image: Image, size: int, rng: np.random.Generator, augment: CropAugment) -> Image:
-    """Cut out a random part of an image, at ``size`` pixels, with colours and direction changed (Szegedy et al. 2014)."""
+    """Return a random resized crop of ``size`` pixels, with random colours and flips.
+
+    The crop follows Szegedy et al. 2014.
+    """
     height, width = image.shape[:2]
     for _ in range(MAX_SUBSTITUTES):
         area = height * width * rng.uniform(augment.min_area, 1.0)

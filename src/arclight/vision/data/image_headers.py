@@ -26,7 +26,7 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """Header of an image; ``width`` and ``height`` are of the stored pixels, before ``orientation``."""
+    """Header of an image; ``width`` and ``height`` are before ``orientation`` is applied."""
 
     format: str
     width: int
@@ -49,7 +49,7 @@ class ImageHeader:
         return (self.width, self.height) if self.orientation >= 5 else (self.height, self.width)
 
     def check(self, max_pixels: int) -> None:
-        """Raises ImageError where the image is incomplete, empty or larger than ``max_pixels``."""
+        """Raise ImageError if the image is incomplete, empty or larger than ``max_pixels``."""
         name = f"{self.format} image"
         if self.width <= 0 or self.height <= 0:
             raise ImageError(f"{name} of {self.width} x {self.height} pixels: it has no area")
@@ -62,7 +62,7 @@ class ImageHeader:
             raise ImageError(f"truncated {name}: the file ends before the image does")
 
     def oddities(self) -> list[str]:
-        """Say what decoding changes in the image, a sentence each; EXIF orientation apart."""
+        """List what decoding changes in the image, a sentence each, except EXIF orientation."""
         name = f"{self.format} image"
         found = [f"{name} of one pixel"] * (self.width * self.height == 1)
         if self.bits > 8:
@@ -91,7 +91,10 @@ def read_header(data: Data) -> ImageHeader:
 
 
 def file_header(path: Path) -> ImageHeader:
-    """Read the header of the image file at ``path``, and little more. Raises ImageError and OSError."""
+    """Read the header of the image file at ``path``.
+
+    Raises ImageError and OSError.
+    """
     with path.open("rb") as file:
         if path.stat().st_size == 0:
             raise ImageError("empty file: there is no image in it")

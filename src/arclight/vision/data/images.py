@@ -1,4 +1,4 @@
-"""Decode image bytes to RGB arrays: one function for data sets, predictions and hostile uploads."""
+"""Decode image bytes to RGB arrays: one function for data sets, predictions and uploads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def decode_image(source: bytes | str | Path, *, max_pixels: int = MAX_PIXELS) -> Image:
-    """Decode an image file, or its bytes, to RGB uint8 (height, width, 3), turned as its EXIF says.
+    """Decode an image file, or its bytes, to RGB uint8 (height, width, 3), turned by its EXIF.
 
     Grey, palette, CMYK and 16-bit images become 8-bit RGB; what is transparent becomes white, as on paper.
     Raises ImageError, and nothing else, for content that is not a complete JPEG, PNG, WebP, GIF, BMP or TIFF image
@@ -54,7 +54,7 @@ def encode_jpeg(image: Image, quality: int) -> bytes:
 
 
 def decode_reduced(path: Path, at_least: int, *, max_pixels: int = MAX_PIXELS) -> tuple[Image, tuple[int, int]]:
-    """Decode like ``decode_image``, but a large JPEG at 1/2, 1/4 or 1/8 of its size, fast and smooth.
+    """Decode an image, a large JPEG at 1/2, 1/4 or 1/8 of its size; return it and its full size.
 
     The longer side of the result is never below ``at_least`` pixels unless the image itself is smaller. Also returns
     the full (height, width).

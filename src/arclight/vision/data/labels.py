@@ -59,7 +59,7 @@ Geometry = TaskGeometry | KeypointShape
 
 
 class DatasetError(ValueError):
-    """A data set cannot be used: what is wrong, where, and what to do."""
+    """Error of a data set that cannot be used: what is wrong, where, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """Usable images of one split, in order, with their boxes, and their outlines where those were asked for."""
+    """Usable images of one split, in order, with their boxes and, if asked for, their outlines."""
 
     images: list[Path]
     labels: list[NDArray[np.float32]]
@@ -206,14 +206,14 @@ def label_path(image: Path) -> Path:
 
 
 def names_below(images: Sequence[Path]) -> list[PurePosixPath]:
-    """Name ``images`` as seen from the folder that holds them all, however they are spelled: no name has a ``..``."""
+    """Name ``images`` relative to the folder that holds them all; no name has a ``..``."""
     places = [Path(os.path.abspath(image)) for image in images]
     top = os.path.commonpath([place.parent for place in places])
     return [PurePosixPath(place.relative_to(top).as_posix()) for place in places]
 
 
 def parse_labels(text: str, path: str, num_classes: int, geometry: Geometry = "boxes") -> LabelRows:
-    """Parse a label file: boxes ``class cx cy w h``, or polygons ``class x1 y1 x2 y2 x3 y3 ...``.
+    """Parse a label file: boxes ``class cx cy w h``, or polygons ``class x1 y1 x2 y2 ...``.
 
     The box of a polygon is its hull; of ``geometry`` polygons, rows of boxes are faults, and of oriented all that are not four
     corners ``class x1 y1 x2 y2 x3 y3 x4 y4`` in turn around a convex shape. With keypoints all rows are boxes with
@@ -249,7 +249,7 @@ def parse_labels(text: str, path: str, num_classes: int, geometry: Geometry = "b
 def _parse_row(
     fields: list[str], num_classes: int, geometry: Geometry
 ) -> tuple[tuple[float, ...], bool, tuple[float, ...]]:
-    """Parse (class, cx, cy, w, h), if the box was cut at the image's edge, and the outline's coordinates if wanted.
+    """Parse one label row: (class, cx, cy, w, h), if the box was clipped, and its outline.
 
     Raises ValueError saying why not.
     """
@@ -307,7 +307,10 @@ def _parse_row(
 
 
 def _keypoints(fields: list[str], values: list[float], shape: KeypointShape) -> tuple[float, ...]:
-    """Check keypoints and return their coordinates, NaN for those that are not labelled. Raises ValueError."""
+    """Check keypoints and return their coordinates, NaN for those that are not labelled.
+
+    Raises ValueError.
+    """
     found: list[float] = []
     for number in range(shape.count):
         place = slice(number * shape.dims, (number + 1) * shape.dims)
@@ -454,7 +457,7 @@ def _nothing_usable(images: list[Path], report: DatasetReport) -> str:
 
 
 def cache_folder(image: Path) -> Path:
-    """Return the folder for caches of a split of which ``image`` is the first one."""
+    """Return the cache folder of a split whose first image is ``image``."""
     folder = label_path(image).parent
     return folder if folder == image.parent else folder.parent
 
@@ -503,7 +506,7 @@ def save_arrays(file: Path, **arrays: Any) -> None:
 
 
 def _flat(outlines: list[list[Points]] | None) -> dict[str, Any]:
-    """Lay out outlines as plain arrays: all points, and how many each has."""
+    """Flatten outlines to plain arrays: all points, and the number of points of each."""
     if outlines is None:
         return {}
     every = [points for of_image in outlines for points in of_image]
@@ -514,7 +517,10 @@ def _flat(outlines: list[list[Points]] | None) -> dict[str, Any]:
 
 
 def _unflat(stored: Mapping[str, NDArray[Any]], counts: list[int]) -> list[list[Points]]:
-    """Undo `_flat`, for images of ``counts`` boxes. Raises ValueError where these are not as many."""
+    """Split the stored points of `_flat` into outlines, for images of ``counts`` boxes.
+
+    Raises ValueError if there are not as many.
+    """
     every = iter(np.split(stored["points"], np.cumsum(stored["lengths"])[:-1]) if len(stored["lengths"]) else [])
     if sum(counts) != len(stored["lengths"]):
         raise ValueError("outlines and boxes are not as many")

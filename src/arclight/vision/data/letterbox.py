@@ -19,7 +19,10 @@ Letterbox = tuple[float, int, int]
 
 
 def scaled_shape(shape: tuple[int, int], size: int) -> tuple[float, int, int]:
-    """Return the scale, height and width in whole pixels at which ``shape`` (height, width) fits into a square of ``size``."""
+    """Return scale, height and width at which an image fits into a square of ``size``.
+
+    Sizes are in whole pixels, ``shape`` is (height, width).
+    """
     height, width = shape
     scale = min(size / height, size / width)
     return scale, max(round(height * scale), 1), max(round(width * scale), 1)
@@ -47,9 +50,10 @@ def letterbox(image: NDArray[np.uint8], size: int, frame: Frame | None = None) -
 
 
 def unletterbox(boxes: ArrayLike, placed: Letterbox, shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Map ``boxes`` (k, 4) xyxy from the square back to the original of ``shape`` (height, width).
+    """Map ``boxes`` (k, 4) xyxy from the letterbox back to the original image.
 
-    The inverse of what ``letterbox`` does to coordinates, float32; what lies in the padding is clipped to the image.
+    ``shape``: (height, width) of the original. The inverse of what ``letterbox`` does to coordinates, float32; what
+    lies in the padding is clipped to the image.
     """
     scale, pad_x, pad_y = placed
     height, width = shape

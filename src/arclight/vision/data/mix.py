@@ -1,4 +1,4 @@
-"""Mix the training images of further data sets into each epoch, as drawn scenes into a fine-tuning on few photos.
+"""Mix training images of further data sets into each epoch, each with a weight.
 
 No torch or OpenCV here: a recipe is read without them.
 """
@@ -32,7 +32,10 @@ class MixedData(Checked):
     """Which of the task's classes each of its classes is, where their names differ, such as {qr_code = "qr"}."""
 
     def class_numbers(self, spec: DataSpec, names: Sequence[str]) -> list[int]:
-        """Return the number in ``names`` of each class of ``spec``. Raises DatasetError for a class that is none of them."""
+        """Return the number in ``names`` of each class of ``spec``.
+
+        Raises DatasetError for a class that is none of them.
+        """
         from arclight.vision.data.labels import DatasetError
 
         if unknown := [name for name in self.classes if name not in spec.names]:
@@ -48,14 +51,17 @@ class MixedData(Checked):
 
 
 class EpochMix:
-    """Map the places of an epoch to images: all of the first source, then as many of each other source as its weight asks for.
+    """Map the places of an epoch to images: all of the first source, the others by weight.
 
     Each further source is gone through in a random order, a new one each time around, over as many epochs as that takes. An
     image is a function of the place and the epoch alone: not of the process, nor of what was loaded before.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
-        """``sizes``: images of each source, in the order in which they are numbered; ``weights``: of all but the first."""
+        """Initialise the mix for sources of ``sizes`` images, the first of which is used in full.
+
+        ``weights``: of each source but the first, as a share of the first one's images.
+        """
         self.sizes = tuple(sizes)
         self.counts = (sizes[0], *(max(1, round(weight * sizes[0])) for weight in weights))
 

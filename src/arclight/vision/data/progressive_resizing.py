@@ -10,7 +10,7 @@ from arclight._intervals import Checked, Fraction, Interval
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressiveResizing(Checked):
-    """Train on small images first, then on ever larger ones: a step costs as many operations as its images have pixels.
+    """Settings of progressive resizing: train on small images first, then on ever larger ones.
 
     The fields are those of MosaicML Composer's ProgressiveResizing. The side of an epoch's images, a multiple of the coarsest stride, is
     ``initial_scale`` of image_size until ``delay_fraction`` of all epochs, grows in a straight line, and is image_size in the last

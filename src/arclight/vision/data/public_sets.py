@@ -1,7 +1,8 @@
-"""Describe public data sets: classes, layout, addresses and checksums. Nothing is ever fetched: the step is printed.
+"""Describe public data sets: classes, layout, addresses and checksums.
 
-The facts are in public_sets.json: layouts and classes are those that YOLOv5 trains on, addresses are the publishers' own where they
-have one, and checksums are those on which independent projects agree. One that is not known is null.
+Nothing is ever fetched: the shell commands to do so are printed. The facts are in public_sets.json: layouts and classes
+are those that YOLOv5 trains on, addresses are the publishers' own where they have one, and checksums are those on which
+independent projects agree. One that is not known is null.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class PublicSet:
     names: tuple[str, ...]
 
     def fetch_step(self) -> list[str]:
-        """Return shell commands that fetch, verify and unpack the data set into a folder of its name."""
+        """Return shell commands that download, verify and unpack the data set.
+
+        They unpack it into a folder of its name.
+        """
         folder = str(self.layout["path"])
         if self.by_hand is not None:
             return [f"# to be fetched by hand: {self.by_hand}, into {folder}"]
@@ -72,7 +76,10 @@ class PublicSet:
         return commands
 
     def write_data_yaml(self, folder: Path) -> Path:
-        """Write the data.yaml of the data set into its ``folder``. Raises DatasetError where there is one."""
+        """Write the data.yaml of the data set into its ``folder``.
+
+        Raises DatasetError if there is one already.
+        """
         if (folder / "data.yaml").exists():
             raise DatasetError(f"{folder / 'data.yaml'} exists already")
         folder.mkdir(parents=True, exist_ok=True)

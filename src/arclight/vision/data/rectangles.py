@@ -1,4 +1,4 @@
-"""Group images of like aspect ratios into batches, each padded to the smallest rectangle that holds its images."""
+"""Group images of similar aspect ratios into rectangular batches with little padding."""
 
 from __future__ import annotations
 
@@ -31,20 +31,26 @@ class BegunEpoch(NamedTuple):
 
 
 def scaled_sides(shapes: ArrayLike, size: int) -> NDArray[np.int64]:
-    """Return (k, 2) heights and widths of ``shapes`` (k, 2) scaled to a longer side of ``size`` pixels, at least 1."""
+    """Return (k, 2) heights and widths of ``shapes`` (k, 2) scaled to a longer side of ``size``.
+
+    Sides are at least 1 pixel.
+    """
     different, place = np.unique(np.asarray(shapes, np.int64).reshape(-1, 2), axis=0, return_inverse=True)
     scaled = np.array([scaled_shape((height, width), size)[1:] for height, width in different.tolist()], np.int64)
     return scaled[place.reshape(-1)]
 
 
 def smallest_frame(shapes: ArrayLike, size: int, stride: int) -> Frame:
-    """Return the smallest multiples of ``stride`` that hold images of ``shapes`` (k, 2) at a longer side of ``size`` pixels."""
+    """Return the smallest multiples of ``stride`` that hold images of ``shapes`` (k, 2).
+
+    ``size``: longer side of the scaled images, in pixels.
+    """
     height, width = -(-scaled_sides(shapes, size).max(0) // stride) * stride
     return int(height), int(width)
 
 
 class AspectOrder(Sampler[FramedIndex]):
-    """Order training images so that each batch, over all ranks together, has images of like aspect ratios.
+    """Sample training images in batches of similar aspect ratios, over all ranks together.
 
     Which of them share a batch, and the order of batches, change with each epoch; what the last batch lacks is left to images drawn
     at random, so that ``drop_last`` drops no shape more often than others. Draws from torch's generator.

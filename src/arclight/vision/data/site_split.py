@@ -49,14 +49,17 @@ class SiteSplit:
         self.spec, self.site = spec, site
 
     def of(self, split: str, images: Sequence[Path]) -> list[int]:
-        """Indices of the site's images among ``images``. Raises DatasetError where it has none."""
+        """Return the indices of the site's images among ``images``.
+
+        Raises DatasetError if it has none.
+        """
         own = [index for index, image in enumerate(images) if self.site_of(image) == self.site.number]
         if not own:
             raise self._gets_nothing(self.site.number, split, len(images))
         return own
 
     def check(self) -> None:
-        """Raises DatasetError where any of the sites would get nothing to train or to validate with."""
+        """Raise DatasetError if any of the sites would have no training or no validation images."""
         for split in ("train", "val"):
             images = self.spec.images(split)
             without = set(range(self.site.count)).difference(map(self.site_of, images))
@@ -79,7 +82,10 @@ class SiteSplit:
         return site_at_random(partition, self._name(image).encode(), merchant, count)
 
     def merchant(self, image: Path) -> str:
-        """Return the owner of an image. Raises DatasetError if nobody knows."""
+        """Return the owner of an image.
+
+        Raises DatasetError if it is unknown.
+        """
         from arclight.vision.data.labels import DatasetError
 
         by = getattr(self.site.partition, "by", None) or "list"

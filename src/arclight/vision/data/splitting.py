@@ -21,7 +21,7 @@ from arclight.vision.data.lint.fingerprints import Progress, equal_files, finger
 
 @dataclass(frozen=True)
 class Splits:
-    """Images by split, in the order that they were given in, and how many groups of several they form."""
+    """Images by split, in their given order, and the number of groups of two or more among them."""
 
     images: dict[str, list[Path]]
     groups: int
@@ -34,7 +34,7 @@ def split_images(
     images: Sequence[Path], fractions: Mapping[str, float], *, seed: int = 0, group: str | None = None,
     look_alikes: bool = True, strata: Mapping[Path, str] | None = None, progress: Progress | None = None,
 ) -> Splits:  # fmt: skip
-    """Divide ``images`` by ``fractions`` (split to share, adding up to 1); the same for the same images and seed.
+    """Split ``images`` by ``fractions`` (split to share, adding up to 1), seeded by ``seed``.
 
     group: a regular expression that is searched for in each image's path; images of which it finds the same text (of its first
     parenthesis, if it has one) come into one split, and images without it are on their own. look_alikes: keep images together
@@ -110,10 +110,10 @@ def _drawn(seed: int, image: Path) -> bytes:
 
 
 def write_split_lists(spec: DataSpec, splits: Mapping[str, Sequence[Path]], to: Path) -> Path:
-    """Write a .txt list of images for each split, and a data.yaml of them with the classes of ``spec``; returns that.
+    """Write a .txt list of images per split, and a data.yaml of them; return the data.yaml.
 
-    Images and labels stay where they are. Paths are relative where ``to`` holds the images, else absolute. Raises DatasetError
-    where one of the files exists.
+    Classes are those of ``spec``. Images and labels stay where they are. Paths are relative where ``to`` holds the
+    images, else absolute. Raises DatasetError where one of the files exists.
     """
     files = {split: to / f"{split}.txt" for split in splits}
     for file in (*files.values(), to / "data.yaml"):
@@ -129,7 +129,10 @@ def write_split_lists(spec: DataSpec, splits: Mapping[str, Sequence[Path]], to: 
 
 
 def class_folders(source: Path) -> dict[Path, str]:
-    """Return the images of a folder that has one folder for each class, with their classes; none where it is no such folder."""
+    """Return the images of a folder of class folders, with their classes.
+
+    Empty if ``source`` is no such folder.
+    """
     if not source.is_dir() or (source / "data.yaml").exists():
         return {}
     folders = sorted(place for place in source.iterdir() if place.is_dir() and not place.name.startswith("."))
@@ -147,7 +150,10 @@ def class_folders(source: Path) -> dict[Path, str]:
 def write_class_folders(
     classes: Mapping[Path, str], splits: Mapping[str, Sequence[Path]], source: Path, to: Path
 ) -> None:
-    """Copy images to ``to``/SPLIT/CLASS, whole or not at all. Raises DatasetError where ``to`` holds something."""
+    """Copy images to ``to``/SPLIT/CLASS, all of them or none.
+
+    Raises DatasetError if ``to`` holds something.
+    """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise DatasetError(f"{to} holds something already; name a folder that is empty or does not exist")
     to.parent.mkdir(parents=True, exist_ok=True)

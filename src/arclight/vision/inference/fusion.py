@@ -1,4 +1,4 @@
-"""Bring the boxes of several looks at one image together: by suppression, or by weighted box fusion."""
+"""Fuse the boxes of several passes over one image: by suppression, or weighted box fusion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Detect: TypeAlias = "Callable[[Sequence[Image]], list[Detections]]"
 
 
 def refuse_parts(parts: Sequence[Detections]) -> None:
-    """Raise ValueError for detections with masks, keypoints or angles: boxes that are brought together would lose theirs."""
+    """Raise ValueError for detections with masks, keypoints or angles, which fusion would lose."""
     if any(part.masks is not None for part in parts):
         raise ValueError("boxes of several looks are brought together without masks: use a detector, not a segmenter")
     if any(part.keypoints is not None for part in parts):
@@ -33,7 +33,10 @@ def refuse_parts(parts: Sequence[Detections]) -> None:
 
 
 def concatenated(parts: Sequence[Detections]) -> Detections:
-    """Return the boxes of several looks at one image, most confident first; ValueError for other classes or none at all."""
+    """Concatenate the boxes of several passes over one image, most confident first.
+
+    Raises ValueError for other classes, and for no detections.
+    """
     if not parts:
         raise ValueError("there are no detections to bring together: give one or more")
     first = parts[0]
@@ -47,7 +50,10 @@ def concatenated(parts: Sequence[Detections]) -> Detections:
 
 
 def suppressed(found: Detections, iou_threshold: float, *, agnostic: bool = False) -> Detections:
-    """Leave out boxes that overlap a more confident one (of their class) by more than ``iou_threshold``."""
+    """Suppress boxes that overlap a more confident one by more than ``iou_threshold``.
+
+    Only boxes of one class suppress each other, unless ``agnostic``.
+    """
     boxes, classes = torch.tensor(found.boxes.xyxy), torch.tensor(found.boxes.cls)
     kept = greedy_nms(boxes, torch.zeros_like(classes) if agnostic else classes, iou_threshold)
     return found if len(kept) == len(found) else found[kept.numpy()]
@@ -85,7 +91,7 @@ def weighted_box_fusion(
 
 
 def _overlap(boxes: Floats, box: Floats) -> Floats:
-    """IoU (n,) of boxes (n, 4) with one box (4,)."""
+    """Compute the IoU (n,) of boxes (n, 4) with one box (4,)."""
     sides = np.minimum(boxes[:, 2:], box[2:]) - np.maximum(boxes[:, :2], box[:2])
     common: Floats = sides.clip(0).prod(axis=1)
     union = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1) + (box[2:] - box[:2]).prod() - common

@@ -1,4 +1,4 @@
-"""Show what a network looks at: class activation maps of its answers (HiResCAM, Draelos and Carin 2020)."""
+"""Compute class activation maps of a network (HiResCAM, Draelos and Carin 2020)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SURE = 1e-6
 
 
 def heat_map(module: VisionModule, image: Image, conf_threshold: float = 0.25) -> NDArray[np.float32]:
-    """Return the heat (H, W) in [0, 1] of each pixel of an RGB uint8 photo: how much it speaks for what the network finds.
+    """Return the activation heat (H, W) in [0, 1] of each pixel of an RGB uint8 photo.
 
     Of detectors that is all scores from ``conf_threshold`` on, before suppression; of classifiers the likeliest class. The heat is the gradient
     of their logits times the activations of `deep_layer`, where that is positive, the largest as 1; 0 everywhere where nothing is found. It is as coarse
@@ -56,7 +56,10 @@ def heated(image: Image, heat: NDArray[np.float32]) -> Image:
 
 
 def deep_layer(model: Yolo) -> int:
-    """Return the number of the last layer before maps are enlarged whose output all maps of the head depend on."""
+    """Return the number of the deepest layer that all maps of the head depend on.
+
+    Only layers before the first upsampling are considered.
+    """
     layers = list(model.model)
     stop = next((i for i, layer in enumerate(layers) if isinstance(layer, nn.Upsample)), len(layers) - 1)
     for candidate in range(stop - 1, 0, -1):
@@ -69,7 +72,10 @@ def deep_layer(model: Yolo) -> int:
 
 
 def activation_map(model: Yolo, images: Tensor, conf_threshold: float) -> Tensor:
-    """Return the heat (h, w) of the deep layer's cells for one image (1, 3, H, W), the largest 1, or 0 everywhere."""
+    """Return the activation heat (h, w) of the deep layer for one image (1, 3, H, W).
+
+    The largest value is 1, or all are 0.
+    """
     kept: list[Tensor] = []
 
     def cut(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -90,7 +96,10 @@ def activation_map(model: Yolo, images: Tensor, conf_threshold: float) -> Tensor
 
 
 def _evidence(model: Yolo, raw: Any, conf_threshold: float) -> Tensor:
-    """Sum the logits of all that was found: those of scores do not flatten where scores come near 1."""
+    """Sum the logits of everything found.
+
+    Logits, unlike scores, do not saturate near 1.
+    """
     if isinstance(model.head, ClassifyHead):
         likeliest: Tensor = raw.amax(-1).sum()
         return likeliest

@@ -1,4 +1,4 @@
-"""Sliced inference: look at overlapping parts of a large image, where small objects are large, and merge at the seams."""
+"""Run sliced inference: detect on overlapping slices of a large image and merge the boxes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ def sliced(
     iou_threshold: float = 0.5,
     agnostic: bool = False,
 ) -> Detect:
-    """Return what looks at slices of ``size`` pixels that overlap by a share, and at the ``whole`` image, which finds the large.
+    """Return a detector that predicts on overlapping slices of ``size`` pixels.
 
-    An image that is no larger than a slice is looked at once. Equal boxes are left out, boxes that a seam has cut give way to a
-    whole one of their object, and cut parts that face each other across a seam are joined.
-    ``agnostic``: boxes suppress those of other classes, too. Idea: Akyon et al. 2022, "Slicing aided hyper inference".
+    Slices overlap by the share ``overlap``; with ``whole`` the whole image is predicted on, too, for large objects. An
+    image that is no larger than a slice is looked at once. Equal boxes are left out, boxes that a seam has cut give way
+    to a whole one of their object, and cut parts that face each other across a seam are joined. ``agnostic``: boxes
+    suppress those of other classes, too. Idea: Akyon et al. 2022, "Slicing aided hyper inference".
     """
     if size < 1:
         raise ValueError(f"slices have a side of 1 pixel or more, got {size}")
@@ -67,7 +68,10 @@ def sliced(
 
 
 def slices(height: int, width: int, size: int, overlap: float) -> list[tuple[int, int]]:
-    """List the left upper corners (x, y) of slices that cover an image; those at the far edges overlap by more."""
+    """List the left upper corners (x, y) of the slices that cover an image.
+
+    The last ones overlap by more, so as to end at the edge.
+    """
     step = max(round(size * (1 - overlap)), 1)
 
     def starts(length: int) -> list[int]:
@@ -127,7 +131,7 @@ def _share_inside(pieces: Detections, entire: Detections) -> NDArray[np.float64]
 
 
 def _joined(pieces: Detections, cut: Bools) -> Detections:
-    """Join pieces of one object, again and again, to the box around them and their best confidence."""
+    """Join the pieces of each object to their bounding box, with their best confidence."""
     boxes, cut = pieces.boxes.xyxy.astype(np.float64).copy(), cut.copy()
     conf, cls = pieces.boxes.conf.copy(), pieces.boxes.cls
     left = list(range(len(boxes)))
@@ -155,7 +159,10 @@ def _partner(
 
 
 def _belong(boxes: NDArray[np.float64], cut: Bools, first: int, other: int) -> bool:
-    """Return True if one box is cut where the other goes on, and they agree along the seam, or if one lies mostly in the other."""
+    """Return True if two boxes are pieces of one object.
+
+    They are if they agree along a seam that cuts one of them, or one lies mostly in the other.
+    """
     a, b = boxes[first], boxes[other]
     common_area = (np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])).clip(0).prod()
     if common_area > _INSIDE * min((a[2:] - a[:2]).prod(), (b[2:] - b[:2]).prod()):

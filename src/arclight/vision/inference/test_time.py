@@ -23,7 +23,7 @@ def augmented(
     iou_threshold: float = 0.5,
     agnostic: bool = False,
 ) -> Detect:
-    """Return what looks at ``variants`` of each image, three times the work, and keeps the most confident of equal boxes.
+    """Return a detector that predicts on ``variants`` of each image and suppresses duplicates.
 
     ``agnostic``: boxes suppress those of other classes, too. A detector scales what it gets to its own input: an image becomes
     smaller in it by a margin around it.
@@ -62,7 +62,7 @@ def _varied(image: Image, scale: float, mirrored: bool) -> tuple[Image, tuple[in
 
 
 def _back(found: Detections, image: Image, placement: tuple[int, int], mirrored: bool) -> Detections:
-    """Return the boxes of a changed image on the image itself; those in the margin alone are left out."""
+    """Map boxes of a test-time variant back to the image, without those in the margin alone."""
     height, width = image.shape[:2]
     xyxy = (found.boxes.xyxy - np.tile(placement, 2)).clip(0, [width, height, width, height])
     if mirrored:

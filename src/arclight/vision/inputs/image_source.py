@@ -1,4 +1,4 @@
-"""Iterate over images for prediction: files, memory, standard input, videos, cameras and streams, and lists of those."""
+"""Iterate over images for prediction: files, memory, stdin, videos, cameras and streams."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class StandardInput:
 
 
 class ImageSource:
-    """The images of a ``source``, in order: iterate it for each ``Frame``, or ``batches`` for several at once.
+    """Iterable of the images of a ``source``, as one ``Frame`` each, or in ``batches``.
 
     source: an image or video file, a folder (searched recursively, sorted), a pattern such as ``shots/*.jpg`` (``**``
     for any depth); an array (height, width, 3) RGB or (height, width) grey, both uint8; a tensor (3, height, width) or
@@ -125,7 +125,10 @@ class ImageSource:
         return [item for item in self.inputs if isinstance(item, LiveInput)]
 
     def stop(self) -> None:
-        """End the present iteration behind the images that are on their way; signal handlers and other threads may call it."""
+        """Stop the iteration after the images already read.
+
+        Signal handlers and other threads may call it.
+        """
         self._stopped = True
 
     def __iter__(self) -> Iterator[Frame]:
@@ -134,7 +137,10 @@ class ImageSource:
                 yield from batch
 
     def batches(self, size: int) -> Generator[list[Frame], None, None]:
-        """Yield ``size`` images at a time, in order; of live inputs those that are there, at least one."""
+        """Yield batches of ``size`` images, in order.
+
+        Live inputs give the frames that are there, at least one.
+        """
         if size < 1:
             raise SourceError(f"a batch has at least 1 image, got {size}")
         self.skipped.clear()
@@ -164,7 +170,7 @@ class ImageSource:
                 yield [Frame(one.name, one.index, one.image, _known(one.fps)) for one in found]
 
     def _still(self) -> Generator[Frame, None, None]:
-        """Frames of all inputs that have an end."""
+        """Yield the frames of all inputs that end by themselves."""
         numbers = itertools.count()
         for item in self.inputs:
             if isinstance(item, StandardInput):
@@ -197,7 +203,10 @@ class ImageSource:
             self._problem(str(path), (error.strerror if isinstance(error, OSError) else None) or str(error))
 
     def _lines(self) -> Iterator[Path]:
-        """Files that the lines of standard input stand for; lines that stand for none are skipped and reported."""
+        """Yield the files that lines of standard input name.
+
+        Lines that name none are skipped and reported.
+        """
         lines = iter(sys.stdin)
         for number in itertools.count(1):
             self._awaits_line = True
@@ -222,7 +231,7 @@ def _known(fps: float) -> float | None:
 
 
 def _distinct(inputs: list[Any]) -> list[Any]:
-    """Number live inputs of one shown name: addresses that differ in what is not shown, such as ``?channel=2``."""
+    """Number live inputs of one shown name, such as addresses that differ in ``?channel=2``."""
     turns = Counter[str]()
     for place, item in enumerate(inputs):
         if isinstance(item, LiveInput):
@@ -275,7 +284,10 @@ def _listed(line: str, file: Path) -> list[Any]:
 
 
 def _files(source: str | Path) -> list[Path]:
-    """Return the files that a path, folder or pattern stands for, at least one. Raises SourceError."""
+    """Return the files of a path, folder or pattern, at least one.
+
+    Raises SourceError.
+    """
     if "://" in str(source):
         raise SourceError(f"{source} is an address: give a file or folder on this machine here")
     path = Path(source).expanduser()
@@ -299,9 +311,10 @@ def _files(source: str | Path) -> list[Path]:
 
 
 def check_container(path: Path) -> None:
-    """Raise ImageError unless a file begins as video containers do: FFmpeg looks at content, never at the name.
+    """Raise ImageError unless a file begins as a video container does.
 
-    A playlist (HLS, DASH, SDP, concat) that is named .mp4 would make it open the files and addresses in it.
+    FFmpeg looks at content, never at the name. A playlist (HLS, DASH, SDP, concat) that is named .mp4 would make it
+    open the files and addresses in it.
     """
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
@@ -329,10 +342,11 @@ def check_container(path: Path) -> None:
 def read_video(
     path: Path, *, vid_stride: int, max_pixels: int, problem: Callable[[str], None]
 ) -> Generator[tuple[int, float, Image], None, None]:
-    """Yield (number, frames per second, RGB image) of every ``vid_stride``-th frame, holding one at a time.
+    """Yield (number, frames per second, RGB image) of every ``vid_stride``-th frame.
 
-    ``problem`` is called with a sentence for frames that cannot be decoded and for a video that ends early; ImageError is raised
-    for a file that is no video, has no frame, or frames above ``max_pixels``.
+    Only one frame is in memory at a time. ``problem`` is called with a sentence for frames that cannot be decoded and
+    for a video that ends early; ImageError is raised for a file that is no video, has no frame, or frames above
+    ``max_pixels``.
     """
     check_container(path)
     # The absolute path, and FFmpeg by name: "concat:..." is a protocol of FFmpeg's, "%03d" a pattern to another reader.
@@ -370,7 +384,7 @@ def prefetch(
     stopped: Callable[[], bool] = lambda: False,
     idle: Callable[[], bool] = lambda: False,
 ) -> Generator[T, None, None]:
-    """Iterate ``items`` in a thread of its own, at most ``depth`` ahead of the consumer, in order.
+    """Prefetch ``items`` in a thread, at most ``depth`` ahead of the consumer, in order.
 
     What reading raises is raised here, behind the items before it. Closing the iterator ends the thread after its present item.
     Where the next item does not come, as from a pipe in which nobody writes, it is waited for until ``stopped``; the thread that

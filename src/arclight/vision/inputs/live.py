@@ -1,6 +1,7 @@
-"""Read cameras, network streams and the screen: each in a thread, reconnecting, the newest frames or every one.
+"""Read cameras, network streams and the screen in threads, reconnecting after a loss.
 
-Live inputs end when somebody ends them, or when nothing has come from them for too long.
+Either the newest frames are kept, or all. Live inputs end when somebody ends them, or when nothing has come from them
+for too long.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ class LiveInput:
 
 
 def live_input(source: str | int) -> LiveInput | None:
-    """Return the camera (``0``), address (``rtsp://...``) or monitor (``screen``, ``screen 2``) of this name; None for others.
+    """Return the live input named by ``source``, or None if it names none.
 
-    Raises SourceError for addresses of other schemes, MissingExtraError for the screen where mss is not installed.
+    It is a camera (``0``), an address (``rtsp://...``) or a monitor (``screen``, ``screen 2``). Raises SourceError for
+    addresses of other schemes, MissingExtraError for the screen where mss is not installed.
     """
     if isinstance(source, int) or re.fullmatch(r"\d{1,3}", source):
         return LiveInput(f"camera {source}", lambda: cv2.VideoCapture(int(source)), reconnects=False)
@@ -142,7 +144,10 @@ class LiveFrame:
 
 
 class _Reader:
-    """One live input and the frames of it that wait; ``ready`` is the condition that all readers share."""
+    """Reader of one live input, with its waiting frames.
+
+    ``ready`` is the condition that all readers share.
+    """
 
     def __init__(
         self, source: LiveInput, ready: threading.Condition, *, vid_stride: int, every_frame: bool, reconnect_s: float,
@@ -160,7 +165,7 @@ class _Reader:
         self.thread = ReaderThread(self._run, f"arclight-{source.name}", end=self.close)
 
     def close(self) -> None:
-        """Ask the thread to end behind its present frame."""
+        """Stop the thread after its present frame."""
         with self.ready:
             self.closing = True
             self.ready.notify_all()
@@ -229,11 +234,12 @@ class _Reader:
 
 
 class LiveStreams:
-    """Several live inputs, read together while this is open: iterate it for lists of frames, those of all inputs in turn.
+    """Several live inputs read together: iterate it for lists of frames, one per input in turn.
 
-    ``every_frame``: keep all frames, with a bounded queue that holds the reader back (a live camera then drops frames at its own
-    end); else only the newest of each input waits. An input without a frame for ``reconnect_s`` is given up, and handed to
-    ``problem`` with a sentence. SourceError is raised at the end if every input was given up so.
+    It reads while it is open. ``every_frame``: keep all frames, with a bounded queue that holds the reader back (a live
+    camera then drops frames at its own end); else only the newest of each input waits. An input without a frame for
+    ``reconnect_s`` is given up, and handed to ``problem`` with a sentence. SourceError is raised at the end if every
+    input was given up so.
     """
 
     def __init__(
@@ -265,7 +271,10 @@ class LiveStreams:
             reader.thread.join(max(0.0, deadline - time.monotonic()))  # one that waits for its network ends by itself
 
     def batches(self, size: int, stopped: Callable[[], bool]) -> Iterator[list[LiveFrame]]:
-        """Yield the frames that wait, at least one and at most ``size``, one of each input in turn, until ``stopped``."""
+        """Yield lists of the frames that wait, at most ``size``, until ``stopped``.
+
+        Each list has at least one frame, and takes one of each input in turn.
+        """
         failures: list[str] = []
         inputs = len(self._readers)
         while self._readers and not stopped():

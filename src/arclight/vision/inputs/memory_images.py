@@ -1,4 +1,4 @@
-"""Convert images that are in memory to RGB arrays: arrays, tensors, PIL images and encoded bytes."""
+"""Convert images in memory to RGB arrays: arrays, tensors, PIL images and encoded bytes."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def checked_array(array: Any) -> Image:
 
 
 def tensor_images(tensor: Any) -> list[Image]:
-    """Return the images of a tensor (C, H, W) or (N, C, H, W), C = 1 or 3, uint8 or float in [0, 1].
+    """Return the images of a tensor (C, H, W) or (N, C, H, W), C = 1 or 3.
 
-    Raises SourceError for other shapes and types, and for floats that are NaN or outside of [0, 1].
+    Values are uint8, or float in [0, 1]. Raises SourceError for other shapes and types, and for floats that are NaN or
+    outside of [0, 1].
     """
     given = f"tensor of shape {tuple(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}"
     batch = tensor.detach()[None] if tensor.ndim == 3 else tensor.detach()
@@ -65,9 +66,9 @@ def tensor_images(tensor: Any) -> list[Image]:
 
 
 def pil_image(image: Any, max_pixels: int) -> Image:
-    """Return a PIL image as RGB, turned as its EXIF says, transparent parts white; ImageError where it cannot be read.
+    """Convert a PIL image to RGB, turned by its EXIF, on white where it is transparent.
 
-    Of an animation it is the picture that the image stands at.
+    Of an animation it is the picture that the image stands at. Raises ImageError if it cannot be read.
     """
     from PIL import ImageOps
 
@@ -94,7 +95,10 @@ def pil_image(image: Any, max_pixels: int) -> Image:
 
 
 def memory_image(source: Any, max_pixels: int) -> Image:
-    """Return an array, bytes of an image file, or a PIL image as RGB; ImageError where it cannot be read."""
+    """Convert an array, encoded bytes or a PIL image to RGB.
+
+    Raises ImageError if it cannot be read.
+    """
     if isinstance(source, bytes):
         return decode_image(source, max_pixels=max_pixels)
     return pil_image(source, max_pixels) if is_pil(source) else checked_array(source)

@@ -16,10 +16,11 @@ _running: weakref.WeakSet[ReaderThread] = weakref.WeakSet()
 
 
 class ReaderThread(threading.Thread):
-    """A daemon thread whose ``target`` decodes images; at the exit of the interpreter it is told to ``end``, and waited for.
+    """Daemon thread that decodes images, stopped and joined at interpreter exit.
 
-    A thread that returns from OpenCV while the interpreter is torn down is unwound through C++ destructors, and the process aborts.
-    ``idle``: True while the thread waits in Python for what may never come; then it is not waited for.
+    At the exit ``end`` is called, and the thread is waited for. A thread that returns from OpenCV while the interpreter
+    is torn down is unwound through C++ destructors, and the process aborts. ``idle``: True while the thread waits in
+    Python for what may never come; then it is not waited for.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Check how anchors fit a data set, and compute better ones: by k-means, and by evolution (YOLOv5's autoanchor)."""
+"""Check how anchors fit a data set; fit better ones by k-means and evolution (autoanchor)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ MUTATION = 0.1
 
 
 def _fit(box_sizes: Tensor, anchors: Tensor) -> Tensor:
-    """(n, k) in (0, 1]: smaller over larger width, or height, whichever is worse, of a box and an anchor."""
+    """Return how well each box matches each anchor (n, k), in (0, 1].
+
+    It is the smaller over the larger side, of width or height, whichever is worse.
+    """
     ratio = box_sizes[:, None] / anchors
     return torch.minimum(ratio, 1 / ratio).amin(-1)
 
 
 def best_possible_recall(box_sizes: Tensor, anchors: Tensor, anchor_t: float = ANCHOR_T) -> float:
-    """Compute the share of boxes (n, 2) that at least one anchor (k, 2) can answer for in training.
+    """Compute the best possible recall: the share of boxes (n, 2) that anchors (k, 2) can match.
 
     Sizes are in the same unit.
     """
@@ -62,10 +65,10 @@ def fit_anchors(
 def evolve_anchors(
     anchors: Tensor, box_sizes_wh_px: Tensor, *, generations: int = 1000, seed: int = 0, anchor_t: float = ANCHOR_T
 ) -> Tensor:
-    """Mutate ``anchors`` (k, 2), small to large, keeping each change that makes them fit boxes (n, 2) better.
+    """Evolve ``anchors`` (k, 2) by mutation, keeping each change that fits boxes (n, 2) better.
 
-    Better: a larger mean, over boxes, of the fit to the best anchor, where one within ``anchor_t`` is there (YOLOv5's fitness).
-    The result is never worse, and deterministic for a seed.
+    Anchors are ordered from small to large. Better: a larger mean, over boxes, of the fit to the best anchor, where one
+    within ``anchor_t`` is there (YOLOv5's fitness). The result is never worse, and deterministic for a seed.
     """
     sizes = box_sizes_wh_px.detach().double().cpu().reshape(-1, 2)
     sizes = sizes[(sizes >= 2).all(dim=1)]
@@ -90,7 +93,10 @@ def evolve_anchors(
 
 
 def _k_means(points: Tensor, num: int, generator: torch.Generator, rounds: int = 30) -> Tensor:
-    """Cluster ``points`` (n, d): Lloyd's algorithm after k-means++ (Arthur and Vassilvitskii 2007)."""
+    """Cluster ``points`` (n, d) by k-means: Lloyd's algorithm after k-means++.
+
+    The initialisation is that of Arthur and Vassilvitskii 2007.
+    """
     first = torch.randint(len(points), (1,), generator=generator)
     centres = points[first]
     while len(centres) < num:

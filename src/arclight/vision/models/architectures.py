@@ -1,4 +1,4 @@
-"""Define architectures as tables: YOLOv5 for each task, its variants, YOLOv3, or from a YOLOv5 .yaml.
+"""Define architectures as tables: YOLOv5 and variants, YOLOv3, or from a YOLOv5 .yaml.
 
 Nothing in a table is evaluated: a row names a block, and a block takes numbers.
 """
@@ -271,9 +271,9 @@ def read_table(name: str) -> str:
 
 
 def find_architecture(name: str, table: str | None = None) -> Architecture:
-    """Return the architecture of that name, or the one in a .yaml file of YOLOv5's form, its text being ``table`` if given.
+    """Return the architecture of that name, or the one in a YOLOv5 .yaml file.
 
-    Raises ValueError.
+    ``table``: text of the file, if it was read already. Raises ValueError.
     """
     if is_table(name):
         return parse_architecture(read_table(name) if table is None else table, name)
@@ -292,7 +292,10 @@ def _nearest(name: object, known: Iterable[str]) -> str:
 
 
 def name_of(architecture: Architecture) -> str | None:
-    """Return the name of the architecture that has these rows at this scale, if one does; its anchors may be others."""
+    """Return the name of the known architecture with these rows and scale, or None.
+
+    Anchors may differ.
+    """
     return next(
         (
             name
@@ -318,11 +321,11 @@ _ACTIVATIONS: dict[str, ActivationName] = {
 
 
 def parse_architecture(text: str, path: str) -> Architecture:
-    """Parse a .yaml of YOLOv5's form: ``backbone`` and ``head`` with rows [from, number, module, arguments].
+    """Parse a YOLOv5 .yaml, whose ``backbone`` and ``head`` list the rows.
 
-    ``depth_multiple``, ``width_multiple``, ``anchors`` (a list of numbers per level) and ``activation`` are read; ``nc`` is the
-    data set's. Modules are looked up by name and their arguments must be numbers: nothing is evaluated. Raises ValueError that
-    names the file at ``path`` and the row.
+    A row is [from, number, module, arguments]. ``depth_multiple``, ``width_multiple``, ``anchors`` (a list of numbers
+    per level) and ``activation`` are read; ``nc`` is the data set's. Modules are looked up by name and their arguments
+    must be numbers: nothing is evaluated. Raises ValueError that names the file at ``path`` and the row.
     """
     document = _document(text, path)
     if not isinstance(document, Mapping):
@@ -362,7 +365,10 @@ def parse_architecture(text: str, path: str) -> Architecture:
 
 
 def _document(text: str, path: str) -> Any:
-    """Read YAML. Raises ValueError for what is none, and for what its aliases make much longer than it is written."""
+    """Parse YAML.
+
+    Raises ValueError for text that is not YAML, and for aliases that expand to too much.
+    """
     yaml = require("yaml", extra="vision")
     if len(text) > MAX_TEXT:
         raise ValueError(
@@ -424,7 +430,10 @@ def _row(row: Any, number: int, last: bool) -> Layer:
 
 
 def _mask_arguments(arguments: Sequence[Any]) -> dict[str, Any]:
-    """Name the arguments of a Segment row: classes and anchors, which are known otherwise, then prototypes and channels."""
+    """Return prototypes and channels from the arguments of a Segment row.
+
+    Its classes and anchors are known otherwise.
+    """
     given = list(arguments[2:])
     masks, channels = given[0] if given else 32, given[1] if len(given) > 1 else 256
     if len(arguments) > 4 or not (
@@ -487,7 +496,7 @@ def _multiple(document: Mapping[str, Any], name: str, path: str) -> float:
 
 
 def _anchors(given: Any, strides: Sequence[int], path: str) -> AnchorLevels:
-    """Check anchors in pixels per level; a number in their place takes the published ones of the nearest strides."""
+    """Check anchors in pixels per level; the number 3 selects the published ones of each stride."""
     published = dict(zip((4, 8, 16, 32, 64, 128), (_P2, _P3, _P4, _P5, _P6, _P7), strict=True))
     if given == 3:
         if unknown := [stride for stride in strides if stride not in published]:

@@ -1,4 +1,4 @@
-"""Blocks of the YOLO family. Attribute names are those of published checkpoints: weights keep their names.
+"""Building blocks of the YOLO family; attribute names are those of published checkpoints.
 
 Shapes: N images; C channels; every block maps (N, C_in, H, W) to (N, C_out, H / stride, W / stride) unless it says otherwise.
 """
@@ -16,7 +16,7 @@ Activation = Callable[[], nn.Module]
 
 
 class ConvBNAct(nn.Module):
-    """Convolution without bias, batch normalisation, activation (SiLU); the output is the input's size over ``stride``."""
+    """Convolution without bias, batch normalisation and activation, at ``stride``."""
 
     def __init__(
         self, c_in: int, c_out: int, kernel: int = 1, stride: int = 1, groups: int = 1, act: Activation = nn.SiLU
@@ -32,7 +32,7 @@ class ConvBNAct(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 then 3x3 convolution, with a residual connection if ``shortcut`` and the widths allow it."""
+    """1x1 then 3x3 convolution, with a residual connection if ``shortcut`` and widths allow it."""
 
     def __init__(
         self, c_in: int, c_out: int, shortcut: bool = True, expansion: float = 0.5, act: Activation = nn.SiLU
@@ -49,7 +49,7 @@ class Bottleneck(nn.Module):
 
 
 class C3(nn.Module):
-    """Cross-stage partial block (Wang et al. 2019): half the channels pass bottlenecks, half go past them."""
+    """Cross-stage partial block (Wang et al. 2019): half of the channels bypass the bottlenecks."""
 
     def __init__(
         self, c_in: int, c_out: int, repeats: int = 1, shortcut: bool = True, act: Activation = nn.SiLU
@@ -69,7 +69,7 @@ class C3(nn.Module):
 
 
 class GhostConv(nn.Module):
-    """Half the channels by a convolution, the other half from these by a cheap one (Han et al. 2020)."""
+    """Convolution that derives half of its channels cheaply from the others (Han et al. 2020)."""
 
     def __init__(self, c_in: int, c_out: int, kernel: int = 1, stride: int = 1, act: Activation = nn.SiLU) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class C3Ghost(C3):
 
 
 class TransformerLayer(nn.Module):
-    """Self-attention and a linear feed-forward part, both residual, without normalisation: tokens (L, N, C)."""
+    """Transformer layer without normalisation, for tokens (L, N, C): attention and feed-forward."""
 
     def __init__(self, channels: int, heads: int) -> None:
         super().__init__()
@@ -122,7 +122,10 @@ class TransformerLayer(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Transformer layers over the positions of a map, with a learnt linear position term (Dosovitskiy et al. 2020)."""
+    """Transformer over the positions of a feature map (Dosovitskiy et al. 2020).
+
+    Positions are encoded by a learnt linear layer.
+    """
 
     def __init__(self, channels: int, heads: int, layers: int) -> None:
         super().__init__()
@@ -160,7 +163,7 @@ class SPP(nn.Module):
 
 
 class SPPF(nn.Module):
-    """Spatial pyramid pooling: three 5x5 max pools in a row equal pools of 5, 9 and 13 side by side."""
+    """Spatial pyramid pooling, fast: three 5x5 max pools in a row equal pools of 5, 9 and 13."""
 
     def __init__(self, c_in: int, c_out: int, kernel: int = 5, act: Activation = nn.SiLU) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Heads of the YOLO family: what a network's last maps become, and how that is decoded.
+"""Define the heads of the YOLO family: from a network's last feature maps to predictions.
 
 Shapes: N images of H x W pixels, A anchor positions, C classes, L levels with k anchors each (3 at strides 8, 16 and 32).
 Attribute names are those of published checkpoints.
@@ -28,7 +28,7 @@ class Head(nn.Module, abc.ABC):
     """Pixels of the image per cell of each map that comes in, finest first."""
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Map images in [0, 1] to what the first layer takes."""
+        """Normalise images in [0, 1] for the first layer."""
         return images
 
     @abc.abstractmethod
@@ -40,7 +40,10 @@ class Head(nn.Module, abc.ABC):
 
 
 class DetectHead(Head):
-    """One 1x1 convolution per level: for every anchor x, y, w, h, objectness, class logits and ``extra`` numbers."""
+    """Anchor-based detection head: one 1x1 convolution per level.
+
+    Every anchor gets x, y, w, h, objectness, class logits and ``extra`` numbers.
+    """
 
     anchors: Tensor
 
@@ -58,7 +61,7 @@ class DetectHead(Head):
 
     @torch.no_grad()
     def _init_priors(self) -> None:
-        """Start from rare objects and likely classes, so that the first steps are not spent unlearning noise.
+        """Initialise biases for rare objects and likely classes, so that the first steps are stable.
 
         Focal loss paper (Lin et al. 2017), section 3.3. A single class is not trained (the loss has nothing to tell it
         apart from): its score is made constant here, practically 1.
@@ -75,7 +78,7 @@ class DetectHead(Head):
                 weight[:, classes] = 0
 
     def forward(self, maps: list[Tensor]) -> Any:
-        """Logits per level, each (N, k, H / stride, W / stride, 5 + C + extra)."""
+        """Return the logits per level, each (N, k, H / stride, W / stride, 5 + C + extra)."""
         return self._levels(maps)
 
     def _levels(self, maps: list[Tensor]) -> list[Tensor]:
@@ -87,10 +90,11 @@ class DetectHead(Head):
         return self.decode_levels(raw)
 
     def decode_levels(self, raw: list[Tensor]) -> Tensor:
-        """(N, A, 5 + C + extra): x, y, w, h in input pixels, objectness, class scores in [0, 1], then what is extra as it is.
+        """Decode logits of all levels to rows (N, A, 5 + C + extra).
 
-        With s = sigmoid(logit): xy = (2 s - 0.5 + cell) * stride and wh = (2 s)^2 * anchor (YOLOv5), which bounds a
-        box to 4 times its anchor and lets its centre leave its cell by half.
+        A row is x, y, w, h in input pixels, objectness, class scores in [0, 1], then the extra numbers as they are.
+        With s = sigmoid(logit): xy = (2 s - 0.5 + cell) * stride and wh = (2 s)^2 * anchor (YOLOv5), which bounds a box
+        to 4 times its anchor and lets its centre leave its cell by half.
         """
         decoded = []
         for level, anchors, stride in zip(raw, self.anchors, self.strides):
@@ -114,7 +118,7 @@ class DetectHead(Head):
         return torch.cat(decoded, dim=1)
 
     def _decode_extra(self, logits: Tensor, boxes: Tensor, cell: Tensor, anchors: Tensor, stride: int) -> Tensor:
-        """Decode what is extra (N, k, H, W, extra) of one level.
+        """Decode the extra numbers (N, k, H, W, extra) of one level.
 
         Given are its boxes (N, k, H, W, 4) xywh in pixels, its cells (H, W, 2), and its anchors (k, 2) in cells.
         """
@@ -122,9 +126,10 @@ class DetectHead(Head):
 
 
 class PoseHead(DetectHead):
-    """A detection head that gives each box ``keypoints``: (count, numbers of each), 2 numbers (x, y) or 3 (x, y, how likely it is there).
+    """Detection head that gives each box keypoints.
 
-    Raises ValueError for another count than the one that a kind of head is for.
+    ``keypoints``: (count, numbers of each), 2 numbers (x, y) or 3 (x, y, how likely it is there). Raises ValueError for
+    another count than the one that a kind of head is for.
     """
 
     fixed_count: ClassVar[int | None] = None
@@ -145,14 +150,17 @@ class PoseHead(DetectHead):
         self.keypoints = (count, dims)
 
     def _decode_extra(self, logits: Tensor, boxes: Tensor, cell: Tensor, anchors: Tensor, stride: int) -> Tensor:
-        """Measure keypoints from the middle of their cell in sides of the anchor: xy = (cell + 0.5 + logit * anchor) * stride."""
+        """Decode keypoints: xy = (cell + 0.5 + logit * anchor) * stride.
+
+        They are relative to the middle of the cell, in sides of the anchor.
+        """
         points = logits.unflatten(-1, self.keypoints)
         xy = (points[..., :2] * anchors.to(logits.dtype).view(-1, 1, 1, 1, 2) + (cell + 0.5)[..., None, :]) * stride
         return torch.cat((xy, points[..., 2:].sigmoid()), dim=-1).flatten(-2)
 
 
 class CornersHead(PoseHead):
-    """A detection head that gives each box four corners of what is in it, measured from the box's own, where they start."""
+    """Detection head that gives each box four corners, relative to the box's own corners."""
 
     fixed_count = len(BOX_CORNERS)
 
@@ -174,7 +182,10 @@ class CornersHead(PoseHead):
 
 
 def corners_of_boxes(logits: Tensor, boxes: Tensor) -> Tensor:
-    """Place corners (..., 4, 2) from logits of that shape and boxes (..., 4) xywh: xy = centre + (own corner + logit) * size."""
+    """Decode corners (..., 4, 2) from logits of that shape and boxes (..., 4) xywh.
+
+    xy = centre + (own corner + logit) * size.
+    """
     start = torch.tensor(BOX_CORNERS, device=logits.device, dtype=logits.dtype)
     return boxes[..., None, :2] + (start + logits) * boxes[..., None, 2:]
 
@@ -194,7 +205,10 @@ class Prototypes(nn.Module):
 
 
 class SegmentHead(DetectHead):
-    """A detection head that gives each box coefficients of mask prototypes, made of the finest map (YOLACT, Bolya et al. 2019)."""
+    """Detection head that gives each box mask coefficients (YOLACT, Bolya et al. 2019).
+
+    The mask prototypes that they mix are made of the finest map.
+    """
 
     def __init__(
         self,
@@ -209,17 +223,23 @@ class SegmentHead(DetectHead):
         self.proto = Prototypes(c_in[0], hidden, masks)
 
     def forward(self, maps: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Logits per level, and prototypes (N, masks, H / 4, W / 4) at half the finest stride."""
+        """Return logits per level, and mask prototypes (N, masks, H / 4, W / 4).
+
+        Prototypes have half the finest stride.
+        """
         return self._levels(maps), self.proto(maps[0])
 
     def decode(self, raw: tuple[list[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Rows (N, A, 5 + C + masks), and the prototypes; at least float32."""
+        """Decode to rows (N, A, 5 + C + masks), and return the prototypes; at least float32."""
         levels, prototypes = raw
         return self.decode_levels(levels), prototypes if prototypes.dtype == torch.float64 else prototypes.float()
 
 
 class OrientedHead(DetectHead):
-    """A detection head that gives each box an angle, in (-pi / 4, 3 pi / 4) radians: x, y, w, h are of the box before it is turned."""
+    """Detection head that gives each box an angle, in (-pi / 4, 3 pi / 4) radians.
+
+    x, y, w, h are of the box before it is rotated.
+    """
 
     def __init__(self, c_in: Sequence[int], num_classes: int, anchors_px: Tensor, strides: Sequence[int]) -> None:
         super().__init__(c_in, num_classes, anchors_px, strides, extra=1)
@@ -237,7 +257,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ClassifyHead(Head):
-    """Class logits of a map: a 1x1 convolution to 1,280 channels, a mean over positions, a linear layer."""
+    """Classification head: 1x1 convolution to 1,280 channels, global average pool, linear layer."""
 
     mean: Tensor
     std: Tensor
@@ -253,13 +273,13 @@ class ClassifyHead(Head):
             self.register_buffer(name, torch.tensor(values).view(1, 3, 1, 1), persistent=False)
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Subtract the mean of ImageNet's pixels and divide by their deviation, as published weights expect."""
+        """Normalise images by the mean and deviation of ImageNet, as published weights expect."""
         return (images - self.mean.to(images.dtype)) / self.std.to(images.dtype)
 
     def forward(self, maps: list[Tensor]) -> Tensor:
-        """Logits (N, C)."""
+        """Return class logits (N, C)."""
         return self.linear(self.drop(self.pool(self.conv(maps[0])).flatten(1)))  # type: ignore[no-any-return]
 
     def decode(self, raw: Tensor) -> Tensor:
-        """Probabilities (N, C), which add up to 1; at least float32."""
+        """Return class probabilities (N, C), which add up to 1; at least float32."""
         return (raw if raw.dtype == torch.float64 else raw.float()).softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""The YOLOv5 training loss as pure functions: assignment of predictions to objects, and their errors.
+"""Compute the YOLOv5 training loss by pure functions: target assignment and its errors.
 
 Shapes: N images, M objects, C classes; level l of the head has k anchors on a grid of H_l x W_l cells.
 Everything runs on the device without waiting for it: objects that match no anchor are masked, not removed.
@@ -24,7 +24,10 @@ OTHER_LEVELS = (4.0, 1.0, 0.25, 0.06, 0.02)
 
 
 def level_balance(levels: int) -> tuple[float, ...]:
-    """Return the weights of the objectness loss per level, finest first: fine levels have more cells and learn more slowly."""
+    """Return the objectness loss weight of each level, finest first.
+
+    Fine levels have more cells and learn more slowly.
+    """
     return THREE_LEVELS if levels == len(THREE_LEVELS) else OTHER_LEVELS[:levels]
 
 
@@ -54,7 +57,10 @@ class LossOptions(NamedTuple):
 
 
 def boxes_in_cells(logits: Tensor, anchors: Tensor) -> Tensor:
-    """Return the boxes (..., 4) xywh of logits (..., 4 and more), in cells from their own, by their anchors (..., 2) in cells."""
+    """Decode boxes (..., 4) xywh from logits (..., 4 and more), relative to their cell.
+
+    Units are cells. ``anchors``: (..., 2) in cells.
+    """
     answers = logits[..., :4].sigmoid() * 2
     return torch.cat((answers[..., :2] - 0.5, answers[..., 2:] ** 2 * anchors), dim=-1)
 
@@ -76,7 +82,7 @@ AUTOBALANCE_RATE = 1e-4
 
 
 class Assignment(NamedTuple):
-    """Predictions of one level that answer for objects: K = 3 k M candidates, those in ``mask`` count."""
+    """Assigned predictions of one level: K = 3 k M candidates, of which those in ``mask`` count."""
 
     target: Tensor
     """(K,) row of the object in the targets."""
@@ -93,7 +99,7 @@ class Assignment(NamedTuple):
 
 
 def scaled_gains(gains: Gains, num_classes: int, image_size: int, levels: int = 3) -> Gains:
-    """Scale ``gains``, stated for 3 levels, 80 classes and 640 pixels, to another model and image size.
+    """Scale ``gains``, given for 3 levels, 80 classes and 640 pixels, to another model and size.
 
     Sums over levels grow with their number; the class loss is a mean over classes; objectness is a mean over cells, of
     which a larger image has more that are empty (YOLOv5).
@@ -107,7 +113,7 @@ def scaled_gains(gains: Gains, num_classes: int, image_size: int, levels: int = 
 
 
 def update_balance(balance: Tensor, level_losses: Sequence[Tensor]) -> None:
-    """Move the weights of levels, in place, to where each level's objectness loss counts alike (YOLOv5's autobalance).
+    """Balance the weights of the levels' objectness losses, in place (YOLOv5's autobalance).
 
     They stay relative to the second level's, which is 1. A batch whose losses are NaN moves nothing: its step may be skipped, and
     weights that are NaN once would stay so. Nothing waits for the device.
@@ -130,13 +136,14 @@ def yolo_loss(
     oriented: bool = False,
     matches: Sequence[Assignment] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a batch, and its weighted parts ``box``, ``obj`` and ``cls``, detached, for logging.
+    """Return the loss of a batch and its weighted ``box``, ``obj`` and ``cls``, for logging.
 
-    raw: per level (N, k, H_l, W_l, 5 + C) logits, ``Yolo.raw``. targets: (M, 6) image in batch, class, then centre x,
-    centre y, width, height as shares of the image. ``oriented``: boxes are rotated, with the logit of their angle as a last
-    column of raw and the angle as a last column of targets; see `oriented_error`. anchors: (levels, k, 2) in cells, ``Yolo.anchors``. balance: (levels,)
-    weights of the levels' objectness in place of `level_balance`; moved by this batch where ``learns_balance``. matches: what
-    `assign_levels` gave, where another loss needs it too.
+    These are detached. raw: per level (N, k, H_l, W_l, 5 + C) logits, ``Yolo.raw``. targets: (M, 6) image in batch,
+    class, then centre x, centre y, width, height as shares of the image. ``oriented``: boxes are rotated, with the
+    logit of their angle as a last column of raw and the angle as a last column of targets; see `oriented_error`.
+    anchors: (levels, k, 2) in cells, ``Yolo.anchors``. balance: (levels,) weights of the levels' objectness in place of
+    `level_balance`; moved by this batch where ``learns_balance``. matches: what `assign_levels` gave, where another
+    loss needs it too.
 
     Box: 1 - complete IoU, a mean over the level's matches. Objectness: binary cross-entropy with the (detached) IoU as
     target, a mean over all positions. Class: binary cross-entropy, a mean over matches and classes; none for a single
@@ -164,7 +171,7 @@ def yolo_loss(
 
 
 def assign(targets: Tensor, anchors: Tensor, grid: tuple[int, int], anchor_t: float = ANCHOR_T) -> Assignment:
-    """Assign one level's predictions to ``targets`` (M, 6): each anchor, in the own cell and the two nearest.
+    """Assign one level's predictions to ``targets`` (M, 6), in the own cell and the two nearest.
 
     A candidate counts if its anchor is within a factor ``anchor_t`` of the object's width and height and its cell is on
     the ``grid`` (height, width). The nearest cells are those on the side of the cell where the object's centre lies; a
@@ -189,7 +196,7 @@ def assign(targets: Tensor, anchors: Tensor, grid: tuple[int, int], anchor_t: fl
     boxes = torch.cat((xy[:, None] - cell, wh[:, None].expand(m, 3, 2)), dim=-1)  # (M, 3 cells, 4)
 
     def every(values: Tensor) -> Tensor:
-        """Lay out (M, anchors or 1, cells or 1, ...) as (K, ...)."""
+        """Flatten (M, anchors or 1, cells or 1, ...) to (K, ...)."""
         return values.expand(m, a, 3, *values.shape[3:]).flatten(0, 2)
 
     return Assignment(
@@ -208,9 +215,9 @@ def assign(targets: Tensor, anchors: Tensor, grid: tuple[int, int], anchor_t: fl
 def assign_levels(
     raw: Sequence[Tensor], targets: Tensor, anchors: Tensor, anchor_t: float = ANCHOR_T
 ) -> list[Assignment]:
-    """Assign predictions of every level to ``targets`` (M, 6 or more), in float32 at least; see `assign`.
+    """Assign predictions of every level to ``targets`` (M, 6 or more); see `assign`.
 
-    raw: per level (N, k, H_l, W_l, ...). anchors: (levels, k, 2) in cells.
+    Computed in float32 at least. raw: per level (N, k, H_l, W_l, ...). anchors: (levels, k, 2) in cells.
     """
     return [
         assign(
@@ -223,7 +230,10 @@ def assign_levels(
 def _cross_entropy(
     logits: Tensor, wanted: Tensor, options: LossOptions, pos_weight: float, reduction: str = "none"
 ) -> Tensor:
-    """Binary cross-entropy on logits, as the options change it; ``reduction`` is none or mean."""
+    """Compute binary cross-entropy on logits, focal if the options ask for it.
+
+    ``reduction`` is none or mean.
+    """
     weight = None if pos_weight == 1 else torch.full((), pos_weight, dtype=logits.dtype, device=logits.device)
     if not options.focal_gamma:
         return F.binary_cross_entropy_with_logits(logits, wanted, pos_weight=weight, reduction=reduction)
@@ -239,7 +249,7 @@ def _cross_entropy(
 def _level_loss(
     logits: Tensor, targets: Tensor, match: Assignment, options: LossOptions, oriented: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Box, objectness and class loss of one level, unweighted."""
+    """Return box, objectness and class loss of one level, unweighted."""
     num_classes = logits.shape[-1] - 5 - oriented
     matches = match.mask.sum().clamp(min=1)
     answers = logits[match.image, match.anchor, match.row, match.column]  # (K, 5 + C)
@@ -276,7 +286,7 @@ SQUARE_WEIGHT = 0.5
 
 
 def oriented_error(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the probabilistic IoU (...) of rotated boxes (..., 5) with those wanted, and their error.
+    """Return the probabilistic IoU (...) of rotated boxes (..., 5), and their error.
 
     The error is 1 - IoU, and for boxes that are nearly square, whose angle that overlap does not see, the squared sine of twice
     the difference of the angles beside it: it is 0 for quarter turns too, which map a square to itself.
@@ -295,7 +305,7 @@ def mask_loss(
     matches: Sequence[Assignment],
     num_classes: int,
 ) -> Tensor:
-    """Return the mask loss of a batch, unweighted: how far the masks of predictions that answer for objects are from these.
+    """Return the mask loss of a batch, unweighted, over the predictions assigned to objects.
 
     raw: per level (N, k, H_l, W_l, 5 + C + P) logits. prototypes: (N, P, h, w). masks: (N, h', w') number of the object seen there,
     from 1 in the order of the image's targets, 0 for none. matches: what `assign_levels` gave. Others as in `yolo_loss`.
@@ -336,7 +346,7 @@ def keypoint_loss(
     sigmas: Sequence[float],
     options: KeypointOptions = KeypointOptions(),  # noqa: B008 (it cannot be changed)
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of the places of keypoints and that of their presence, unweighted, of predictions that answer for objects.
+    """Return location and presence loss of keypoints, unweighted, over assigned predictions.
 
     raw: per level (N, k, H_l, W_l, 5 + C + K * dims) logits. targets: (M, 6 + 2 K), keypoints as shares of the image, NaN where
     not labelled. sigmas: (K,) deviations, see `keypoints.sigmas_of`. matches: what `assign_levels` gave. Others as in `yolo_loss`.
@@ -378,7 +388,10 @@ def keypoint_loss(
 
 
 def _apart(apart: Tensor, size: Tensor, sigmas: Sequence[float], options: KeypointOptions) -> Tensor:
-    """Return the error (..., K) of keypoints so far ``apart`` (..., K, 2), of objects of this ``size`` (..., 1, 2)."""
+    """Return the error (..., K) of keypoints ``apart`` (..., K, 2) from their targets.
+
+    ``size``: (..., 1, 2) of the objects.
+    """
     if options.error == "l1":
         return (apart / size).abs().sum(-1)
     area = AREA_SHARE * size.prod(-1)
@@ -388,21 +401,24 @@ def _apart(apart: Tensor, size: Tensor, sigmas: Sequence[float], options: Keypoi
 
 
 def _sampled(masks: Tensor, shape: Sequence[int]) -> Tensor:
-    """Bring a map of numbers to ``shape``, by the number at the nearest cell."""
+    """Resize a map of numbers to ``shape``, by nearest neighbour."""
     if masks.shape[-2:] == tuple(shape):
         return masks
     return F.interpolate(masks[:, None].float(), tuple(shape), mode="nearest-exact")[:, 0]
 
 
 def _number_in_image(targets: Tensor) -> Tensor:
-    """(M,) number of each target among those of its image, from 1; the targets of an image lie together."""
+    """Number each target (M,) within its image, from 1; targets of an image are contiguous."""
     image = targets[:, 0].long()
     first = torch.searchsorted(image.contiguous(), image.contiguous())
     return torch.arange(1, len(targets) + 1, device=targets.device) - first
 
 
 def _inside(boxes: Tensor, shape: Sequence[int]) -> Tensor:
-    """(m, h, w) 1 for cells whose centre is inside of boxes (m, 4), centre and size as shares of the image."""
+    """Mark the cells (m, h, w) whose centre lies in each box (m, 4) by 1.
+
+    Boxes are centre and size, as shares of the image.
+    """
     height, width = shape
     y = (torch.arange(height, device=boxes.device, dtype=boxes.dtype) + 0.5) / height
     x = (torch.arange(width, device=boxes.device, dtype=boxes.dtype) + 0.5) / width

@@ -1,4 +1,4 @@
-"""Detect without anchors and without non-maximum suppression: the head, its assignment and its loss.
+"""Detect without anchors and without non-maximum suppression: head, assignment and loss.
 
 Every cell of every level answers with one box and a score per class. Two branches score the same boxes in training: *many*, whose
 ten best cells of each object are positive, teaches boxes and features quickly (Feng et al. 2021, task-aligned assignment), and
@@ -56,7 +56,10 @@ class OneToOneHead(Head):
 
     @torch.no_grad()
     def _init_priors(self) -> None:
-        """Start from boxes of `CELLS_PER_SIDE` around each cell's middle, and from rare objects (Lin et al. 2017, section 3.3)."""
+        """Initialise boxes of `CELLS_PER_SIDE` cells and scores for rare objects.
+
+        The prior is that of Lin et al. 2017, section 3.3.
+        """
         assert self.many is not None
         for box, one, many, stride in zip(self.box, self.one, self.many, self.strides, strict=True):
             box[1].bias.zero_()  # type: ignore[index]
@@ -66,7 +69,10 @@ class OneToOneHead(Head):
                 branch[1].bias.fill_(math.log(prior / (1 - prior)))  # type: ignore[index]
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
-        """Per level (N, H / stride, W / stride, 4 + C or 4 + 2 C): box, logits of *one*, and of *many* while it is there."""
+        """Return per level (N, H / stride, W / stride, 4 + C or 4 + 2 C).
+
+        They are the box, the logits of *one*, and those of *many* while that is there.
+        """
         branches = [self.box, self.one, *([] if self.many is None else [self.many])]
         return [
             torch.cat([branch[level](x) for branch in branches], dim=1).permute(0, 2, 3, 1)
@@ -78,9 +84,10 @@ class OneToOneHead(Head):
         self.many = None
 
     def decode(self, raw: Sequence[Tensor]) -> Tensor:
-        """(N, A, 5 + C): x, y, w, h in input pixels, 1, class scores in [0, 1]; at least float32.
+        """Decode to rows (N, A, 5 + C); at least float32.
 
-        The 1 stands where other heads have objectness: scores are those of objects, and no box is another's double.
+        A row is x, y, w, h in input pixels, 1, and class scores in [0, 1]. The 1 stands where other heads have
+        objectness: scores are those of objects, and no box is another's double.
         """
         rows = join_levels(raw, self.strides)
         scores = rows.values[..., 4 : 4 + self.num_classes].sigmoid()
@@ -98,7 +105,7 @@ class Rows(NamedTuple):
     """(A, 1) side of each cell, pixels."""
 
     def boxes(self) -> Tensor:
-        """(N, A, 4) x, y, w, h in pixels: offsets are in cells, sizes are logarithms of cells."""
+        """Return boxes (N, A, 4) x, y, w, h in pixels: offsets are in cells, sizes are log cells."""
         xy = self.centres + self.values[..., :2] * self.strides
         return torch.cat((xy, self.values[..., 2:4].clamp(max=MAX_LOG_SIZE).exp() * self.strides), dim=-1)
 
@@ -134,10 +141,10 @@ class Candidates(NamedTuple):
 
 
 def reachable(boxes: Tensor, centres: Tensor, strides: Tensor) -> Tensor:
-    """Return (M, A) True for the cells that may answer for the xywh boxes (M, 4): those whose middle lies inside.
+    """Return (M, A) True for the cells that may be assigned to the xywh boxes (M, 4).
 
-    On the finest level boxes count as at least two cells wide and high: however small an object and wherever it lies, some
-    cells can answer for it.
+    Those are the cells whose middle lies inside. On the finest level boxes count as at least two cells wide and high:
+    however small an object and wherever it lies, some cells can answer for it.
     """
     half = boxes[:, None, 2:] / 2
     half = torch.where(strides == strides.min(), half.maximum(strides), half)
@@ -146,9 +153,10 @@ def reachable(boxes: Tensor, centres: Tensor, strides: Tensor) -> Tensor:
 
 
 def widened_overlap(predicted: Tensor, boxes: Tensor, margin: float) -> Tensor:
-    """IoU (M, A) of xywh boxes (M, A, 4) with each object's own (M, 4), all of them wider and higher by ``2 * margin`` pixels.
+    """Compute the IoU (M, A) of boxes (M, A, 4) with each object's box (M, 4), both widened.
 
-    That changes nothing for large boxes, and lets boxes of a few pixels that do not meet yet be nearer or farther.
+    Boxes are xywh; widened: wider and higher by ``2 * margin`` pixels. That changes nothing for large boxes, and lets
+    boxes of a few pixels that do not meet yet be nearer or farther.
     """
     a, b = predicted.clone(), boxes[:, None].clone()
     a[..., 2:] += 2 * margin
@@ -160,14 +168,20 @@ def widened_overlap(predicted: Tensor, boxes: Tensor, margin: float) -> Tensor:
 
 
 def rank_candidates(scores: Tensor, overlap: Tensor, reach: Tensor, image: Tensor, top_k: int = TOP_K) -> Candidates:
-    """Rank each object's cells by score ** 0.5 * overlap ** 6; all (M, A). Every reachable cell is better than any other."""
+    """Rank each object's cells by score ** 0.5 * overlap ** 6; all inputs are (M, A).
+
+    Every reachable cell ranks above any other.
+    """
     alignment = scores.pow(SCORE_POWER) * (overlap + 1e-3).pow(OVERLAP_POWER)
     best, cell = torch.where(reach, alignment, 0.0).topk(min(top_k, overlap.shape[1]), dim=1)
     return Candidates(best, cell + image[:, None] * overlap.shape[1], overlap.gather(1, cell))
 
 
 def settle(alignment: Tensor, cell: Tensor, cells: int) -> Tensor:
-    """Return (M, K) True where an object is the best of those that want the same cell; of equal ones, the first."""
+    """Return (M, K) True where an object wins its candidate cell by alignment.
+
+    Of equal ones the first wins.
+    """
     flat, row = cell.flatten(), torch.arange(len(cell), device=cell.device)[:, None].expand_as(cell)
     best = alignment.new_zeros(cells).scatter_reduce(0, flat, alignment.flatten(), "amax")
     wins = (alignment > 0) & (alignment == best[cell])
@@ -206,7 +220,10 @@ class Assignment(NamedTuple):
 
 
 def assign(candidates: Candidates, chosen: Tensor, wanted: Tensor, cells: int) -> Assignment:
-    """Note for each cell what the ``chosen`` (M, K) candidates want of it, with the score ``wanted`` (M, K)."""
+    """Assign each cell its object and wanted score from the ``chosen`` (M, K) candidates.
+
+    ``wanted``: scores (M, K).
+    """
     m = len(chosen)
     row = torch.arange(m, device=chosen.device)[:, None].expand_as(chosen)
     flat = candidates.cell.flatten()
@@ -221,13 +238,13 @@ def assign(candidates: Candidates, chosen: Tensor, wanted: Tensor, cells: int) -
 def one_to_one_loss(
     raw: Sequence[Tensor], targets: Tensor, head: OneToOneHead, box_gain: float = 1.0, cls_gain: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a batch, and its weighted parts ``box``, ``one`` and ``many``, detached, for logging.
+    """Return the loss of a batch and its weighted ``box``, ``one`` and ``many``, for logging.
 
-    raw: what ``head`` gave. targets: (M, 6) image in batch, class, then centre x, centre y, width, height as shares of
-    the image. Box: 1 - complete IoU of the cells of *many*, weighted by the score that they should give. Scores: binary
-    cross-entropy of all cells; those of *many* want the overlap of the object's best cell, less the worse they are aligned, the
-    one of *one* wants its overlap. All are sums over cells over the sum of wanted scores. Computed in float32 also under autocast.
-    No objects at all is a valid batch.
+    These are detached. raw: what ``head`` gave. targets: (M, 6) image in batch, class, then centre x, centre y, width,
+    height as shares of the image. Box: 1 - complete IoU of the cells of *many*, weighted by the score that they should
+    give. Scores: binary cross-entropy of all cells; those of *many* want the overlap of the object's best cell, less
+    the worse they are aligned, the one of *one* wants its overlap. All are sums over cells over the sum of wanted
+    scores. Computed in float32 also under autocast. No objects at all is a valid batch.
     """
     if head.many is None:
         raise ValueError("the head has no training branch any more: train the model itself, not what fuse made of it")

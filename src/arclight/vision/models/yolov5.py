@@ -1,4 +1,4 @@
-"""Build YOLO networks from tables of `architectures`, fold their batch norms, load published weights.
+"""Build YOLO networks from `architectures`, fuse batch norms, load published weights.
 
 Shapes: N images of H x W pixels, C classes, L levels with k anchors each (3 at strides 8, 16 and 32).
 """
@@ -50,7 +50,10 @@ class Yolo(nn.Module):
     """
 
     def __init__(self, layers: Sequence[nn.Module], sources: Sequence[tuple[int, ...]], *, names: list[str]) -> None:
-        """``layers`` end with a head; ``sources[i]``: numbers of the layers that layer i reads, -1 the image."""
+        """Build the network from ``layers``, the last of which is a head.
+
+        ``sources[i]``: numbers of the layers that layer i reads, -1 the image.
+        """
         super().__init__()
         self.model = nn.Sequential(*layers)
         self.sources = list(sources)
@@ -80,7 +83,10 @@ class Yolo(nn.Module):
         return raw if self.training else self.decode(raw)
 
     def raw(self, images: Tensor) -> Any:
-        """Output of the head before it is decoded; ValueError for sides that are no multiples of the largest stride."""
+        """Return the output of the head before it is decoded.
+
+        Raises ValueError for sides that are no multiples of the largest stride.
+        """
         height, width, largest = images.shape[-2], images.shape[-1], self.stride[-1]
         if height % largest or width % largest:
             raise ValueError(f"image sides must be multiples of {largest}, they are {height} x {width}: letterbox them")
@@ -94,7 +100,7 @@ class Yolo(nn.Module):
         return self.head([kept.get(s, x) for s in self.sources[-1]])
 
     def decode(self, raw: Any) -> Any:
-        """Decode ``raw`` as the head says; at least float32."""
+        """Decode ``raw`` by the head; at least float32."""
         return self.head.decode(raw)
 
 
@@ -166,7 +172,7 @@ def build_model(
 def _build_layers(
     architecture: Architecture, num_classes: int, anchors_px: Tensor, keypoints: Sequence[int]
 ) -> tuple[list[nn.Module], list[tuple[int, ...]]]:
-    """Build the modules of an architecture's rows, and list the numbers of the rows that each reads."""
+    """Build the modules of an architecture's rows, and list the rows that each one reads."""
     layers: list[nn.Module] = []
     sources: list[tuple[int, ...]] = []
     channels: list[int] = []
@@ -236,7 +242,7 @@ _LOG = logging.getLogger("arclight")
 
 
 def load_pretrained(model: Yolo, path: Path | str) -> int:
-    """Copy into ``model`` every tensor of ``path`` that fits by name and shape; the number of those.
+    """Copy into ``model`` each tensor of ``path`` that fits by name and shape; return how many.
 
     A head trained for other classes does not fit and is left as initialised. A checkpoint's averaged weights
     are preferred to its trained ones. Raises CheckpointError when nothing fits or the file cannot be read safely.

@@ -1,4 +1,4 @@
-"""QRIS, Indonesia's payment code: read and write payloads, read codes in photos, draw training scenes.
+"""Read and write payloads of QRIS, Indonesia's payment code, and codes in photos and scenes.
 
 Text comes in through `payload`, photos through `reading`; `verification` compares codes with a registry of places, and
 `scenes` draws photos; `poster` lays out a printable sheet, for ``arclight data poster``. Open `reading.scanner` first.

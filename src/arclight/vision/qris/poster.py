@@ -36,7 +36,7 @@ _WIDTHS = (
 
 
 class PosterError(ValueError):
-    """A poster cannot be made of what was given."""
+    """Error of a poster that cannot be made."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,10 @@ Shape = Text | Polygon
 
 
 def poster(text: str) -> list[Shape]:
-    """Lay out the sheet of a valid payment code: whom it pays, how much, the code; QrisError for a payload that breaks the rules."""
+    """Lay out the printable sheet of a payment code: merchant, amount and code.
+
+    Raises QrisError for an invalid payload.
+    """
     payload = parse(text)
     shapes: list[Shape] = [
         Polygon(((0, 96), (26, 122), (0, 148)), RED),
@@ -85,7 +88,7 @@ def poster(text: str) -> list[Shape]:
 
 
 def amounts(payload: Payload) -> list[tuple[str, float]]:
-    """Return what a sheet says of amount, tip and bill: lines with their sizes in millimetres."""
+    """Return the lines of amount, tip and bill on a sheet, with their sizes in millimetres."""
     lines = []
     if payload.amount is not None:
         lines.append((money(payload.amount, payload.currency), 11.0))
@@ -109,7 +112,7 @@ def _tip(tip: Tip, currency: str) -> str:
 
 
 def _code(text: str, top: float) -> list[Shape]:
-    """Draw the modules of a code as one rectangle for each run in a row, on white paper with its quiet zone."""
+    """Draw the code's modules as one rectangle per run in a row, with the quiet zone."""
     segno = require("segno", extra="vision")
     symbol = segno.make(text, error="m", micro=False, boost_error=True)
     modules = np.array(symbol.matrix, np.int8)
@@ -129,7 +132,10 @@ def _code(text: str, top: float) -> list[Shape]:
 
 
 def write_poster(text: str, file: Path | str) -> Path:
-    """Write the sheet of a payment code to a ``.svg``, ``.pdf`` or ``.png`` (300 dots per inch); PosterError for other endings."""
+    """Write the sheet of a payment code to a ``.svg``, ``.pdf`` or ``.png`` (300 dpi).
+
+    Raises PosterError for other endings.
+    """
     path = Path(file)
     drawn = _FORMATS.get(path.suffix.lower())
     if drawn is None:
@@ -147,7 +153,10 @@ def _fitting(text: Text) -> float:
 
 
 def _width(text: str) -> float:
-    """Return the width of a line in Helvetica-Bold of size 1; letters that it lacks count as wide ones."""
+    """Return the width of a line in Helvetica-Bold of size 1.
+
+    Letters that the font lacks count as wide ones.
+    """
     return sum(_WIDTHS[ord(c) - 32] if 32 <= ord(c) < 127 else 800 for c in text) / 1000
 
 
@@ -170,7 +179,10 @@ def to_svg(shapes: Sequence[Shape]) -> bytes:
 
 
 def to_pdf(shapes: Sequence[Shape]) -> bytes:
-    """Write one page of PDF 1.4 with the standard font Helvetica-Bold; letters beyond Latin-1 become question marks."""
+    """Write one page of PDF 1.4 with the standard font Helvetica-Bold.
+
+    Letters beyond Latin-1 become question marks.
+    """
     drawn = []
     for shape in shapes:
         drawn.append("{:.4f} {:.4f} {:.4f} rg".format(*(value / 255 for value in _rgb(shape.colour))))

@@ -1,4 +1,4 @@
-"""Break down a detector's scores by object size, kind of error (TIDE) and confidence; describe labels, time the stages of prediction.
+"""Analyse a detector's results: scores by object size, TIDE errors, calibration, timing.
 
 `arclight.vision.results.validation_page` shows the results, `arclight.vision.results.comparison` and ``arclight compare`` use parts of
 them. Thresholds are those of COCO and TIDE: a change makes the numbers incomparable with published ones.
@@ -56,10 +56,11 @@ CALIBRATION_FLOOR = 0.05
 
 
 def average_precision_by_size(records: Sequence[ImageRecord], num_classes: int) -> dict[str, Floats]:
-    """Compute (C, T) average precision for each of `SIZES`; NaN for a class without a true box of that size.
+    """Compute the average precision (C, T) for each of `SIZES` of objects.
 
-    As COCO's protocol (pycocotools) with box areas: true boxes of other sizes are ignored (matched predictions are neither right nor
-    wrong), and so are unmatched predictions of other sizes.
+    NaN for a class without a true box of that size. As COCO's protocol (pycocotools) with box areas: true boxes of
+    other sizes are ignored (matched predictions are neither right nor wrong), and so are unmatched predictions of other
+    sizes.
     """
     found: dict[str, Floats] = {}
     by_class = [rows_of_class(records, c) for c in range(num_classes)]
@@ -97,7 +98,10 @@ def _outside(boxes: Floats, low: float, high: float) -> Bools:
 
 
 def rows_of_class(records: Sequence[ImageRecord], c: int) -> list[tuple[Floats, Floats, Floats]]:
-    """Predictions (k, 6) that count, true boxes (m, 5) and their IoU (k, m), for each image where class ``c`` appears."""
+    """Return predictions (k, 6), true boxes (m, 5) and IoU (k, m) of class ``c`` per image.
+
+    Images without the class are left out, and predictions beyond the limit.
+    """
     rows = []
     for record in records:
         predicted = record.predicted[record.predicted[:, 5] == c][:MAX_DETECTIONS]
@@ -132,7 +136,7 @@ class ImageErrors(NamedTuple):
 
 
 def image_errors(record: ImageRecord, confidence: float = 0.0) -> ImageErrors:
-    """Classify the errors in an image, among predictions at least as confident as ``confidence``.
+    """Classify the errors in an image, among predictions of at least ``confidence``.
 
     Kinds and thresholds are those of TIDE (Bolya et al. 2020, "TIDE: A General Toolbox for Identifying Object Detection
     Errors", section 2.2); a prediction that fits several is, as in the authors' program, a localisation error before a
@@ -184,7 +188,7 @@ class ErrorAnalysis:
 
 
 class _Scored(NamedTuple):
-    """Predictions of all images: confidence, class, and whether each is a true positive."""
+    """Predictions of all images: confidence, class, and True for true positives."""
 
     scores: Floats
     classes: Ints
@@ -227,9 +231,10 @@ def analyse_errors(records: Sequence[ImageRecord], num_classes: int) -> ErrorAna
 
 
 def _correct(records: Sequence[ImageRecord], found: Sequence[ImageErrors], kind: int) -> tuple[Bools, Ints]:
-    """Find the predictions that become true positives when errors of ``kind`` are corrected; (k,) whether, and the class of each then.
+    """Find the predictions that correcting errors of ``kind`` would make true positives.
 
-    The most confident prediction with an error of any kind that could match an undetected box claims it, as in the authors' program.
+    Returns (k,) True for those, and the class of each afterwards. The most confident prediction with an error of any
+    kind that could match an undetected box claims it, as in the authors' program.
     """
     corrected, corrected_classes = [np.empty(0, np.bool_)], [np.empty(0, np.int64)]
     for record, one in zip(records, found, strict=True):
@@ -248,7 +253,10 @@ def _correct(records: Sequence[ImageRecord], found: Sequence[ImageErrors], kind:
 
 
 def _map50(scored: _Scored, counts: Ints) -> float:
-    """Compute the mean over classes of average precision at an IoU of 0.5; NaN without true boxes."""
+    """Compute mAP50, the mean over classes of average precision at an IoU of 0.5.
+
+    NaN without true boxes.
+    """
     order = np.argsort(-scored.scores, kind="stable")
     values = []
     for c in np.flatnonzero(counts):
@@ -262,7 +270,7 @@ def _map50(scored: _Scored, counts: Ints) -> float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Reliability diagram: mean confidence and precision of boxes in equal bins of confidence from 0 to 1."""
+    """Reliability diagram: mean confidence and precision of boxes in equal bins of confidence."""
 
     confidence: Floats
     """(bins,) mean confidence; NaN for an empty bin."""
@@ -303,7 +311,10 @@ class Threshold(NamedTuple):
 
 
 def best_thresholds(results: DetectionResults) -> list[Threshold | None]:
-    """Return each class's threshold with the best F1 at an IoU of 0.5, the lowest of equal ones; None for a class without true boxes or hits."""
+    """Return each class's confidence threshold with the best F1 at an IoU of 0.5.
+
+    Of equal ones the lowest; None for a class without true boxes or hits.
+    """
     found: list[Threshold | None] = []
     for c, count in enumerate(results.labels):
         if not count or not results.f1_curve[c].any():
@@ -363,9 +374,10 @@ def label_statistics(records: Sequence[ImageRecord]) -> LabelStatistics:
 def worst_images(
     records: Sequence[ImageRecord], confidence: float, count: int
 ) -> list[tuple[ImageRecord, ImageErrors]]:
-    """Return up to ``count`` images with the most mistakes (false negatives and false positives) at ``confidence``.
+    """Return up to ``count`` images with the most false negatives and false positives.
 
-    Images without mistakes are left out; of equal ones those with fewer true positives come first, then by path.
+    Predictions of at least ``confidence`` count. Images without mistakes are left out; of equal ones those with fewer
+    true positives come first, then by path.
     """
     analysed = [(record, image_errors(record, confidence)) for record in records]
 
@@ -407,7 +419,7 @@ class Stages(Protocol):
 def stage_times(
     paths: Sequence[Path | str], processing: Stages, network: Callable[[torch.Tensor], Any]
 ) -> dict[str, list[float]]:
-    """Measure how long each stage of prediction takes on single photos, in ms; the first photo is a warm-up.
+    """Measure each stage of prediction on single photos, in ms; the first is a warm-up.
 
     ``network`` must return when its output is there. Photos that cannot be decoded are left out.
     """

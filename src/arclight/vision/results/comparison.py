@@ -1,4 +1,4 @@
-"""Compare two detectors on the same images by scores with bootstrap intervals, errors and images, and write a page.
+"""Compare two detectors on the same images, with bootstrap intervals, and write a page.
 
 ``arclight compare`` calls it for detectors. Intervals are seeded: the same results give the same page.
 """
@@ -50,7 +50,7 @@ _CELLS = 2_000_000  # numbers held at a time
 
 
 class Interval(NamedTuple):
-    """A score of two detectors, and the range in which the difference lies with a confidence of 95 %."""
+    """Score of two detectors, and the 95 % confidence interval of its difference."""
 
     a: float
     b: float
@@ -83,7 +83,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """One of the two: what it is, what it found, and what that costs."""
+    """One of two compared detectors: its results, times and size."""
 
     name: str
     results: DetectionResults
@@ -101,11 +101,11 @@ class Evaluated:
 def compare(
     a: Sequence[ImageRecord], b: Sequence[ImageRecord], num_classes: int, *, resamples: int = 1000, seed: int = 0
 ) -> Comparison:
-    """Compare records of the same images in the same order, with paired bootstrap intervals over images.
+    """Compare records of the same images in the same order, with paired bootstrap intervals.
 
-    Each resample draws as many images with replacement, the same for both (Efron and Tibshirani 1993, "An Introduction to the
-    Bootstrap", chapter 13, percentile intervals); a class that it leaves out does not count in its means. Raises ValueError
-    where the images are not the same.
+    Images are resampled. Each resample draws as many images with replacement, the same for both (Efron and Tibshirani
+    1993, "An Introduction to the Bootstrap", chapter 13, percentile intervals); a class that it leaves out does not
+    count in its means. Raises ValueError where the images are not the same.
     """
     if [one.path for one in a] != [one.path for one in b]:
         raise ValueError("the two were measured on different images")
@@ -157,7 +157,10 @@ def _class_scores(records: Sequence[ImageRecord], c: int) -> _ClassScores:
 
 
 def _resampled(scores: _ClassScores, weights: Ints) -> Floats:
-    """Compute (resamples, T) average precision where image i counts ``weights[:, i]`` times; NaN without true boxes."""
+    """Compute average precision (resamples, T) with image i counted ``weights[:, i]`` times.
+
+    NaN without true boxes.
+    """
     positives = weights @ scores.labels
     ap = np.zeros((len(weights), len(IOU_THRESHOLDS)))
     step = max(1, _CELLS // max(len(scores.images), 1))
@@ -175,7 +178,7 @@ def _resampled(scores: _ClassScores, weights: Ints) -> Floats:
 
 
 def _hits_needed(positives: Ints) -> Ints:
-    """Return (R, 101) how many true boxes, of ``positives`` (R,), must be found to reach each recall."""
+    """Return (R, 101) the hits needed to reach each recall, of ``positives`` (R,) true boxes."""
     count = np.maximum(positives, 1)[:, None]
     needed = np.ceil(RECALL_GRID * count).astype(np.int64)
     needed += needed / count < RECALL_GRID  # rounding, as the division of the score itself has it
@@ -184,7 +187,10 @@ def _hits_needed(positives: Ints) -> Ints:
 
 
 def _at_first(found: Ints, needed: Ints, precision: Floats) -> Floats:
-    """Return (R, 101) each row's precision where ``found`` (R, n), which ascends, first is ``needed``; 0 where it never is."""
+    """Return (R, 101) each row's precision where ``found`` (R, n) first reaches ``needed``.
+
+    ``found`` ascends; 0 where it never does.
+    """
     rows, n = found.shape
     offset = np.arange(rows)[:, None] * (max(int(found.max(initial=0)), int(needed.max(initial=0))) + 2)
     first = np.searchsorted((found + offset).ravel(), (needed + offset).ravel(), side="left").reshape(needed.shape)
@@ -194,7 +200,7 @@ def _at_first(found: Ints, needed: Ints, precision: Floats) -> Floats:
 
 
 def _nanmean(values: Floats, axis: int) -> Floats:
-    """Mean of the numbers that are there along ``axis``; NaN for none."""
+    """Compute the mean of the finite values along ``axis``; NaN for none."""
     there = np.isfinite(values)
     count = there.sum(axis=axis)
     mean: Floats = np.where(count > 0, np.where(there, values, 0).sum(axis=axis) / np.maximum(count, 1), np.nan)
@@ -225,7 +231,10 @@ class ImagePair(NamedTuple):
 
 
 def differing_images(a: DetectionResults, b: DetectionResults, count: int = SHOWN) -> dict[str, list[ImagePair]]:
-    """Pick images, up to ``count`` of each kind: where b makes the most more mistakes, the most fewer, and where both make many."""
+    """Pick images, up to ``count`` of each kind: b worse than a, b better, and both bad.
+
+    Worse is by the number of mistakes.
+    """
     pairs = [
         ImagePair(image_errors(one, a.confidence), image_errors(other, b.confidence), one, other)
         for one, other in zip(a.records, b.records, strict=True)
@@ -371,7 +380,7 @@ def image_sections(a: Evaluated, b: Evaluated, names: Sequence[str]) -> list[Sec
 
 
 def pair_figure(pair: ImagePair, names: Sequence[str]) -> str:
-    """Show an image twice, with what A and what B found; empty for one that cannot be read any more."""
+    """Show an image twice, with the detections of A and of B; empty if it cannot be read."""
     pictures = [marked_image(pair.record_a, pair.a, names), marked_image(pair.record_b, pair.b, names)]
     if pictures[0] is None or pictures[1] is None:
         return ""

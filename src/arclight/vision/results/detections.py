@@ -92,9 +92,10 @@ class Detections:
         keypoints: ArrayLike | None = None,
         obb: OrientedBoxes | None = None,
     ) -> Detections:
-        """Make detections from boxes (k, 4) xyxy in pixels, confidences (k,) and class numbers (k,) in any order; masks, keypoints, angles.
+        """Build detections from boxes (k, 4) xyxy in pixels, confidences (k,) and classes (k,).
 
-        Raises ValueError where these are not as many, or a class has no name.
+        They may be in any order; masks, keypoints and angles are of the same boxes. Raises ValueError where these are
+        not as many, or a class has no name.
         """
         boxes = Boxes(np.asarray(xyxy), np.asarray(conf), np.asarray(labels))
         order = np.argsort(-boxes.conf, kind="stable")
@@ -119,7 +120,7 @@ class Detections:
         return len(self.boxes)
 
     def __getitem__(self, chosen: Any) -> Detections:
-        """Some of the boxes, chosen as by NumPy: a number, a slice, a mask (k,) or numbers (n,)."""
+        """Return some of the boxes, indexed as by NumPy: a number, a slice, a mask or numbers."""
         picked = np.atleast_1d(np.arange(len(self))[chosen])
         boxes = Boxes(self.boxes.xyxy[picked], self.boxes.conf[picked], self.boxes.cls[picked])
         ids = None if self.ids is None else self.ids[picked]
@@ -140,12 +141,15 @@ class Detections:
         return [self.names[int(c)] for c in self.boxes.cls]
 
     def summary(self) -> str:
-        """Counts by class in a line, as in "2 person, 1 dog"."""
+        """Summarise counts by class in a line, as in "2 person, 1 dog"."""
         labels = self.labels
         return ", ".join(f"{labels.count(label)} {label}" for label in dict.fromkeys(labels)) or "nothing"
 
     def plot(self) -> NDArray[np.uint8]:
-        """Draw masks, boxes (turned where they have an angle), keypoints, class names and confidences on the photo, RGB; ValueError if it was not kept."""
+        """Draw boxes, masks, keypoints, class names and confidences on the photo, RGB.
+
+        Boxes with an angle are drawn rotated. Raises ValueError if the photo was not kept.
+        """
         from arclight.vision.results.draw import draw_boxes, draw_keypoints, draw_masks
 
         if self.image is None:
@@ -160,9 +164,10 @@ class Detections:
         return drawn if self.keypoints is None else draw_keypoints(drawn, self.keypoints, classes)
 
     def crops(self, margin: float = 0.0) -> list[NDArray[np.uint8]]:
-        """Cut each box out of the photo, RGB, with ``margin`` of its size on every side; ValueError if it was not kept.
+        """Crop each box from the photo, RGB, with ``margin`` of its size on every side.
 
-        Parts outside of the photo are left out; a box wholly outside gives an empty crop.
+        Parts outside of the photo are left out; a box wholly outside gives an empty crop. Raises ValueError if the
+        photo was not kept.
         """
         if self.image is None:
             raise ValueError("these detections hold no image to cut from: pass image= when making them")
@@ -176,10 +181,11 @@ class Detections:
         return crops
 
     def to_json(self) -> list[dict[str, Any]]:
-        """List the boxes as plain dictionaries: label, confidence, box_xyxy_px (left, top, right, bottom), and id if tracked.
+        """List the boxes as dictionaries: label, confidence, box_xyxy_px, and id if tracked.
 
-        With masks also outline_xy_px, the points around the largest piece of each; with keypoints keypoints_xy_px, and of three
-        numbers keypoint_confidence; of rotated boxes obb_xywhr (pixels, radians) and corners_xy_px.
+        ``box_xyxy_px`` is (left, top, right, bottom). With masks also outline_xy_px, the points around the largest
+        piece of each; with keypoints keypoints_xy_px, and of three numbers keypoint_confidence; of rotated boxes
+        obb_xywhr (pixels, radians) and corners_xy_px.
         """
         rows: list[dict[str, Any]] = [
             {"label": label, "confidence": round(float(score), 4), "box_xyxy_px": [round(x, 1) for x in box.tolist()]}
@@ -202,7 +208,7 @@ class Detections:
         return rows
 
     def to_txt(self, shape: Sequence[int] | None = None) -> str:
-        """Write a line for each box: class, then centre and size as shares of the width and height of the image (YOLO).
+        """Write a YOLO label line per box: class, centre and size as shares of the image.
 
         With masks the outline takes the place of the box, where it has three points, and of a rotated box its four corners do, moved
         into the image; one that has nothing in the image gets no line. Keypoints follow the box, as labels have them;
@@ -232,13 +238,17 @@ class Detections:
         return "".join(f"{line}\n" for line, row in zip(lines, shares, strict=True) if len(row))
 
     def save(self, path: str | Path) -> Path:
-        """Write ``plot()`` as an image of the kind that the suffix names; ValueError for a suffix that is none."""
+        """Write ``plot()`` as an image, in the format of the suffix.
+
+        Raises ValueError for a suffix that is none.
+        """
         return write_image(path, self.plot())
 
     def to_coco(self, image_id: int, category_ids: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """List the boxes in COCO's results format: image_id, category_id, bbox (left, top, width, height), score, and keypoints if any.
+        """List the boxes in COCO's results format: image_id, category_id, bbox, score, keypoints.
 
-        ``category_ids``: the data set's number of each class; the class's own where not given.
+        ``bbox`` is (left, top, width, height). ``category_ids``: the data set's number of each class; the class's own
+        where not given.
         """
         rows = []
         for (left, top, right, bottom), score, label in zip(
@@ -252,7 +262,10 @@ class Detections:
         return rows
 
     def to_pandas(self) -> Any:
-        """Make a DataFrame with a row per box: xmin, ymin, xmax, ymax, confidence, class, name; needs pandas."""
+        """Return a pandas DataFrame with a row per box.
+
+        Its columns are xmin, ymin, xmax, ymax, confidence, class and name. Raises MissingExtraError without pandas.
+        """
         try:
             pandas = importlib.import_module("pandas")
         except ModuleNotFoundError as error:
@@ -263,7 +276,10 @@ class Detections:
 
 
 def _as_labels(keypoints: Floats, height: int, width: int) -> Floats:
-    """Write keypoints (k, K, 2 or 3) as labels do: shares of the image, and 2 for those that are there, 0 0 0 for others."""
+    """Convert keypoints (k, K, 2 or 3) to YOLO labels: shares of the image, and visibility.
+
+    Visibility is 2 for those that are there, and 0 0 0 stands for the others.
+    """
     shares = keypoints.copy()
     shares[..., :2] /= (width, height)
     if keypoints.shape[2] == 3:
@@ -274,7 +290,10 @@ def _as_labels(keypoints: Floats, height: int, width: int) -> Floats:
 
 
 def write_image(path: str | Path, image: NDArray[np.uint8]) -> Path:
-    """Write an RGB image (H, W, 3) as the kind that the suffix names, whole or not at all; ValueError for a suffix that is none."""
+    """Write an RGB image (H, W, 3) in the format of the suffix, atomically.
+
+    Raises ValueError for a suffix that is none.
+    """
     from arclight.fabric.extras import require
 
     cv2, path = require("cv2", extra="vision"), Path(path)

@@ -1,4 +1,4 @@
-"""Draw labelled boxes on images, and tile images; RGB uint8 arrays (height, width, 3) in and out."""
+"""Draw boxes, masks and keypoints on RGB uint8 images (height, width, 3), and tile images."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ GROUND: Colour = (26, 28, 31)
 def draw_boxes(
     image: Image, xyxy: ArrayLike, texts: Sequence[str], classes: Sequence[int], corners: ArrayLike | None = None
 ) -> Image:
-    """Draw boxes (k, 4) in pixels on a copy of ``image``, each with its text, coloured by class; ``corners`` (k, 4, 2) of turned ones.
+    """Draw boxes (k, 4) in pixels on a copy of ``image``, each with its text, coloured by class.
 
-    Lines and letters grow with the image. The first box is drawn last, so that the most confident one stays readable.
-    Letters that the font lacks appear as question marks.
+    ``corners`` (k, 4, 2): of rotated boxes. Lines and letters grow with the image. The first box is drawn last, so that
+    the most confident one stays readable. Letters that the font lacks appear as question marks.
     """
     canvas = np.ascontiguousarray(image).copy()
     side = math.sqrt(canvas.shape[0] * canvas.shape[1])
@@ -61,7 +61,10 @@ def draw_boxes(
 
 
 def draw_shape(image: Image, points: ArrayLike, text: str, *, closed: bool) -> None:
-    """Draw a line or a polygon (n, 2) in pixels onto ``image`` itself, with its text at the first point."""
+    """Draw a line or polygon (n, 2) in pixels onto ``image`` itself, with its text.
+
+    The text is at the first point.
+    """
     side = math.sqrt(image.shape[0] * image.shape[1])
     line = max(round(side / 320), 1)
     corners = np.asarray(points, np.float64).clip(-1e6, 1e6).round().astype(np.int32)
@@ -81,7 +84,10 @@ def draw_masks(image: Image, masks: Masks, classes: Sequence[int]) -> Image:
 
 
 def draw_keypoints(image: Image, keypoints: ArrayLike, classes: Sequence[int]) -> Image:
-    """Draw keypoints (k, K, 2 or 3) in pixels on a copy of ``image``, those that are there; 17 of them joined as a person's are."""
+    """Draw visible keypoints (k, K, 2 or 3) in pixels on a copy of ``image``.
+
+    17 keypoints are joined as a person's skeleton.
+    """
     canvas = np.ascontiguousarray(image).copy()
     side = math.sqrt(canvas.shape[0] * canvas.shape[1])
     line = max(round(side / 400), 1)
@@ -100,7 +106,10 @@ def draw_keypoints(image: Image, keypoints: ArrayLike, classes: Sequence[int]) -
 
 
 def draw_lines(image: Image, lines: Sequence[tuple[str, int]]) -> Image:
-    """Write lines of text, each on a plate in the colour of its class, on a copy of ``image``, from its top left corner down."""
+    """Write lines of text, in the colours of their classes, on a copy of ``image``.
+
+    They go from its top left corner down.
+    """
     canvas = np.ascontiguousarray(image).copy()
     height = max(math.sqrt(canvas.shape[0] * canvas.shape[1]) / 38, 11)
     for number, (text, label) in enumerate(lines):
@@ -112,7 +121,7 @@ def draw_lines(image: Image, lines: Sequence[tuple[str, int]]) -> Image:
 
 
 def _draw_label(canvas: Image, text: str, corner: tuple[int, int], colour: Colour, height: float) -> None:
-    """Draw ``text`` on a plate above ``corner`` (left, top), or below if there is no room; never outside."""
+    """Draw ``text`` on a plate above ``corner`` (left, top), or below if there is no room."""
     left, top = corner
     font, weight = cv2.FONT_HERSHEY_SIMPLEX, max(round(height / 12), 1)
     text = text.encode("ascii", "replace").decode()
@@ -131,9 +140,10 @@ def _draw_label(canvas: Image, text: str, corner: tuple[int, int], colour: Colou
 def grid(
     images: Sequence[Image], *, columns: int = 4, side: int = 320, gap: int = 8, texts: Sequence[str] = ()
 ) -> Image:
-    """Lay ``images`` of any sizes side by side, each in a square of ``side`` pixels, with its text below; ValueError for none.
+    """Tile ``images`` of any sizes, each in a square of ``side`` pixels, with its text below.
 
-    Where all are wider than high, or higher than wide, cells are no larger than the largest of them.
+    Where all are wider than high, or higher than wide, cells are no larger than the largest of them. Raises ValueError
+    for none.
     """
     if not images:
         raise ValueError("a grid needs at least one image")
@@ -163,7 +173,7 @@ def _write_below(canvas: Image, text: str, left: int, top: int, width: int) -> N
 
 
 def resized(image: Image, side: int, most: float = 2.0) -> Image:
-    """Return ``image`` at the largest size that fits into a square of ``side`` pixels, at most ``most`` times its own."""
+    """Resize ``image`` to fit into a square of ``side`` pixels, enlarged at most ``most`` times."""
     scale = min(side / image.shape[0], side / image.shape[1], most)
     size = (max(round(image.shape[1] * scale), 1), max(round(image.shape[0] * scale), 1))
     if size == image.shape[1::-1]:

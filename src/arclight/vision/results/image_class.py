@@ -74,7 +74,10 @@ class Classification:
         return [{"label": self.names[c], "confidence": round(float(self.probs[c]), 4)} for c in self.top5]
 
     def to_txt(self, shape: Sequence[int] | None = None) -> str:
-        """Write a line for each of the likeliest classes: its probability and its name (YOLOv5); ``shape`` changes nothing."""
+        """Write a line for each of the top-5 classes: its probability and its name (YOLOv5).
+
+        ``shape`` is ignored.
+        """
         return "".join(f"{self.probs[c]:.4f} {self.names[c]}\n" for c in self.top5)
 
     def plot(self) -> NDArray[np.uint8]:
@@ -86,7 +89,10 @@ class Classification:
         return draw_lines(self.image, [(f"{self.names[c]} {self.probs[c]:.2f}", c) for c in self.top5])
 
     def save(self, path: str | Path) -> Path:
-        """Write ``plot()`` as an image of the kind that the suffix names; ValueError for a suffix that is none."""
+        """Write ``plot()`` as an image, in the format of the suffix.
+
+        Raises ValueError for a suffix that is none.
+        """
         from arclight.vision.results.detections import write_image
 
         return write_image(path, self.plot())

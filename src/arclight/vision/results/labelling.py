@@ -1,4 +1,4 @@
-"""Find the images worth labelling next, and label images with what a detector is sure of."""
+"""Select the images worth labelling next, and label images by a confident detector."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOUBT_FLOOR = 0.05
 
 
 def uncertainty(found: Detections) -> float:
-    """Sum the binary entropy, in bits, of the confidences of at least 0.05: how much labels of the image would tell.
+    """Sum the binary entropy, in bits, of the confidences of at least 0.05.
 
     A box of confidence 0.5 counts 1, one of 0.99 or 0.05 little; an image with many doubtful boxes comes before one with few.
     Entropy sampling (Settles 2009, "Active Learning Literature Survey", section 3.1), summed over the boxes of an image
@@ -31,7 +31,10 @@ def uncertainty(found: Detections) -> float:
 
 
 class MostUncertain(PlainWriter):
-    """Keep the ``count`` images of the highest `uncertainty`: ``ranking``, the highest first, equal ones in their order."""
+    """Keep the ``count`` images of the highest `uncertainty`; ``ranking`` lists them.
+
+    The highest comes first, equal ones are in their order.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -52,7 +55,7 @@ class MostUncertain(PlainWriter):
 
 
 class SureLabels(Labels):
-    """A label file of YOLO's format for each image, of boxes at least as confident as the threshold of their class.
+    """Writer of YOLO label files, of boxes at or above the confidence threshold of their class.
 
     An image in which nothing is sure gets none: an empty file would call it background. Boxes of a class without a threshold are
     left out.
@@ -73,7 +76,7 @@ class SureLabels(Labels):
 
 
 def read_thresholds(path: Path) -> dict[str, float]:
-    """Read the best threshold of each class from the numbers that ``arclight validate`` writes (validate.json).
+    """Read the best threshold of each class from a validate.json of ``arclight validate``.
 
     Classes that it found no threshold for are left out. Raises ValueError for a file that is none such.
     """

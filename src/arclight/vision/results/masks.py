@@ -1,4 +1,4 @@
-"""Hold the masks of one image's objects: made of a network's prototypes or of outlines, compared, and turned into outlines.
+"""Hold the instance masks of one image: from prototypes or outlines, compared, as polygons.
 
 A mask is kept as the part of the image in which it may be (a bitmap and its corner): a hundred objects of a photo take the
 memory of their boxes, not of a hundred photos.
@@ -48,10 +48,11 @@ class Masks:
         stride: float = 4.0,
         placed: Letterbox = (1.0, 0, 0),
     ) -> Masks:
-        """Mix ``prototypes`` (P, h, w), one cell per ``stride`` pixels of the square, by ``coefficients`` (k, P), within boxes (k, 4).
+        """Build masks of boxes (k, 4) from ``prototypes`` (P, h, w) and ``coefficients`` (k, P).
 
-        Boxes are in pixels of an image of ``shape``, and ``placed`` says how that went into the square. A pixel belongs to the
-        mask if the logit there, between cells bilinear, is above 0.
+        ``stride``: pixels of the letterboxed square per cell of the prototypes. Boxes are in pixels of an image of
+        ``shape``, and ``placed`` says how that went into the square. A pixel belongs to the mask if the logit there,
+        between cells bilinear, is above 0.
         """
         cv2 = require("cv2", extra="vision")
         mixed = np.asarray(prototypes, np.float32)
@@ -81,7 +82,7 @@ class Masks:
 
     @classmethod
     def from_outlines(cls, outlines: Sequence[ArrayLike], shape: tuple[int, int]) -> Masks:
-        """Fill outlines (k, 2) in pixels; where one crosses itself, what is inside twice is outside."""
+        """Fill outlines (k, 2) in pixels, by the even-odd rule where one crosses itself."""
         cv2 = require("cv2", extra="vision")
         patches = []
         for outline in outlines:
@@ -99,7 +100,7 @@ class Masks:
         return len(self.patches)
 
     def __getitem__(self, chosen: Any) -> Masks:
-        """Some of the masks, chosen as by NumPy."""
+        """Return some of the masks, indexed as by NumPy."""
         picked = np.atleast_1d(np.arange(len(self))[chosen])
         return Masks(tuple(self.patches[i] for i in picked), self.shape)
 
@@ -122,7 +123,10 @@ class Masks:
 
     @property
     def xy(self) -> list[NDArray[np.float32]]:
-        """The outline (n, 2) of each mask in pixels, of its largest piece and without holes; no points for an empty mask."""
+        """Outline (n, 2) of each mask's largest piece in pixels, without holes.
+
+        An empty mask has no points.
+        """
         cv2 = require("cv2", extra="vision")
         outlines = []
         for left, top, bits in self.patches:
@@ -139,7 +143,7 @@ class Masks:
 
 
 def _whole_pixels(xyxy: ArrayLike, shape: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
-    """Left, top, width and height of the pixels that each box (k, 4) touches within the image."""
+    """Yield left, top, width and height of the pixels that each box (k, 4) touches in the image."""
     height, width = shape
     boxes = np.nan_to_num(np.asarray(xyxy, np.float64).reshape(-1, 4)).clip(0, (width, height, width, height))
     low, high = np.floor(boxes[:, :2]).astype(int), np.ceil(boxes[:, 2:]).astype(int)

@@ -1,4 +1,4 @@
-"""Score models: average precision as COCO defines it, precision and recall, confusion; top-1 and top-5 of classes.
+"""Compute validation metrics: COCO's average precision, confusion, top-1 and top-5.
 
 The numbers are those of pycocotools for boxes (no crowd regions) on the same detections, which a test compares to: the constants
 and the rules of `assign` and `precision_at_recall` are COCO's. Tasks (`arclight.vision.tasks`) add the batches of a validation to a
@@ -99,7 +99,10 @@ class DetectionResults:
 
     @property
     def map75(self) -> float:
-        """Return the mean over classes of average precision at an IoU of 0.75; NaN if there is no true box at all."""
+        """mAP75, the mean over classes of average precision at an IoU of 0.75.
+
+        NaN if there is no true box at all.
+        """
         strict = self.average_precision[self.labels > 0, IOU_75]
         return float(strict.mean()) if len(strict) else float("nan")
 
@@ -166,12 +169,16 @@ class DetectionMetrics:
         *,
         max_detections: int = MAX_DETECTIONS,
     ) -> None:
-        """``iou_threshold``: of non-maximum suppression in `update_output`; None for networks with one prediction per object."""
+        """Initialise empty metrics.
+
+        ``iou_threshold``: of non-maximum suppression in `update_output`; None for networks with one prediction per
+        object.
+        """
         self.num_classes, self.iou_threshold, self.max_detections = num_classes, iou_threshold, max_detections
         self.reset()
 
     def reset(self) -> None:
-        """Forget all images."""
+        """Reset the metrics to no images."""
         self._named: dict[int, _Image] = {}
         self._unnamed: list[_Image] = []
 
@@ -186,7 +193,7 @@ class DetectionMetrics:
         overlaps: Sequence[Floats] | None = None,
         ignored: Sequence[Bools] | None = None,
     ) -> None:
-        """Add images: for each its predictions (k, 6), xyxy, confidence, class, and true boxes (m, 5).
+        """Add images: predictions (k, 6), xyxy, confidence, class, and true boxes (m, 5) of each.
 
         Arrays or tensors on any device; any one unit of length. ``image_ids`` are non-negative numbers of the images in
         the data set. ``overlaps``: (k, m) of each image, in place of the IoU of its boxes (of masks, say). ``ignored``: (m,)
@@ -201,7 +208,7 @@ class DetectionMetrics:
             self._add(image_id, self._observe(rows, boxes, overlap, ignore))
 
     def update_output(self, output: Tensor, batch: dict[str, Any]) -> None:
-        """Add a batch of a data set, from decoded predictions (N, A, 5 + C) in pixels of its square images."""
+        """Add a batch of decoded predictions (N, A, 5 + C), in pixels of its square images."""
         kept = nms(output, CONFIDENCE_FLOOR, self.iou_threshold, multi_label=self.num_classes > 1)
         self.observe_batch(kept, batch)
 
@@ -216,7 +223,7 @@ class DetectionMetrics:
         size: int | Sequence[int],
         image_ids: Sequence[int] | None = None,
     ) -> None:
-        """Add a batch: each image's predictions (k, 6) in pixels of the square, and the batch's targets.
+        """Add a batch of predictions (k, 6) per image, in pixels of the square, and its targets.
 
         targets: (M, 6) image in batch, class, centre x, centre y, width, height as shares of ``size``:
         the pixels of the square's side, or of (height, width).
@@ -235,7 +242,7 @@ class DetectionMetrics:
         )
 
     def _observe(self, predicted: Floats, true: Floats, overlap: Floats | None, ignored: Bools | None) -> _Image:
-        """Match one image's predictions to its true boxes, by the IoU of boxes unless ``overlap`` is given."""
+        """Match one image's predictions to its true boxes, by IoU unless ``overlap`` is given."""
         order = np.argsort(-predicted[:, 4], kind="stable")
         predicted = predicted[order]
         scores, classes, labels = predicted[:, 4], predicted[:, 5].astype(np.int64), true[:, 0].astype(np.int64)
@@ -285,7 +292,7 @@ class DetectionMetrics:
         self.merge(state)
 
     def merge(self, state: dict[str, Any]) -> None:
-        """Add the images of another process's ``state_dict()``; those already here by id are left out."""
+        """Add the images of another process's ``state_dict()``, without duplicates by id."""
         if state["num_classes"] != self.num_classes:
             raise ValueError(f"cannot merge metrics of {state['num_classes']} classes into {self.num_classes}")
         fields = (np.split(state[field], np.cumsum(state[f"{field}_lengths"])[:-1]) for field in _Image._fields)
@@ -354,12 +361,15 @@ def _rows(array: ArrayLike, width: int, what: str) -> Floats:
 
 
 def match(iou: Floats) -> Bools:
-    """Match predictions to the true boxes of their class: (k, T) hits, given their IoU (k, m), as `assign` does."""
+    """Match predictions to the true boxes of their class: (k, T) hits, by IoU (k, m).
+
+    See `assign`.
+    """
     return assign(iou) >= 0
 
 
 def assign(iou: Floats, ignored: Bools | None = None) -> Ints:
-    """Assign predictions to the true boxes of their class: (k, T) index of the box, -1 for none, given their IoU (k, m).
+    """Assign predictions to true boxes of their class by IoU (k, m): (k, T) index, -1 for none.
 
     Predictions must be sorted, most confident first. At each threshold a prediction takes the free true box that it overlaps most, of
     equal ones the last (pycocotools); one of those ``ignored`` (m,) only if no other is left.
@@ -383,7 +393,10 @@ def assign(iou: Floats, ignored: Bools | None = None) -> Ints:
 
 
 def confusions(iou: Floats, predicted: Ints, true: Ints, background: int) -> Ints:
-    """Pair boxes by descending IoU: (n, 2) predicted and true class, ``background`` for boxes without a partner."""
+    """Pair boxes by descending IoU: (n, 2) predicted and true class.
+
+    ``background`` stands for the class of a missing partner.
+    """
     candidates = np.argwhere(iou > CONFUSION_IOU)
     candidates = candidates[np.argsort(-iou[tuple(candidates.T)], kind="stable")]
     unmatched_predicted, unmatched_true = dict.fromkeys(range(len(predicted))), dict.fromkeys(range(len(true)))
@@ -398,9 +411,10 @@ def confusions(iou: Floats, predicted: Ints, true: Ints, background: int) -> Int
 
 
 def precision_at_recall(hits: Bools, positives: int, ignored: Bools | None = None) -> Floats:
-    """Compute (T, 101) precision at each recall of the grid, for ``hits`` (k, T), most confident first.
+    """Compute the precision (T, 101) at each recall of the grid, for ``hits`` (k, T).
 
-    ``ignored`` (k, T) predictions count neither as right nor as wrong.
+    Hits are ordered by confidence, the highest first. ``ignored`` (k, T) predictions count neither as right nor as
+    wrong.
 
     The highest precision reached at that recall or beyond, 0 for a recall never reached (COCO's 101 points).
     """
@@ -436,12 +450,12 @@ class SegmentationMetrics:
         self.boxes, self.masks = DetectionMetrics(num_classes), DetectionMetrics(num_classes)
 
     def reset(self) -> None:
-        """Forget all images."""
+        """Reset the metrics to no images."""
         self.boxes.reset()
         self.masks.reset()
 
     def update_output(self, output: tuple[Tensor, Tensor], batch: dict[str, Any]) -> None:
-        """Add a batch of a data set, from decoded rows (N, A, 5 + C + P) and prototypes (N, P, h, w)."""
+        """Add a batch of decoded rows (N, A, 5 + C + P) and prototypes (N, P, h, w)."""
         rows, prototypes = output
         size, extra = batch["images"].shape[-1], prototypes.shape[1]
         kept = nms(rows, CONFIDENCE_FLOOR, EVALUATION_IOU, multi_label=self.num_classes > 1, extra=extra)
@@ -460,7 +474,7 @@ class SegmentationMetrics:
             )
 
     def update(self, conf: ArrayLike, cls: ArrayLike, masks: Masks, true_cls: ArrayLike, true_masks: Masks) -> None:
-        """Add the masks of one image: k found with their confidences and classes, m true ones with their classes."""
+        """Add the masks of one image: k found, with confidences and classes, and m true ones."""
         score, label, truth = (np.asarray(array, np.float64) for array in (conf, cls, true_cls))
         rows = np.concatenate((np.zeros((len(score), 4)), score[:, None], label[:, None]), axis=1)
         self.masks.update(
@@ -519,7 +533,7 @@ class ClassificationMetrics:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all images."""
+        """Reset the metrics to no images."""
         self._guesses, self._targets = [np.empty((0, min(SHOWN, self.num_classes)), np.int64)], [np.empty(0, np.int64)]
 
     def update_output(self, output: Tensor, batch: dict[str, Any]) -> None:
@@ -527,7 +541,7 @@ class ClassificationMetrics:
         self.update(output.detach().float().cpu().numpy(), batch["targets"].cpu().numpy())
 
     def update(self, probs: ArrayLike, targets: ArrayLike) -> None:
-        """Add images: probabilities (N, C), or any numbers that grow with them, and class numbers (N,).
+        """Add images: probabilities (N, C), or any increasing function of them, and classes (N,).
 
         Raises ValueError for other shapes and for classes that do not exist.
         """

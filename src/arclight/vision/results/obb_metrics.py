@@ -14,13 +14,13 @@ from arclight.vision.rotated import hulls_of, rotated_iou
 
 
 class OrientedMetrics(DetectionMetrics):
-    """Collects rotated boxes image by image and scores them as `DetectionMetrics` does upright ones; overlap is `rotated_iou`."""
+    """Metrics of rotated boxes, as `DetectionMetrics` by `rotated_iou`."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes, EVALUATION_IOU)
 
     def update_output(self, output: Tensor, batch: dict[str, Any]) -> None:
-        """Add a batch of a data set, from decoded rows (N, A, 5 + C + 1) in pixels of its square images."""
+        """Add a batch of decoded rows (N, A, 5 + C + 1), in pixels of its square images."""
         size = batch["images"].shape[-1]
         kept = rotated_nms(output, CONFIDENCE_FLOOR, EVALUATION_IOU, multi_label=self.num_classes > 1)
         targets = batch["targets"].detach().cpu().double().numpy()
@@ -32,7 +32,7 @@ class OrientedMetrics(DetectionMetrics):
     def update_rotated(
         self, xywhr: ArrayLike, conf: ArrayLike, cls: ArrayLike, true_cls: ArrayLike, true_xywhr: ArrayLike
     ) -> None:
-        """Add an image: k rotated boxes (k, 5) with their confidences and classes, and m true ones (m, 5) with their classes."""
+        """Add an image: k rotated boxes (k, 5) with confidences and classes, and m true ones (m, 5)."""
         boxes, true = (np.asarray(array, np.float64).reshape(-1, 5) for array in (xywhr, true_xywhr))
         score, label, truth = (np.asarray(array, np.float64) for array in (conf, cls, true_cls))
         rows = np.concatenate((hulls_of(boxes), score[:, None], label[:, None]), axis=1)

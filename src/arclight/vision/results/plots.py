@@ -48,9 +48,10 @@ BATCH_SIDE = 320
 
 
 class DetectionPlots(Callback):
-    """Write pictures of the first ``batches`` and of the labels when training starts, charts and predictions when it ends.
+    """Callback that writes pictures of training batches, labels, charts and predictions.
 
-    They go into the run's ``plots`` folder, only where the run writes anything at all: a trainer without loggers gets no files.
+    The first ``batches`` and the labels are drawn when training starts, the rest when it ends. They go into the run's
+    ``plots`` folder, only where the run writes anything at all: a trainer without loggers gets no files.
     """
 
     def __init__(self, batches: int = 0) -> None:
@@ -92,7 +93,7 @@ class DetectionPlots(Callback):
 
     @contextlib.contextmanager
     def _spared(self, what: Callable[[], Path | str]) -> Iterator[None]:
-        """Warn, once, of pictures that a full disk or a fault of OpenCV prevents: a run can do without them."""
+        """Warn, once, if a full disk or an OpenCV error prevents a picture, and go on."""
         try:
             yield
         except (OSError, cv2.error) as error:
@@ -123,9 +124,10 @@ class DetectionPlots(Callback):
 
 
 def draw_batch(batch: dict[str, Any], names: Sequence[str], head: str) -> Image:
-    """Draw the first images of a training batch with their labels on one sheet, RGB, each above the name of its (first) file.
+    """Draw the first images of a training batch with their labels, tiled, RGB.
 
-    batch: as the task of ``head`` collates it. Turned boxes, masks and keypoints are drawn where its labels are these.
+    Each is above the name of its (first) file. batch: as the task of ``head`` collates it. Turned boxes, masks and
+    keypoints are drawn where its labels are these.
     """
     images = batch["images"][:BATCH_IMAGES].permute(0, 2, 3, 1).cpu().numpy()
     targets = batch["targets"].cpu().numpy()
@@ -142,7 +144,10 @@ def draw_batch(batch: dict[str, Any], names: Sequence[str], head: str) -> Image:
 
 
 def _labelled(image: Image, rows: Floats, names: Sequence[str], head: str, mask: Ints | None) -> Image:
-    """Draw the targets (n, 5 and more) of one image: its mask of their numbers, boxes and keypoints, as the task ``head`` has them."""
+    """Draw the targets (n, 5 and more) of one image, as the task ``head`` has them.
+
+    They are boxes, keypoints, and the ``mask`` of object numbers.
+    """
     height, width = image.shape[:2]
     classes, corners = rows[:, 0].astype(int).tolist(), None
     if head == "obb":
@@ -179,9 +184,10 @@ def write_charts(results: DetectionResults, names: Sequence[str], folder: Path, 
 def write_predictions(
     predict: Callable[[Sequence[Image]], Sequence[Any]], dataset: Any, folder: Path
 ) -> dict[str, str]:
-    """Write what ``predict`` finds in some images of ``dataset`` as one picture into ``folder``; gives its caption.
+    """Write the predictions for some images of ``dataset`` as one picture; return its caption.
 
-    Damaged images are left out, and nothing is written where all are.
+    The picture goes into ``folder``, the caption is by its file name. Damaged images are left out, and nothing is
+    written where all are.
     """
     picks = np.linspace(0, len(dataset) - 1, min(SAMPLES, len(dataset))).astype(int)
     photos = []
@@ -202,7 +208,7 @@ NUMBERED_CELLS = 12
 
 
 def pr_curve(results: DetectionResults, names: Sequence[str]) -> str:
-    """Draw precision against recall at an overlap of 0.5, every class and their mean; an SVG text."""
+    """Draw the precision-recall curves at an IoU of 0.5 of every class, and their mean, as SVG."""
     left, top, side = 64, 74, 380
     x_axis, y_axis = Axis(0, 1, left, left + side), Axis(0, 1, top + side, top)
 
@@ -233,14 +239,14 @@ def pr_curve(results: DetectionResults, names: Sequence[str]) -> str:
 
 
 def _reached(precision: Floats) -> list[Point]:
-    """Points of a curve up to the last recall that was reached."""
+    """Return the points of a curve up to the last recall reached."""
     reached = np.flatnonzero(precision > 0)
     last = int(reached[-1]) + 1 if len(reached) else 1
     return list(zip(RECALL_GRID[:last].tolist(), precision[:last].tolist()))
 
 
 def _pr_legend(rows: Sequence[tuple[str, str, float]], results: DetectionResults, x: float, y: float) -> str:
-    """Rows of colour, name and average precision, then what the dot on the curve says."""
+    """Draw the legend: rows of colour, name and average precision, and what the dot means."""
     parts = []
     for i, (colour, name, ap) in enumerate(rows):
         at = y + 24 * i
@@ -260,7 +266,7 @@ def _pr_legend(rows: Sequence[tuple[str, str, float]], results: DetectionResults
 
 
 def confusion_matrix(results: DetectionResults, names: Sequence[str]) -> str:
-    """Draw what was there (columns) and what was found (rows); an SVG text.
+    """Draw the confusion matrix of a detector as SVG: true classes are columns.
 
     Shares are of the labelled boxes of a column; in the last column, of false alarms, they are of the boxes found as
     that class.
@@ -275,7 +281,10 @@ def confusion_matrix(results: DetectionResults, names: Sequence[str]) -> str:
 
 
 def class_confusion(results: ClassificationResults, names: Sequence[str]) -> str:
-    """Draw what images were (columns) and what was likeliest (rows); an SVG text. Shares are of the images of a column."""
+    """Draw the confusion matrix of a classifier as SVG: true classes are columns.
+
+    Shares are of the images of a column.
+    """
     counts = results.confusion
     subtitle = f"top-1 {results.top1:.3f} · {_count(results.images, 'image')}"
     return _matrix(counts, counts / np.maximum(counts.sum(axis=0), 1), list(map(_short, names)), subtitle)
@@ -308,7 +317,7 @@ def _matrix(counts: Ints, share: Floats, labels: Sequence[str], subtitle: str, l
 
 
 def _numbers(x: float, y: float, cell: int, count: int, part: float) -> str:
-    """Return the count of a cell and, below it, its share, in an ink that shows on the shade of either theme."""
+    """Return a cell's count with its share below, in an ink readable on the cell's shade."""
     middle, line = x + (cell - 1) / 2, y + cell * 0.5
     ink = "on" if part > 0.8 else "mid" if part > 0.55 else ""
     number = text(middle, line, str(count), f"strong {ink}", anchor="middle", size=20 if cell > 80 else 14)
@@ -317,7 +326,7 @@ def _numbers(x: float, y: float, cell: int, count: int, part: float) -> str:
 
 
 def _names_of_cells(labels: Sequence[str], left: float, top: float, cell: int, font: int) -> list[str]:
-    """Names of rows at the left and of columns below, turned where they would meet."""
+    """Draw the names of rows at the left and of columns below, rotated if they would overlap."""
     marks = []
     anchor, turn = ("middle", 0) if len(labels) <= 3 else ("end", -40 if len(labels) <= NUMBERED_CELLS else -90)
     for i, label in enumerate(labels):
@@ -337,7 +346,7 @@ MAP_CELLS = 28
 
 
 def label_chart(labels: Sequence[Floats], names: Sequence[str]) -> str:
-    """Draw how many boxes of each class there are, where they lie and how large they are; an SVG text.
+    """Draw the distribution of training labels as SVG: classes, centres and sizes of boxes.
 
     labels: per image (n, 5) rows ``class, cx, cy, w, h`` as shares of it, as data sets have them.
     """
@@ -362,7 +371,7 @@ def label_chart(labels: Sequence[Floats], names: Sequence[str]) -> str:
 def _class_bars(
     classes: Ints, names: Sequence[str], *, left: float, top: float, width: float, height: float
 ) -> list[str]:
-    """Draw a bar for each of the most frequent classes, with its number; what is left is one more."""
+    """Draw a bar for each of the most frequent classes, and one for all others."""
     counts = np.bincount(classes, minlength=len(names))
     order = np.argsort(-counts, kind="stable")
     shown = order if len(order) <= LISTED_CLASSES else order[: LISTED_CLASSES - 1]
@@ -382,7 +391,10 @@ def _class_bars(
 
 
 def _share_map(x: Floats, y: Floats, left: float, top: float, side: float, upward: bool) -> list[str]:
-    """Draw how many points lie in each cell of the unit square, darker where there are more; ``upward``: y grows to the top."""
+    """Draw a 2D histogram of points in the unit square.
+
+    ``upward``: y grows to the top.
+    """
     counts = np.histogram2d(y, x, bins=MAP_CELLS, range=((0, 1), (0, 1)))[0]
     cell, most = side / MAP_CELLS, max(counts.max(), 1)
     marks = [f'<rect class="axis" x="{left}" y="{top}" width="{side}" height="{side}"/>']

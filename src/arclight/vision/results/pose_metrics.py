@@ -1,4 +1,4 @@
-"""Score keypoints: average precision by object keypoint similarity, beside that of the boxes."""
+"""Compute pose metrics: average precision by object keypoint similarity, and of the boxes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PoseResults:
 
 
 class PoseMetrics:
-    """Collects boxes and keypoints image by image and scores both, as `DetectionMetrics` does boxes.
+    """Metrics of boxes and keypoints, as `DetectionMetrics` has them for boxes.
 
     The numbers for keypoints are those of pycocotools on the same detections: overlap is object keypoint similarity, and objects
     without any labelled keypoint count neither as found nor as missed. An object's area is 0.53 of its box's where none is given.
@@ -49,19 +49,22 @@ class PoseMetrics:
     def __init__(
         self, num_classes: int, keypoints: tuple[int, int], sigmas: Sequence[float], cyclic: bool = False
     ) -> None:
-        """``keypoints``: how many, and numbers of each. ``sigmas``: their deviations, see `sigmas_of`. ``cyclic``: see `keypoint_similarity`."""
+        """Initialise empty metrics for ``keypoints``: how many, and numbers of each.
+
+        ``sigmas``: their deviations, see `sigmas_of`. ``cyclic``: see `keypoint_similarity`.
+        """
         self.cyclic = cyclic
         self.num_classes, self.shape, self.sigmas = num_classes, (keypoints[0], keypoints[1]), tuple(sigmas)
         self.boxes = DetectionMetrics(num_classes)
         self.keypoints = DetectionMetrics(num_classes, max_detections=MAX_POSES)
 
     def reset(self) -> None:
-        """Forget all images."""
+        """Reset the metrics to no images."""
         self.boxes.reset()
         self.keypoints.reset()
 
     def update_output(self, output: Tensor, batch: dict[str, Any]) -> None:
-        """Add a batch of a data set, from decoded rows (N, A, 5 + C + K * dims) in pixels of its square images."""
+        """Add a batch of decoded rows (N, A, 5 + C + K * dims), in pixels of its square images."""
         size, (count, dims) = batch["images"].shape[-1], self.shape
         kept = nms(output, CONFIDENCE_FLOOR, EVALUATION_IOU, multi_label=self.num_classes > 1, extra=count * dims)
         self.boxes.update_batch([found[:, :6] for found in kept], batch["targets"], size=size)
@@ -87,9 +90,10 @@ class PoseMetrics:
         true_boxes: ArrayLike,
         areas: ArrayLike | None = None,
     ) -> None:
-        """Add the keypoints of one image: k found (k, K, 2) with confidences and classes, m true ones (m, K, 2), NaN if not labelled.
+        """Add the keypoints of one image: k found (k, K, 2) and m true ones (m, K, 2).
 
-        ``true_boxes``: (m, 4) xyxy; ``areas``: (m,) of the true objects, where an outline says them.
+        Both with their classes, those found with confidences; true keypoints are NaN if not labelled. ``true_boxes``:
+        (m, 4) xyxy; ``areas``: (m,) of the true objects, where an outline says them.
         """
         score, label, truth, found, true, boxes = (
             np.asarray(array, np.float64) for array in (conf, cls, true_cls, points, true_points, true_boxes)

@@ -1,4 +1,4 @@
-"""Keep what a detector found in each image, and what was there, for a look at more than the scores."""
+"""Record each image's detections and true boxes, for an analysis beyond the scores."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from arclight.vision.results.metrics import DetectionMetrics, DetectionResults, 
 
 
 class RecordingMetrics(DetectionMetrics):
-    """Score detectors as `DetectionMetrics`, and keep each image: ``compute().records``, in the order of their paths.
+    """Metrics as `DetectionMetrics` that keep each image in ``compute().records``.
 
-    An image that several processes saw is kept once. Takes about 50 bytes for each box found.
+    They are in the order of their paths. An image that several processes saw is kept once. Takes about 50 bytes for
+    each box found.
     """
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Write what a detector does well and badly on a data set as one HTML page that needs no network and no other file."""
+"""Write a detector's validation as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -94,9 +94,10 @@ def write_validation(
     facts: Mapping[str, str],
     stage_ms: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """Write the page of ``results`` to ``path``, which must hold records; gives its numbers, as JSON takes them.
+    """Write the page of ``results`` to ``path``; return its numbers for JSON.
 
-    ``facts`` stand in its head; ``stage_ms`` are the times of single images by stage of prediction (`analysis.stage_times`).
+    ``results`` must hold records. ``facts`` stand in its head; ``stage_ms`` are the times of single images by stage of
+    prediction (`analysis.stage_times`).
     """
     records = results.records
     sizes = average_precision_by_size(records, len(names))
@@ -240,7 +241,7 @@ def class_table(results: DetectionResults, names: Sequence[str], sizes: Mapping[
 
 
 def error_section(errors: ErrorAnalysis, records: Sequence[ImageRecord], confidence: float) -> str:
-    """Tabulate what each kind of error costs, and how many there are: of the boxes that a user sees, and of all."""
+    """Tabulate the cost and the number of each kind of error, at ``confidence`` and in all."""
     if not math.isfinite(errors.map50):
         return ""
     seen: Counter[str] = Counter()
@@ -342,7 +343,7 @@ def image_element(name: str, picture: Image) -> str:
 
 
 def marked_image(record: ImageRecord, errors: ImageErrors, names: Sequence[str]) -> Image | None:
-    """Draw what was found and missed on an image, at the size of the page; None for one that cannot be read any more."""
+    """Draw found and missed boxes on an image, at the size of the page; None if unreadable."""
     try:
         image = decode_image(record.path)
     except (ImageError, OSError):
@@ -432,7 +433,7 @@ def speed_section(stage_ms: Mapping[str, Sequence[float]]) -> str:
 
 
 def _mean(values: Floats) -> float:
-    """Mean of the numbers that are there; NaN for none."""
+    """Compute the mean of the finite values; NaN for none."""
     there = np.asarray(values)[np.isfinite(values)]
     return float(there.mean()) if there.size else float("nan")
 

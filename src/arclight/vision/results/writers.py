@@ -1,7 +1,8 @@
-"""Write the results of many images as they come: videos, labels, crops, tables and JSON, none of which grows in memory.
+"""Write results of many images as they come: videos, labels, crops, tables and JSON.
 
-Each writer is a context: a file takes its name when the context ends, also by an interrupt, with what was written until then;
-an error that ends it early leaves a former file of that name as it was. Videos of files take theirs when the next video begins.
+None of them grows in memory. Each writer is a context: a file takes its name when the context ends, also by an
+interrupt, with what was written until then; an error that ends it early leaves a former file of that name as it was.
+Videos of files take theirs when the next video begins.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Prediction:
         return found
 
     def marked(self) -> Image:
-        """Draw what was found, and lines and zones with their counts, on the image."""
+        """Draw the results, and lines and zones with their counts, on the image."""
         image = self.found.plot()
         for count in self.counts:
             draw_shape(image, count.points, str(count), closed=isinstance(count, ZoneCount))
@@ -66,7 +67,10 @@ class Prediction:
 
 
 class Names:
-    """Give images names that none had before, remembering a number for each source and not one for each frame."""
+    """Give images unique names.
+
+    It remembers a number for each source, and not one for each frame.
+    """
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
@@ -76,7 +80,10 @@ class Names:
         self._videos: set[str] = set()
 
     def of(self, path: str, index: int | None) -> tuple[str, str]:
-        """Return the name of the next image of ``path`` and its stem; a source that is read again is counted."""
+        """Return a unique name, and its stem, for the next image of ``path``.
+
+        A source that is read again is counted.
+        """
         position = 0 if index is None else index
         if position <= self._last.get(path, -1):
             self._turns[path] += 1
@@ -145,7 +152,7 @@ class _FileWriter:
 
 
 class JsonFile(_FileWriter):
-    """One JSON object: name of the image to the list of what was found in it."""
+    """Writer of one JSON object: image names to the lists of their objects."""
 
     def start(self) -> None:
         self._before = "{\n"
@@ -160,7 +167,10 @@ class JsonFile(_FileWriter):
 
 
 class JsonLines(_FileWriter):
-    """A JSON object a line and image: name, frame, width, height and objects; each line is there as soon as its image is done."""
+    """Writer of JSON lines, one per image: name, frame, width, height and objects.
+
+    Each line is there as soon as its image is done.
+    """
 
     def __enter__(self) -> Self:
         self._partial = self.path  # others follow the file while it grows
@@ -187,7 +197,10 @@ class JsonLines(_FileWriter):
 
 
 class CsvFile(_FileWriter):
-    """A row for each object: image, label, confidence, left, top, right, bottom in pixels, and the track's id of tracked ones."""
+    """Writer of a CSV table, a row per object: image, label, confidence, box, id if tracked.
+
+    The box is left, top, right, bottom in pixels.
+    """
 
     def __init__(self, path: Path, tracked: bool) -> None:
         super().__init__(path)
@@ -232,7 +245,7 @@ class MarkedImages(_FolderWriter):
 
 
 class HeatMaps(_FolderWriter):
-    """A .png for each image, its parts coloured by what ``draw`` says of them."""
+    """Writer of a .png heat map per image, by ``draw``."""
 
     def __init__(self, folder: Path, draw: Callable[[Image], Image]) -> None:
         super().__init__(folder)
@@ -243,7 +256,7 @@ class HeatMaps(_FolderWriter):
 
 
 class Labels(_FolderWriter):
-    """A text file for each image in YOLO's format: class and box, or outline, as shares of the image; a track's id behind them."""
+    """Writer of a YOLO label file per image: class and box, or outline, and id if tracked."""
 
     def write(self, prediction: Prediction) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -252,7 +265,10 @@ class Labels(_FolderWriter):
 
 
 class Crops(_FolderWriter):
-    """Each object as an image in a folder of its class; boxes without pixels in the image are left out."""
+    """Writer of each object's crop into a folder of its class.
+
+    Boxes without pixels in the image are left out.
+    """
 
     def write(self, prediction: Prediction) -> None:
         assert isinstance(prediction.found, Detections), "a class of a whole image has no box to cut out"
@@ -298,7 +314,10 @@ class Videos(_FolderWriter):
         video.add(frame)
 
     def _close_files(self) -> None:
-        """Close the videos of files: those come one after another, only streams take turns; each holds memory and descriptors."""
+        """Close the videos of files, which come one after another.
+
+        Only streams take turns; each open video holds memory and descriptors.
+        """
         for source in self._of_files:
             self._open.pop(source).close()
         self._of_files.clear()

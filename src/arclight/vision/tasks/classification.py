@@ -38,7 +38,10 @@ class Classifier(VisionModule):
     output_names: ClassVar[list[str]] = ["probabilities"]
 
     def __init__(self, settings: Any, names: Sequence[str], table: str | None = None) -> None:
-        """``settings``: a `ClassificationTask`; ``table``: as for every `VisionModule`."""
+        """Initialise the classifier from a `ClassificationTask`.
+
+        ``table``: as for every `VisionModule`.
+        """
         super().__init__(settings, names, table)
         head = self.model.head
         assert isinstance(head, ClassifyHead)
@@ -85,12 +88,15 @@ class ClassificationProcessing:
     """Side of the square input, pixels."""
 
     def preprocess(self, images: Sequence[Image]) -> tuple[np.ndarray[Any, Any], list[Image]]:
-        """RGB uint8 photos (H, W, 3) of any sizes as one float32 batch (N, 3, S, S) in [0, 1]."""
+        """Convert RGB uint8 photos (H, W, 3) to one float32 batch (N, 3, S, S) in [0, 1].
+
+        Photos may have any sizes.
+        """
         check_photos(images)
         return as_batch([central_square(image, self.image_size) for image in images]), list(images)
 
     def postprocess(self, outputs: Any, context: list[Image]) -> list[Classification]:
-        """Probabilities (N, C) as one :class:`Classification` per photo."""
+        """Convert probabilities (N, C) to one :class:`Classification` per photo."""
         probs = np.asarray(outputs[0] if isinstance(outputs, (list, tuple)) else outputs)
         return [Classification(row, tuple(self.names), image) for row, image in zip(probs, context, strict=True)]
 

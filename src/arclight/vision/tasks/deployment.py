@@ -1,4 +1,4 @@
-"""Export the trained model of a vision task as programs, and evaluate a program on a data set."""
+"""Export the trained model of a vision task as programs; evaluate a program on data."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ from arclight.vision.tasks.settings import (
 def export_module(
     module: VisionModule, path: Path | str, images: Any, recipe: Quantization | None = None, **options: Any
 ) -> Program:  # fmt: skip
-    """Write ``module`` as a program, compared (and calibrated) on ``images``; see `VisionModule.deployment`, and `ship` for options and errors."""
+    """Export ``module`` as a program, verified (and calibrated) on ``images``.
+
+    See `VisionModule.deployment`, and `ship` for options and errors.
+    """
     program: Program = ship(module.deployment(images, calibration_batches(recipe)), path, recipe, **options)
     return program
 
 
 def evaluate_program(program: Program, images: Any, batch_size: int = 8) -> Any:
-    """Score a program on ``images``, a data set of its task, exactly as its model is scored during training."""
+    """Score a program on ``images``, a data set of its task, by the metrics of its validation."""
     metrics, collate = _SCORED[program.metadata.get("task", "detect")]
     scores: Any = metrics(program)
     if isinstance(scores, DetectionMetrics) and getattr(program.processing, "iou_threshold", None) is None:
@@ -46,7 +49,7 @@ def evaluate_program(program: Program, images: Any, batch_size: int = 8) -> Any:
 
 
 def evaluation_of(program: Program, data: Path | str, split: str = "val") -> Evaluation:
-    """Return what programs of a vision task are compared by: the images of a split of ``data``, as their models' `evaluation`.
+    """Return the evaluation of programs of a vision task on a split of ``data``.
 
     Raises DatasetError for data of other classes, ValueError where an architecture of one's own, which the program names, is not here.
     """

@@ -1,4 +1,4 @@
-"""Define the Modules and DataModules of object detection, and of detection of boxes that have masks, or keypoints."""
+"""Define Modules and DataModules of detection, masks, keypoints, corners and rotated boxes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ class Detector(VisionModule):
         table: str | None = None,
         network: Mapping[str, Any] | None = None,
     ) -> None:
-        """``table``, ``network``: as for every `VisionModule`."""
+        """Initialise the detector from a `DetectionTask`.
+
+        ``table``, ``network``: as for every `VisionModule`.
+        """
         super().__init__(settings, names, table, network)
         if self.one_to_one:
             _refuse_settings_of_anchors(settings)
@@ -100,7 +103,7 @@ class Detector(VisionModule):
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Open a checkpoint, or a model file of YOLOv5 (.pt), of which nothing is run.
+        """Open a checkpoint, or a YOLOv5 model file (.pt), running none of its code.
 
         Of another project's file the table, the class names and the weights are taken, averaged ones if it has them; thresholds
         and image size are the defaults. Raises CheckpointError for a file that cannot be read so or lacks weights of its own
@@ -205,7 +208,10 @@ class Detector(VisionModule):
     def _anchored_loss(
         self, levels: Sequence[Tensor], batch: dict[str, Any], matches: list[Assignment]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of boxes, objectness and classes: logits per level (N, k, H_l, W_l, 5 + C), or with an angle."""
+        """Return the loss of an anchor-based head: boxes, objectness and classes.
+
+        ``levels``: logits per level (N, k, H_l, W_l, 5 + C), or with an angle.
+        """
         learns = self.training and torch.is_grad_enabled()
         loss, parts = yolo_loss(
             levels, batch["targets"], self.model.anchors, self.gains, self.loss_options, self.level_weights, learns,
@@ -232,7 +238,10 @@ class Detector(VisionModule):
         self.metrics = self._build_metrics()
 
     def stage_times(self, paths: Sequence[Path | str]) -> dict[str, list[float]]:
-        """Measure the stages of detection on single photos, in ms; the first is a warm-up. See `analysis.stage_times`."""
+        """Measure the stages of detection on single photos, in ms; the first photo is a warm-up.
+
+        See `analysis.stage_times`.
+        """
         self.check_weights()
         return stage_times(paths, self.processing, inference_network(self.model))
 
@@ -246,7 +255,10 @@ class Detector(VisionModule):
         return write_charts(self.results, self.names, folder)
 
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
-        """Split the output: boxes are in pixels and scores in [0, 1]: judged together, boxes would hide scores that are all wrong."""
+        """Split the output into boxes in pixels and scores in [0, 1].
+
+        Judged together, boxes would hide scores that are all wrong.
+        """
         (predictions,) = outputs
         if not self.one_to_one:
             return {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}
@@ -255,7 +267,10 @@ class Detector(VisionModule):
         return {"boxes": boxes, "scores": predictions[..., 5:]}
 
     def setup(self, stage: str) -> None:
-        """Check how anchors fit the training boxes, and fit them where the settings ask for it; a resumed run gets its own back later."""
+        """Check how anchors fit the training boxes, and refit them if the settings ask for it.
+
+        A resumed run restores its own later.
+        """
         data = self.trainer.datamodule
         if stage != "fit" or self.one_to_one or not isinstance(data, DetectionData):
             return
@@ -263,11 +278,11 @@ class Detector(VisionModule):
             self._fit_anchors(torch.from_numpy(self._box_sizes(data.train)) * self.settings.image_size)
 
     def _box_sizes(self, dataset: DetectionDataset) -> np.ndarray[Any, Any]:
-        """Return width and height (n, 2) float32 of all boxes that anchors answer for, as shares of the image."""
+        """Return width and height (n, 2) float32 of all boxes, as shares of the image."""
         return np.concatenate([labels[:, 3:5] for labels in dataset.labels])
 
     def _fit_anchors(self, sizes_px: Tensor) -> None:
-        """Set the anchors as the settings say, for boxes (n, 2); say if there are boxes that none answers for."""
+        """Set the anchors as the settings say, for boxes (n, 2), and log how many boxes they reach."""
         s, anchors = self.settings, self.model.anchors
         strides = torch.tensor(self.model.stride, dtype=anchors.dtype).view(-1, 1, 1)
         before = (anchors * strides).view(-1, 2)
@@ -289,7 +304,7 @@ class Detector(VisionModule):
         )
 
     def part_of_batch(self, batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Images ``start`` to ``stop`` of a batch, with their targets, whose first column then counts from 0 again."""
+        """Return images ``start`` to ``stop`` of a batch, their targets renumbered from image 0."""
         targets = batch["targets"]
         own = targets[(targets[:, 0] >= start) & (targets[:, 0] < stop)].clone()
         own[:, 0] -= start
@@ -297,7 +312,7 @@ class Detector(VisionModule):
 
 
 def _refuse_settings_of_anchors(settings: DetectionTask) -> None:
-    """Raise ValueError for the first setting that a network without anchors and objectness would not heed."""
+    """Raise ValueError for the first setting that a network without anchors does not read."""
     unread = (
         "anchors", "anchor_t", "obj_gain", "obj_pos_weight", "cls_pos_weight", "label_smoothing", "focal_gamma", "autobalance",
     )  # fmt: skip
@@ -365,13 +380,13 @@ class DetectionData(VisionData):
         return self._order
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the order of training images goes by, beside seed and epoch."""
+        """Return the state of the order of training images, beside seed and epoch."""
         return {} if self._order is None else {"order_group": self._order.group, "order_epoch": self._order.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the order of the epoch that is resumed, whatever the number of images per step is now; later ones are grouped by that.
+        """Restore the order of the resumed epoch, even if the batch size has changed.
 
-        Raises CheckpointError for an order that is none.
+        Later epochs are grouped by the new batch size. Raises CheckpointError for an order that is none.
         """
         self._begun = None
         if "order_group" not in state_dict:
@@ -459,7 +474,10 @@ class Segmenter(Detector):
         return {name: summary[name] for name in names}
 
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
-        """Split the output: boxes, scores, coefficients and prototypes are of different sizes: each is judged by itself."""
+        """Split the output into boxes, scores, mask coefficients and prototypes.
+
+        They are of different sizes, so that each is judged by itself.
+        """
         predictions, prototypes = outputs
         rows, coefficients = predictions.split(
             (predictions.shape[-1] - prototypes.shape[1], prototypes.shape[1]), dim=-1
@@ -496,12 +514,19 @@ class PoseEstimator(Detector):
         table: str | None = None,
         keypoints: tuple[int, int] = (17, 3),
     ) -> None:
-        """``keypoints``: how many, and numbers of each, 2 for x y, 3 for x y and how likely it is there, as ``kpt_shape`` says."""
+        """Initialise the pose estimator from a `PoseTask`.
+
+        ``keypoints``: how many, and numbers of each, 2 for x y, 3 for x y and how likely it is there, as ``kpt_shape``
+        says.
+        """
         super().__init__(settings, names, table, {"keypoints": list(keypoints)})
 
     @functools.cached_property
     def keypoints(self) -> tuple[int, int]:
-        """Number of keypoints of each box, and numbers of each. Read once: a quantized network in the place of this one has no head."""
+        """Number of keypoints of each box, and numbers of each.
+
+        Read once: a quantized network in the place of this one has no head.
+        """
         head = self.model.head
         assert isinstance(head, PoseHead)
         return head.keypoints
@@ -555,7 +580,10 @@ class PoseEstimator(Detector):
         return {name: summary[name] for name in names}
 
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
-        """Split the output: boxes and keypoints are in pixels, scores in [0, 1]: each is judged by itself."""
+        """Split the output into boxes and keypoints in pixels, and scores in [0, 1].
+
+        Each is judged by itself.
+        """
         (predictions,) = outputs
         count, dims = self.keypoints
         rows, points = predictions.split((predictions.shape[-1] - count * dims, count * dims), dim=-1)
@@ -575,7 +603,7 @@ class PoseEstimator(Detector):
 
 
 class PoseData(DetectionData):
-    """Loaders over a YOLO-format data set whose rows are boxes with keypoints, as ``kpt_shape`` in its data.yaml says."""
+    """Loaders over a YOLO-format data set of boxes with keypoints (``kpt_shape`` in data.yaml)."""
 
     geometry: ClassVar[TaskGeometry] = "keypoints"
 
@@ -586,7 +614,7 @@ class PoseData(DetectionData):
 
 
 class CornerDetector(PoseEstimator):
-    """Trains and runs a detector of boxes and the four corners of what is in them, in turn from any.
+    """Detector of boxes and the four corners of what is in them, in turn from any corner.
 
     >>> detector = CornerDetector(CornersTask(data="data.yaml"), names=["qr_code"])
     >>> found = detector.predict([photo])[0]                # photo: RGB uint8 (H, W, 3)
@@ -603,7 +631,10 @@ class CornerDetector(PoseEstimator):
         table: str | None = None,
         keypoints: tuple[int, int] = (4, 3),
     ) -> None:
-        """``keypoints``: as for `PoseEstimator`; their number is 4."""
+        """Initialise the corner detector from a `CornersTask`.
+
+        ``keypoints``: as for `PoseEstimator`; their number is 4.
+        """
         super().__init__(settings, names, table, keypoints)
 
     @classmethod
@@ -612,7 +643,10 @@ class CornerDetector(PoseEstimator):
 
 
 class CornersData(PoseData):
-    """Loaders over a YOLO-format data set whose rows are boxes around four corners, ``kpt_shape`` [4, 2] or [4, 3] in its data.yaml."""
+    """Loaders over a YOLO-format data set of boxes around four corners.
+
+    ``kpt_shape`` in its data.yaml is [4, 2] or [4, 3].
+    """
 
     geometry: ClassVar[TaskGeometry] = "corners"
 
@@ -653,9 +687,10 @@ class OrientedDetector(Detector):
         return smallest_rectangles(np.array(corners).reshape(-1, 4, 2))[:, 2:4].astype(np.float32)
 
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
-        """Boxes are in pixels, scores in [0, 1], angles as the cosine and sine of their double: each is judged by itself.
+        """Split the output into boxes in pixels, scores in [0, 1], and angles.
 
-        A box turned by half a turn is the same box, and an angle near 0 has no small size that its error could be held against.
+        Angles are given as the cosine and sine of their double, and each part is judged by itself. A box turned by half
+        a turn is the same box, and an angle near 0 has no small size that its error could be held against.
         """
         (predictions,) = outputs
         twice = 2 * predictions[..., -1]

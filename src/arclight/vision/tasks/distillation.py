@@ -29,10 +29,16 @@ class TeacherError(ValueError):
 
 
 class Teacher:
-    """A frozen network in evaluation mode. No part of its student: not its weights, nor its optimizer's, nor its checkpoints'."""
+    """Frozen network in evaluation mode, whose weights are no part of the student's checkpoints.
+
+    Nor are they of the student's state dict, or of its optimizer.
+    """
 
     def __init__(self, network: Yolo, path: Path) -> None:
-        """Take a copy of ``network`` with folded batch norms. Raises TeacherError where a weight is NaN or infinite."""
+        """Copy ``network`` and fuse its batch norms.
+
+        Raises TeacherError if a weight is NaN or infinite.
+        """
         digest = hashlib.sha256()
         for name, tensor in network.state_dict().items():
             if not tensor.isfinite().all():
@@ -55,7 +61,10 @@ class Teacher:
 
 
 def check_fit(path: Path, teacher: Yolo, student: Yolo) -> None:
-    """Raise TeacherError where outputs of the two networks mean different things; image sizes are not the networks' to say."""
+    """Raise TeacherError if the outputs of teacher and student mean different things.
+
+    Image sizes are checked elsewhere.
+    """
     refuse(path, "the head", type(teacher.head).__name__, type(student.head).__name__)
     refuse(path, "the classes", list(teacher.names), list(student.names))
     if isinstance(student.head, ClassifyHead):
@@ -76,7 +85,7 @@ def refuse(path: Path, what: str, given: object, wanted: object) -> None:
 
 
 def teacher_checkpoint(path: Path) -> Path:
-    """Return ``path``, or the best checkpoint of the run that it is, the newest where none was ranked."""
+    """Return ``path``, or the best checkpoint of the run there, the newest if none was ranked."""
     if not path.exists():
         raise TeacherError(f"teacher = {path}: there is nothing of that name, give a checkpoint or a run")
     if not (path / "checkpoints").is_dir():
@@ -99,12 +108,13 @@ def teacher_checkpoint(path: Path) -> Path:
 def anchored_distillation(
     raw: Sequence[Tensor], taught: Sequence[Tensor], anchors: Tensor, gains: Gains
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of logits ``raw`` by a teacher's ``taught``, and the part of it that is logged, detached.
+    """Return the distillation loss of logits ``raw`` from ``taught``, and its logged part.
 
-    raw, taught: per level (N, k, H_l, W_l, 5 + C). anchors: (levels, k, 2) in cells. Objectness: the divergence, a mean over all positions,
-    levels weighted as by `level_balance`. Box: 1 - complete IoU; class: the divergence, a mean over classes, none for a single class;
-    both weighted by the teacher's objectness (Mehta and Ozturk 2018), so that its background teaches no boxes. Gains and scale are those
-    of `yolo_loss`. Computed in float32 also under autocast.
+    That part is detached. raw, taught: per level (N, k, H_l, W_l, 5 + C). anchors: (levels, k, 2) in cells. Objectness:
+    the divergence, a mean over all positions, levels weighted as by `level_balance`. Box: 1 - complete IoU; class: the
+    divergence, a mean over classes, none for a single class; both weighted by the teacher's objectness (Mehta and
+    Ozturk 2018), so that its background teaches no boxes. Gains and scale are those of `yolo_loss`. Computed in float32
+    also under autocast.
     """
     box = obj = cls = torch.zeros((), device=raw[0].device)
     with torch.autocast(raw[0].device.type, enabled=False):
@@ -125,7 +135,7 @@ def anchored_distillation(
 def one_to_one_distillation(
     raw: Sequence[Tensor], taught: Sequence[Tensor], head: OneToOneHead, box_gain: float = 1.0, cls_gain: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of the output ``raw`` of a `OneToOneHead` by a teacher's ``taught``, and the same, detached.
+    """Return the distillation loss of a `OneToOneHead` from ``taught``, and the same, detached.
 
     Learned are the boxes and the scores of the branch *many*, which give each object several cells: which single cell *one* picks is for each
     network to settle by itself. Scores: the divergence; boxes: 1 - complete IoU, weighted by the teacher's best score; sums over cells, over
@@ -144,9 +154,10 @@ def one_to_one_distillation(
 
 
 def class_distillation(logits: Tensor, taught: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the loss of class ``logits`` (N, C) by a teacher's, and the same, detached: their divergence at ``temperature``.
+    """Return the distillation loss of class ``logits`` (N, C), and the same, detached.
 
-    It is multiplied by the temperature's square, so that gradients are of the same size at each (Hinton et al. 2015).
+    It is the divergence from the teacher's logits at ``temperature``. It is multiplied by the temperature's square, so
+    that gradients are of the same size at each (Hinton et al. 2015).
     """
     with torch.autocast(logits.device.type, enabled=False):
         own, wanted = (_exact(values).div(temperature).log_softmax(-1) for values in (logits, taught))
@@ -155,7 +166,7 @@ def class_distillation(logits: Tensor, taught: Tensor, temperature: float) -> tu
 
 
 def divergence(logits: Tensor, taught: Tensor) -> Tensor:
-    """Return the Kullback-Leibler divergence (...) of yes-or-no answers from a teacher's, both as logits (...)."""
+    """Return the binary Kullback-Leibler divergence (...) of logits (...) from a teacher's."""
     wanted = taught.sigmoid()
     entropy = F.binary_cross_entropy_with_logits(taught, wanted, reduction="none")
     return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none") - entropy

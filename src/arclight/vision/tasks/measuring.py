@@ -1,4 +1,4 @@
-"""Measure what settings leave to the machine: the batch size that fits into memory, and the faster memory layout.
+"""Measure the batch size that fits into memory, and the faster memory format.
 
 What is found is part of a run (docs/decisions/006): checkpoints hold it.
 """
@@ -26,11 +26,11 @@ CPU_MARGIN = 2.0
 
 
 class BatchSizeError(ValueError):
-    """No batch size can be chosen: what was measured, and what to set."""
+    """Error of a batch size that cannot be chosen: what was measured, and what to set."""
 
 
 class MemoryMeter(Protocol):
-    """Tell how much memory a device has for a step, and how much a step takes."""
+    """Protocol of a memory meter: a device's memory for a step, and that of a step."""
 
     tried: tuple[int, ...]
     """Batches that are measured, ascending; batch norms want more than one value."""
@@ -45,11 +45,17 @@ class MemoryMeter(Protocol):
         """Return the bytes that are free now."""
 
     def step_bytes(self, step: Callable[[], Tensor]) -> int:
-        """Run a step, a function that returns its loss; give the bytes that it took at its peak. May raise an out-of-memory error."""
+        """Run a step, a function that returns its loss; return its peak memory in bytes.
+
+        May raise an out-of-memory error.
+        """
 
 
 class CPUMeter:
-    """Adds up what the graph of a step keeps; a CPU is no faster with more than 16 images."""
+    """Memory meter of a CPU, which adds up what a step's graph keeps.
+
+    A CPU is no faster with more than 16 images.
+    """
 
     tried: tuple[int, ...] = (2, 4)
     most, share, tries_out = 16, 0.25, False
@@ -72,7 +78,10 @@ class CPUMeter:
 
 
 class CUDAMeter:
-    """Reads the peak of the allocator; libraries take workspaces by size, so that small batches alone would say too little."""
+    """Measure the peak memory of the CUDA allocator.
+
+    Libraries take workspaces by size, so that small batches alone would tell too little.
+    """
 
     tried: tuple[int, ...] = (2, 4, 8, 16)
     most, share, tries_out = 64, 0.7, True
@@ -104,13 +113,14 @@ def fitting_batch_size(
     share: float | None = None,
     meter: MemoryMeter | None = None,
 ) -> int:
-    """Return the largest power of two of images of ``side`` pixels with which a step of ``model`` fits into memory.
+    """Return the largest power-of-two batch size of which a training step fits into memory.
 
-    budget_gib: memory for a step; where not given, ``share`` of what is free on the model's device, less what gradients and an
-    optimizer's moments will take. images: of the data set, of which a batch has at most all. meter: the device's own where not given.
-    A few batches are measured under ``context`` until one takes more or the images end, a straight line that lies on or above all of them says what
-    larger ones take, and on a GPU the size found is tried out, and halved while it runs out of memory. Weights, statistics,
-    gradients and random streams are as before. Raises BatchSizeError if one image does not fit.
+    ``side``: of the images, in pixels. budget_gib: memory for a step; where not given, ``share`` of what is free on the
+    model's device, less what gradients and an optimizer's moments will take. images: of the data set, of which a batch
+    has at most all. meter: the device's own where not given. A few batches are measured under ``context`` until one
+    takes more or the images end, a straight line that lies on or above all of them says what larger ones take, and on a
+    GPU the size found is tried out, and halved while it runs out of memory. Weights, statistics, gradients and random
+    streams are as before. Raises BatchSizeError if one image does not fit.
     """
     weight = next(model.parameters())
     on_gpu = weight.device.type == "cuda"
@@ -138,7 +148,7 @@ def fitting_batch_size(
 
 
 def largest_batch(measure: Callable[[int], int], meter: MemoryMeter, budget: int, images: int, what: str) -> int:
-    """Return the largest power of two of images, at most ``images``, whose step takes no more than ``budget`` bytes.
+    """Return the largest power-of-two batch size, at most ``images``, within ``budget`` bytes.
 
     measure: gives the bytes of a step over so many images, or raises an out-of-memory error. what: the images in messages, such as
     "of 640 pixels". Raises BatchSizeError if one does not fit.
@@ -181,9 +191,10 @@ def _no_size(what: str, needed: str, budget: int) -> BatchSizeError:
 
 
 def memory_line(found: dict[int, int]) -> tuple[int, int]:
-    """Return the bytes of a step without images and of each image: the slope fits ``found`` best, and no point lies above the line.
+    """Fit a line to memory by batch size: bytes of a step without images, and of each image.
 
-    found: bytes by number of images, at least one. Of a single one all bytes are its images'.
+    The slope fits ``found`` best, and no point lies above the line. found: bytes by number of images, at least one. Of
+    a single one all bytes are its images'.
     """
     if len(found) == 1:
         ((size, taken),) = found.items()
@@ -236,9 +247,10 @@ REPEATS = 3
 def fastest_memory_format(
     model: Yolo, image_size: int, context: Callable[[], AbstractContextManager[Any]], batch_size: int = 4
 ) -> torch.memory_format:
-    """Return the layout in which forward and backward of ``model`` take less time on its device under ``context``.
+    """Return the memory format in which a training step of ``model`` is faster on its device.
 
-    The model's weights, statistics, gradients and the random streams are as before when this returns.
+    It is measured under ``context``. The model's weights, statistics, gradients and the random streams are as before
+    when this returns.
     """
     device = next(model.parameters()).device
     if device.type != "cpu":

@@ -55,10 +55,10 @@ _FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous
 
 
 class TaskMetrics(Protocol):
-    """Collect a task's scores image by image; processes exchange ``state_dict()`` and ``merge`` what they get."""
+    """Protocol of a task's metrics: update per batch, merge across processes, compute."""
 
     def reset(self) -> None:
-        """Forget all images."""
+        """Reset the metrics to no images."""
 
     def update_output(self, output: Any, batch: dict[str, Any]) -> None:
         """Add a batch, from the decoded output of the network."""
@@ -88,9 +88,10 @@ class VisionModule(Module, abc.ABC):
         table: str | None = None,
         network: Mapping[str, Any] | None = None,
     ) -> None:
-        """``settings``: a `VisionTask`. ``table``: the text of the .yaml file that ``settings.model`` names, if it does; the file is read where not given.
+        """Initialise the module from the settings of a `VisionTask` and the names of the classes.
 
-        ``network``: what else `build_model` takes from the data set; a subclass takes it under the same names.
+        ``table``: the text of the .yaml file that ``settings.model`` names, if it does; the file is read where not
+        given. ``network``: what else `build_model` takes from the data set; a subclass takes it under the same names.
         """
         super().__init__()
         if table is None and is_table(settings.model):
@@ -127,7 +128,10 @@ class VisionModule(Module, abc.ABC):
     # -- to override -------------------------------------------------------------------------------------------------
 
     def _build_network(self, table: str | None, network: dict[str, Any]) -> Yolo:
-        """Build the network that the settings name, for the module's classes. Raises ValueError if its head is another task's."""
+        """Build the network of the settings, for the module's classes.
+
+        Raises ValueError if its head is another task's.
+        """
         if (found := find_architecture(self.settings.model, table).head) != self.head:
             raise ValueError(
                 f"model = {self.settings.model} ends with a {found} head, a {type(self).__name__} needs one to {self.head}"
@@ -140,10 +144,16 @@ class VisionModule(Module, abc.ABC):
 
     @abc.abstractmethod
     def loss(self, raw: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of the network's raw output on ``batch``, and its parts, detached, whose sum is logged."""
+        """Return the loss of the network's raw output on ``batch``, and its parts, detached.
+
+        The sum of the parts is logged.
+        """
 
     def distillation_loss(self, raw: Any, taught: Any) -> tuple[Tensor, Tensor]:
-        """Return the loss of the raw output by a teacher's, and its part that is logged, detached; for tasks that learn from one."""
+        """Return the distillation loss of the raw output, and its logged part, detached.
+
+        Tasks that can learn from a teacher override it.
+        """
         raise NotImplementedError(f"a {type(self).__name__} does not learn from a teacher")
 
     @abc.abstractmethod
@@ -153,7 +163,7 @@ class VisionModule(Module, abc.ABC):
     @property
     @abc.abstractmethod
     def processing(self) -> Any:
-        """Return the processing from photos to input and from output to results, as programs do it too."""
+        """Return the pre- and postprocessing of photos and output, as programs do it too."""
 
     @abc.abstractmethod
     def write_charts(self, folder: Path) -> dict[str, str]:
@@ -169,9 +179,10 @@ class VisionModule(Module, abc.ABC):
     # -- deployment --------------------------------------------------------------------------------------------------
 
     def configure_deployment(self, data: Any, batches: int) -> Deployment:
-        """Return what the module ships, with ``batches`` of the training images of ``data``, a `VisionData` (default: its own).
+        """Return the deployment of the module, with ``batches`` of training images of ``data``.
 
-        Its metric is the first of the module's scores on the validation images, and `evaluation` what others are compared by.
+        ``data``: a `VisionData` (default: the module's own). Its metric is the first of the module's scores on the
+        validation images, and `evaluation` what others are compared by.
         """
         data = data or self.settings.data_class()(self.settings)
 
@@ -182,7 +193,7 @@ class VisionModule(Module, abc.ABC):
         return dataclasses.replace(shipped, metric=score, evaluation=self.evaluation(data))
 
     def evaluation(self, data: Any, split: str = "val") -> Evaluation:
-        """Return what two networks of the task are compared by: the images of a split of ``data``, a `VisionData`.
+        """Return the evaluation that compares two networks on a split of ``data``, a `VisionData`.
 
         Scores are those that are logged, and those of each class that has labels. Raises DatasetError.
         """
@@ -206,7 +217,7 @@ class VisionModule(Module, abc.ABC):
         return self.scores(results) | {_of_class(name): float(one) for name, one in by_class if np.isfinite(one)}
 
     def deployment(self, images: Any, batches: int = 1) -> Deployment:
-        """Return what the module ships: its network with folded batch norms, and ``batches`` of ``images``.
+        """Return the deployment: the network with fused batch norms, and ``batches`` of ``images``.
 
         ``images``: a data set of training images without augmentation, as the module's data opens them. The program says how photos become its
         input and its output becomes results, so ``Program.load(path).predict([photo])`` works. Raises DatasetError where no image of those
@@ -283,7 +294,10 @@ class VisionModule(Module, abc.ABC):
             layer.requires_grad_(False)
 
     def check_weights(self) -> None:
-        """Read the weights that the settings name, if they were not there yet. Raises CheckpointError if they still are not."""
+        """Load the weights that the settings name, if they are still awaited.
+
+        Raises CheckpointError if they are not there.
+        """
         if self._awaited_weights is not None:
             load_pretrained(self.model, self._awaited_weights)  # raises, unless it has come meanwhile
             self._awaited_weights = None
@@ -291,15 +305,16 @@ class VisionModule(Module, abc.ABC):
     # -- inference ---------------------------------------------------------------------------------------------------
 
     def forward(self, images: Tensor) -> Any:
-        """Images (N, 3, H, W) float in [0, 1]: decoded predictions in evaluation mode, raw output in training mode."""
+        """Map images (N, 3, H, W) in [0, 1] to decoded predictions, in training mode to raw output."""
         self.check_weights()
         return self.model(images)
 
     def predict(self, images: Sequence[np.ndarray[Any, Any]], processing: Processing | None = None) -> list[Any]:
-        """Return the result of each RGB uint8 photo, by the module's own ``processing`` or another, say with other thresholds.
+        """Predict: return the result of each RGB uint8 photo.
 
-        Photos may have any sizes. Runs a copy of the model with folded batch norms (see :class:`InferenceCopy`); threads may
-        call it together. One that is trained with rounding runs itself, in evaluation mode meanwhile, and is for one thread.
+        ``processing`` replaces the module's own, for example one with other thresholds. Photos may have any sizes. Runs
+        a copy of the model with folded batch norms (see :class:`InferenceCopy`); threads may call it together. One that
+        is trained with rounding runs itself, in evaluation mode meanwhile, and is for one thread.
         """
         self.check_weights()
         if not len(images):
@@ -340,7 +355,7 @@ class VisionModule(Module, abc.ABC):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _measure_batch_size(self) -> None:
-        """Set the batch size of the data where the settings leave it to the memory; a resumed run keeps the first one's.
+        """Set the batch size of the data if it is "auto"; a resumed run keeps the first one's.
 
         All ranks take the smallest of what fits on each.
         """
@@ -364,7 +379,10 @@ class VisionModule(Module, abc.ABC):
         data.batch_size = self._batch_size
 
     def _warm_up_biases(self, steps: int, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        """Set the rate of biases in a warm-up of ``steps``, from ``warmup_bias_lr`` to their peak in a straight line (YOLOv5)."""
+        """Warm up the learning rate of biases linearly, from ``warmup_bias_lr`` (YOLOv5).
+
+        ``steps``: length of the warm-up.
+        """
         first, step = self.settings.warmup_bias_lr, self.trainer.global_step
         if step >= steps:
             return
@@ -373,7 +391,7 @@ class VisionModule(Module, abc.ABC):
                 group["lr"] = first + (group["initial_lr"] - first) * step / steps
 
     def on_fit_start(self) -> None:
-        """Pick the memory layout that this machine trains faster in; a resumed run keeps the first one's."""
+        """Choose the faster memory format for this machine; a resumed run keeps the first one's."""
         self.check_weights()
         if self.settings.teacher is not None:
             if self.trainer.strategy.in_stages:
@@ -408,7 +426,10 @@ class VisionModule(Module, abc.ABC):
         return self._teacher
 
     def _open_teacher(self, path: Path) -> Teacher:
-        """Open a checkpoint, a run's best checkpoint, or a model file of YOLOv5; draws nothing from the random streams."""
+        """Open a teacher: a checkpoint, a run's best checkpoint, or a YOLOv5 model file.
+
+        Draws nothing from the random streams.
+        """
         checkpoint = teacher_checkpoint(path)
         with isolate_rng():
             found = type(self).load(checkpoint) if checkpoint.is_file() else VisionModule.load(checkpoint)
@@ -441,7 +462,10 @@ class VisionModule(Module, abc.ABC):
             layer.eval()  # frozen layers keep their statistics too
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Refuse to train a graph that would move the statistics of frozen layers: its batch norms heed no mode of a layer."""
+        """Refuse quantization-aware training with frozen layers, whose statistics would move.
+
+        Batch norms of its graph heed no mode of a layer.
+        """
         if not self.settings.freeze or isinstance(self.model, Yolo):
             return
         kept = {id(value) for layer in list(self.model.model)[: self.settings.freeze] for value in layer.buffers()}
@@ -452,12 +476,12 @@ class VisionModule(Module, abc.ABC):
             )
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Bytes (N, 3, S, S) as floats in [0, 1], in the layout that the model computes in."""
+        """Convert bytes (N, 3, S, S) to floats in [0, 1], in the module's memory format."""
         floats = images.to(torch.float32).div_(255)
         return floats.contiguous(memory_format=self.memory_format) if self.memory_format is not None else floats
 
     def part_of_batch(self, batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Images ``start`` to ``stop`` of a batch, with their targets."""
+        """Return images ``start`` to ``stop`` of a batch, with their targets."""
         return {name: value[start:stop] for name, value in batch.items()}
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -529,9 +553,10 @@ def evaluate(
     collate: Callable[[Any], dict[str, Any]],
     batch_size: int = 8,
 ) -> Any:
-    """Score whatever maps images (N, 3, S, S) in [0, 1] to decoded output, a program or a network, as training scores its model.
+    """Score a program or a network on a data set as training validates its model.
 
-    ``dataset``: one without augmentation, or a ``Subset`` of it. Damaged images are left out.
+    ``predict`` maps images (N, 3, S, S) in [0, 1] to decoded output. ``dataset``: one without augmentation, or a
+    ``Subset`` of it. Damaged images are left out.
     """
     for start in range(0, len(dataset), batch_size):
         batch = collate(dataset.__getitems__(list(range(start, min(start + batch_size, len(dataset))))))
@@ -570,7 +595,7 @@ def _float_batches(data: Any, count: int) -> Iterator[Tensor]:
 
 
 class VisionData(DataModule, abc.ABC):
-    """Loaders over labelled images; a task says how a split is opened."""
+    """Data module of labelled images; a task defines how to open a split."""
 
     train: Any
     val: Any
@@ -590,12 +615,15 @@ class VisionData(DataModule, abc.ABC):
 
     @property
     def network_arguments(self) -> dict[str, Any]:
-        """Arguments of the task's module that say what the network must know of the data set."""
+        """Arguments of the task's module that depend on the data set."""
         return {"names": self.names}
 
     @abc.abstractmethod
     def open(self, split: str, **options: Any) -> Any:
-        """Open the data set of a split: checked, and with what is wrong in it reported. Raises DatasetError."""
+        """Open the data set of a split, check it and report its faults.
+
+        Raises DatasetError.
+        """
 
     @abc.abstractmethod
     def open_for_training(self) -> Any:
@@ -615,9 +643,10 @@ class VisionData(DataModule, abc.ABC):
             self.test = self.open_for_validation("test")
 
     def _epochs(self, images: int) -> float | None:
-        """Return the epochs that training will last by the trainer's settings; None where only time or a callback ends it.
+        """Return the number of epochs that the trainer's settings allow.
 
-        With ``max_steps`` a part of the last one may be all that there is of it.
+        None if only time or a callback ends training. With ``max_steps`` a part of the last one may be all that there
+        is of it.
         """
         if (trainer := self.trainer) is None:
             return None
@@ -686,7 +715,7 @@ class VisionData(DataModule, abc.ABC):
 
 
 class InferenceCopy:
-    """A frozen copy of a network for inference: folded batch norms, channels last, and bfloat16 where that is native.
+    """Frozen copy of a network for inference: fused batch norms, channels last, native bfloat16.
 
     Native: a CPU with AMX tiles or AVX-512's bfloat16 instructions, a GPU that has it. Elsewhere (bfloat16 is emulated, and slower
     than float32), and for weights that are not float32, the weights' own type is kept. Boxes are decoded in float32 either way.
@@ -755,7 +784,7 @@ def _float_on_cpu(decoded: Any) -> Any:
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Tell a state of a tensor from others by its place and version; None for tensors that have no version."""
+    """Return the address and version of a tensor, to detect changes; None if it has no version."""
     return None if tensor.is_inference() else (tensor.data_ptr(), tensor._version)
 
 

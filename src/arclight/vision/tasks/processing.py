@@ -1,4 +1,4 @@
-"""Preprocess images to a detector's input, postprocess its output to boxes, alike in programs."""
+"""Preprocess images to a detector's input, postprocess its output to boxes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PROGRAM_TASKS = ("detect", "segment", "pose", "corners", "obb", "classify")
 
 @dataclass(frozen=True)
 class Context:
-    """Photos, and where each lies in its square: what is needed to map boxes back."""
+    """Photos, and the placement of each in its square, to map boxes back."""
 
     images: list[np.ndarray[Any, Any]]
     placements: list[Letterbox]
 
 
 def check_photos(images: Sequence[Any]) -> None:
-    """Raise ValueError for what is no photo."""
+    """Raise ValueError unless all are RGB uint8 photos (H, W, 3)."""
     for image in images:
         if not (isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] == 3 and image.dtype == np.uint8):
             what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
@@ -69,13 +69,19 @@ class DetectionProcessing:
     """Whether boxes suppress those of other classes too."""
 
     def preprocess(self, images: Sequence[np.ndarray[Any, Any]]) -> tuple[np.ndarray[Any, Any], Context]:
-        """RGB uint8 photos (H, W, 3) of any sizes as one float32 batch (N, 3, S, S) in [0, 1]."""
+        """Convert RGB uint8 photos (H, W, 3) to one float32 batch (N, 3, S, S) in [0, 1].
+
+        Photos may have any sizes.
+        """
         check_photos(images)
         squares, placements = zip(*(letterbox(image, self.image_size) for image in images), strict=True)
         return as_batch(squares), Context(list(images), list(placements))
 
     def postprocess(self, outputs: Any, context: Context) -> list[Detections]:
-        """Predictions (N, A, 5 + classes) as one :class:`Detections` per photo, in its own pixels."""
+        """Convert predictions (N, A, 5 + classes) to one :class:`Detections` per photo.
+
+        They are in the photo's own pixels.
+        """
         predictions = torch.as_tensor(outputs[0] if isinstance(outputs, (list, tuple)) else outputs)
         results = []
         for rows, image, placement in zip(self._kept(predictions), context.images, context.placements, strict=True):
@@ -97,10 +103,13 @@ class DetectionProcessing:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentationProcessing(DetectionProcessing):
-    """Letterbox before; non-maximum suppression after, and masks mixed for the boxes that are kept."""
+    """Processing of segmentation: letterbox before, non-maximum suppression and masks after."""
 
     def postprocess(self, outputs: Any, context: Context) -> list[Detections]:
-        """Rows (N, A, 5 + classes + P) and prototypes (N, P, h, w) as one :class:`Detections` with masks per photo."""
+        """Convert rows (N, A, 5 + classes + P) and prototypes to one :class:`Detections` per photo.
+
+        Prototypes are (N, P, h, w); the detections have masks.
+        """
         predictions, prototypes = (torch.as_tensor(output) for output in outputs)
         kept = self._kept(predictions, extra=prototypes.shape[1])
         stride = self.image_size / prototypes.shape[-1]
@@ -126,7 +135,10 @@ class PoseProcessing(DetectionProcessing):
     """Whether any keypoint may be the first; nothing here reads it but evaluation."""
 
     def postprocess(self, outputs: Any, context: Context) -> list[Detections]:
-        """Rows (N, A, 5 + classes + K * dims) as one :class:`Detections` with keypoints per photo, in its own pixels."""
+        """Convert rows (N, A, 5 + classes + K * dims) to one :class:`Detections` per photo.
+
+        They have keypoints, in the photo's own pixels.
+        """
         predictions = torch.as_tensor(outputs[0] if isinstance(outputs, (list, tuple)) else outputs)
         count, dims = self.keypoints
         results = []
@@ -154,7 +166,10 @@ class OrientedProcessing(DetectionProcessing):
     """Threshold of non-maximum suppression, in [0, 1], of the probabilistic IoU of rotated boxes."""
 
     def postprocess(self, outputs: Any, context: Context) -> list[Detections]:
-        """Rows (N, A, 5 + classes + 1) as one :class:`Detections` with ``obb`` per photo, in its own pixels."""
+        """Convert rows (N, A, 5 + classes + 1) to one :class:`Detections` with ``obb`` per photo.
+
+        They are in the photo's own pixels.
+        """
         predictions = torch.as_tensor(outputs[0] if isinstance(outputs, (list, tuple)) else outputs)
         kept = rotated_nms(
             predictions, self.conf_threshold, self.iou_threshold, max_det=self.max_det, agnostic=self.agnostic
@@ -176,9 +191,10 @@ class OrientedProcessing(DetectionProcessing):
 def load_detector_program(
     path: Path | str, *, trusted: Trusted | None = None, tasks: Sequence[str] = ("detect",), **thresholds: Any
 ) -> Program:
-    """Load the program of a detector; ``thresholds`` replace fields of its `DetectionProcessing`. trusted: as for `Program.load`.
+    """Load the program of a detector.
 
-    ``tasks`` are those of programs that will do. Raises ProgramError for the program of another.
+    ``thresholds`` replace fields of its `DetectionProcessing`. trusted: as for `Program.load`. ``tasks`` are those of
+    programs that will do. Raises ProgramError for the program of another.
     """
     from arclight.deploy import Program, ProgramError
 
@@ -191,7 +207,10 @@ def load_detector_program(
 
 
 def load_vision_program(path: Path | str, *, trusted: Trusted | None = None, **changes: Any) -> Program:
-    """Load the program of any vision task; ``changes`` replace fields of its processing, see `with_fields`. trusted: as for `Program.load`."""
+    """Load the program of any vision task.
+
+    ``changes`` replace fields of its processing, see `with_fields`. trusted: as for `Program.load`.
+    """
     from arclight.deploy import Program, ProgramError
 
     program = Program.load(path, trusted=trusted)

@@ -205,7 +205,7 @@ class DetectionTask(VisionTask):
         SiteSplit(read_data_yaml(self.data), share).check()
 
     def check_data(self) -> None:
-        """Lint the data set before a model is built, and log what spoils the run; see ``arclight data lint``.
+        """Lint the data set before a model is built, and log its faults; see ``arclight data lint``.
 
         Images are compared once and their hashes kept, unless there are very many or ``cache_labels`` is false. Raises DatasetError
         for a split that cannot be used.
@@ -308,7 +308,7 @@ class PoseTask(DetectionTask):
 
 @dataclass(frozen=True, kw_only=True)
 class CornersTask(PoseTask):
-    """Train a detector of boxes and the four corners of what is in them, such as a payment code, on a data set that has them."""
+    """Settings of a detector of boxes and their four corners, such as those of payment codes."""
 
     recipe_kind: ClassVar[str] = "corners"
 

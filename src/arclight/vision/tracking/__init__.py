@@ -1,4 +1,4 @@
-"""Track objects through a video: detections in, the same with an identity for each object out.
+"""Track objects through a video: detections in, the same with an identity per object out.
 
 `tracks` makes the trackers by name and keeps one for each video; `byte_track` and `oc_sort` are the trackers, of a `kalman` filter
 and the `assignment` of boxes to tracks. `counting` counts objects at lines and in zones, `mot_metrics` scores a tracker.

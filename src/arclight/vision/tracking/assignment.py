@@ -17,10 +17,11 @@ T = TypeVar("T")
 
 
 def assign(cost: ArrayLike, limit: float) -> list[tuple[int, int]]:
-    """Return the pairs (row, column) of least total cost, by row, where leaving a row without a column costs ``limit``.
+    """Solve the linear assignment problem; return pairs (row, column), sorted by row.
 
-    cost: (n, m), infinite where a pair is impossible. No pair costs more than ``limit``. Among equally good answers always the same.
-    Successive shortest augmenting paths with potentials (Jonker and Volgenant 1987), O(n^2 (n + m)).
+    Leaving a row without a column costs ``limit``. cost: (n, m), infinite where a pair is impossible. No pair costs
+    more than ``limit``. Among equally good answers always the same. Successive shortest augmenting paths with
+    potentials (Jonker and Volgenant 1987), O(n^2 (n + m)).
     """
     costs = np.asarray(cost, np.float64)
     rows, columns = costs.shape
@@ -42,14 +43,20 @@ def assign(cost: ArrayLike, limit: float) -> list[tuple[int, int]]:
 def match(
     cost: NDArray[np.float64], limit: float, tracks: Sequence[T], numbers: NDArray[np.intp], matched: dict[int, T]
 ) -> NDArray[np.intp]:
-    """Assign boxes to ``tracks``, into ``matched``, by ``cost`` (tracks, boxes); return the numbers of the boxes that are left."""
+    """Assign boxes to ``tracks`` by ``cost`` (tracks, boxes); return the boxes left over.
+
+    Pairs are added to ``matched``, and boxes are given by their numbers.
+    """
     pairs = assign(cost, limit)
     matched.update({int(numbers[column]): tracks[row] for row, column in pairs})
     return np.delete(numbers, [column for _, column in pairs])
 
 
 def _shortest_paths(cost: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the row of each column (-1 for none) of the least assignment of all rows; there are at least as many columns."""
+    """Return the row of each column (-1 for none) in the least-cost assignment of all rows.
+
+    There must be at least as many columns as rows.
+    """
     rows, columns = cost.shape
     row_price, column_price = np.zeros(rows), np.zeros(columns)
     owners = np.full(columns, -1, np.int64)
@@ -85,6 +92,9 @@ def overlaps(tracks: ArrayLike, boxes: ArrayLike) -> NDArray[np.float64]:
 
 
 def with_ids(found: Detections, ids: Mapping[int, int]) -> Detections:
-    """Keep the boxes that belong to tracks; ``ids``: number of the box in ``found`` to number of its track."""
+    """Return the boxes that belong to tracks, with ids.
+
+    ``ids``: number of the box in ``found`` to number of its track.
+    """
     kept = sorted(ids)
     return replace(found[kept], ids=np.array([ids[number] for number in kept], np.int64))

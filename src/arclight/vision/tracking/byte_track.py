@@ -1,4 +1,7 @@
-"""ByteTrack: match confident boxes first, then give tracks that found none the doubtful boxes (Zhang et al. 2022)."""
+"""Track by ByteTrack: match confident boxes first, then doubtful ones (Zhang et al. 2022).
+
+Doubtful boxes are for tracks that found no confident one.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from arclight.vision.tracking.kalman import KalmanState, Matrix, Motion, Vector,
 
 
 def height_scaled() -> Motion:
-    """Return DeepSORT's motion: centre, aspect ratio and height, noise in proportion to the height.
+    """Return DeepSORT's motion model: centre, aspect ratio and height.
 
-    Wojke et al. 2017; standard deviations of 1/20 of the height in position and 1/160 in velocity.
+    Its noise is in proportion to the height. Wojke et al. 2017; standard deviations of 1/20 of the height in position
+    and 1/160 in velocity.
     """
     position, velocity = 1 / 20, 1 / 160
     F, H = constant_velocity(8, 4)
@@ -98,7 +102,10 @@ class ByteTrack:
     _started: bool = False
 
     def update(self, found: Detections, step: int = 1) -> Detections:
-        """Return the boxes of this frame that belong to tracks, with their ``ids``; ``step`` frames after the one before."""
+        """Return the boxes of this frame that belong to tracks, with their ``ids``.
+
+        ``step``: frames since the one before.
+        """
         for _ in range(min(step, self.buffer + 2)):
             for track in self._tracks:
                 track.predict()
@@ -150,7 +157,10 @@ class ByteTrack:
         track.id = self._count
 
     def _forget(self) -> None:
-        """Remove tracks that were lost for too long or never confirmed, and the younger of two that are one object."""
+        """Remove tracks lost for too long or never confirmed, and duplicates of a track.
+
+        Of two tracks that are one object the younger goes.
+        """
         kept = [track for track in self._tracks if track.missed <= (self.buffer if track.id is not None else 0)]
         lost = [track for track in kept if track.missed and track.id is not None]
         seen = [track for track in kept if not track.missed and track.id is not None]

@@ -51,7 +51,10 @@ class LineCount:
         self._seen = _TrackRecord()
 
     def update(self, found: Detections) -> None:
-        """Count the crossings between the frame before and this one. Raises ValueError for boxes without ids."""
+        """Count the line crossings since the frame before.
+
+        Raises ValueError for boxes without ids.
+        """
         self._seen.next_frame()
         for id, label, centre in tracked(found):
             side = np.sign(_side(self.points[0], self.points[1], centre))
@@ -73,7 +76,7 @@ class LineCount:
 
 
 class ZoneCount:
-    """Objects whose centre lies in a polygon: how many are in it now, and how many have been, by class."""
+    """Count of objects whose centre lies in a polygon: those in it now, and in all, by class."""
 
     def __init__(self, points: ArrayLike) -> None:
         self.points = checked_points(points, 3, "a zone", more=True)
@@ -117,7 +120,7 @@ def tracked(found: Detections) -> list[tuple[int, str, Points]]:
 
 
 def format_counts(counts: Counter[str]) -> str:
-    """Counts by class in words: "2 person, 1 dog", or "0"."""
+    """Format counts by class in words: "2 person, 1 dog", or "0"."""
     return ", ".join(f"{count} {label}" for label, count in sorted(counts.items()) if count) or "0"
 
 
@@ -133,12 +136,18 @@ def checked_points(points: ArrayLike, least: int, what: str, *, more: bool = Fal
 
 
 def _side(start: Points, end: Points, point: Points) -> float:
-    """Twice the area of a triangle: above 0 if ``point`` is at the right hand of who walks from start to end, y down."""
+    """Return twice the signed area of a triangle: above 0 if ``point`` is right of the line.
+
+    Right: at the right hand of who walks from start to end, y down.
+    """
     return float((end[0] - start[0]) * (point[1] - start[1]) - (end[1] - start[1]) * (point[0] - start[0]))
 
 
 def _meets(a: Points, b: Points, c: Points, d: Points) -> bool:
-    """Return True if the segments ab and cd have a point in common; a and b lie on different sides of the line through cd."""
+    """Return True if the segments ab and cd intersect.
+
+    a and b must lie on different sides of the line through cd.
+    """
     return _side(a, b, c) * _side(a, b, d) <= 0
 
 
@@ -156,7 +165,7 @@ def _crossing(points: Points) -> tuple[int, int] | None:
 
 
 def _contains(points: Points, point: Points) -> bool:
-    """Return True if a ray from ``point`` to the right crosses the polygon's sides an odd number of times."""
+    """Return True if the polygon contains ``point``, by ray casting."""
     (x, y), (x1, y1), (x2, y2) = point, points.T, np.roll(points, -1, axis=0).T
     spans = (y1 > y) != (y2 > y)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Predict where a box will be: a Kalman filter, and the motion model that a tracker gives it.
+"""Predict boxes by a Kalman filter and a tracker's motion model.
 
 `byte_track` and `oc_sort` each define a `Motion`. Letters are those of the literature: F transition, H measurement, Q process noise,
 R measurement noise, P covariance.
@@ -39,7 +39,10 @@ class KalmanState:
 
 @dataclass(frozen=True)
 class Motion:
-    """Motion model of boxes: transition, measurement and noise; Q, R and P are functions of the mean, as noise grows with a box."""
+    """Motion model of boxes: transition, measurement and noise.
+
+    Q, R and P are functions of the mean, as noise grows with a box.
+    """
 
     F: Matrix
     H: Matrix
@@ -53,7 +56,10 @@ class Motion:
     """Covariance of a state after its first measurement."""
 
     def start(self, box: Vector) -> KalmanState:
-        """Return the state of a new track from its first box; its velocity is 0, with the large variance that P gives it."""
+        """Return the state of a new track from its first box, with a velocity of 0.
+
+        P gives the velocity a large variance.
+        """
         z = self.measure(box)
         x = np.zeros(len(self.F))
         x[: len(z)] = z
@@ -67,7 +73,10 @@ class Motion:
 
 
 def constant_velocity(state_size: int, measurement_size: int) -> tuple[Matrix, Matrix]:
-    """Return F, which adds the velocities (last components) to the positions (first ones), and H, which measures the positions."""
+    """Return the transition F and the measurement H of a constant-velocity model.
+
+    F adds the velocities (last components) to the positions (first ones), H measures the positions.
+    """
     F = np.eye(state_size) + np.eye(state_size, k=measurement_size)
     return F, np.eye(measurement_size, state_size)
 

@@ -1,4 +1,7 @@
-"""Score a tracker: MOTA and identity switches (CLEAR MOT, Bernardin and Stiefelhagen 2008), IDF1 (Ristani et al. 2016)."""
+"""Score a tracker: MOTA and identity switches (CLEAR MOT), IDF1.
+
+CLEAR MOT: Bernardin and Stiefelhagen 2008; IDF1: Ristani et al. 2016.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +33,25 @@ class TrackingScores:
 
     @property
     def mota(self) -> float:
-        """1 minus misses, false positives and switches over the true boxes; below 0 for bad trackers, NaN without truth."""
+        """MOTA: 1 minus misses, false positives and switches over the true boxes.
+
+        Below 0 for bad trackers, NaN without true boxes.
+        """
         errors = self.misses + self.false_positives + self.switches
         return 1 - errors / self.truths if self.truths else float("nan")
 
     @property
     def idf1(self) -> float:
-        """Share of boxes under the right number: 2 IDTP / (true boxes + boxes found); NaN if there is no box at all."""
+        """IDF1, the share of boxes under the right identity: 2 IDTP / (true boxes + boxes found).
+
+        NaN if there is no box at all.
+        """
         both = self.truths + self.found
         return 2 * self.identity_true_positives / both if both else float("nan")
 
 
 def score_tracks(frames: Iterable[tuple[NumberedBoxes, NumberedBoxes]], min_overlap: float = 0.5) -> TrackingScores:
-    """Score the frames of one video, each of (true numbers and boxes, tracked numbers and boxes).
+    """Score the frames of one video, each of true and tracked numbers with their boxes.
 
     A box agrees with a true one if their IoU is ``min_overlap`` or more. A pair of the frame before that still agrees is kept; the
     others are matched for the most overlap.

@@ -1,4 +1,4 @@
-"""OC-SORT: trust what was observed more than what a filter predicted while nothing was (Cao et al. 2023)."""
+"""Track by OC-SORT: trust observations more than predictions of a filter (Cao et al. 2023)."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ class _Track:
         self.hits = 0
 
     def _update_again(self, box: Box, gap: int) -> None:
-        """Observation-centric re-update: replay the gap along a straight line from the last observation to this one."""
+        """Re-update the filter after a gap, along a straight line from the last observation.
+
+        This is the observation-centric re-update of the paper.
+        """
         assert self.before_loss is not None
         state, last = self.before_loss, self.last_box
         for passed in range(1, gap):
@@ -95,7 +98,10 @@ class _Track:
         self.state = _advanced(state)
 
     def direction(self, box: Box, frame: int) -> Box:
-        """Return the unit vector from where it was ``DIRECTION_FRAMES`` before ``frame``, or as near as is known, to ``box``."""
+        """Return the unit vector of the track's direction to ``box``, over ``DIRECTION_FRAMES``.
+
+        It starts that many frames before ``frame``, or as near as is known.
+        """
         wanted = [self.observations[at] for at in self.observations if at >= frame - DIRECTION_FRAMES and at < frame]
         return _unit(_centre(box) - _centre(wanted[0] if wanted else self.last_box))
 
@@ -135,7 +141,10 @@ class OCSort:
     _frame: int = 0
 
     def update(self, found: Detections, step: int = 1) -> Detections:
-        """Return the boxes of this frame that belong to tracks, with their ``ids``; ``step`` frames after the one before."""
+        """Return the boxes of this frame that belong to tracks, with their ``ids``.
+
+        ``step``: frames since the one before.
+        """
         self._frame += step
         self._tracks = [track for track in self._tracks if self._frame - track.last_seen <= self.buffer + 1]
         for track in self._tracks:
@@ -167,7 +176,7 @@ class OCSort:
         self, tracks: list[_Track], numbers: NDArray[np.intp], found: Detections, boxes: Box, matched: dict[int, _Track],
         *, recover: bool,
     ) -> NDArray[np.intp]:  # fmt: skip
-        """Match boxes to tracks by where they are predicted and head to, or with ``recover`` by where they were seen last.
+        """Match boxes to tracks by prediction and direction, or by last observation if ``recover``.
 
         Fills ``matched`` and returns the numbers of the boxes that are left.
         """
@@ -183,7 +192,10 @@ class OCSort:
         return match(cost, 0.0, tracks, numbers, matched)
 
     def _agreement(self, tracks: list[_Track], numbers: NDArray[np.intp], found: Detections, boxes: Box) -> Box:
-        """Observation-centric momentum: how well the way to each box continues each track's own way, (n, m)."""
+        """Return how well each box continues each track's direction, (n, m).
+
+        This is the observation-centric momentum of the paper.
+        """
         agreement = np.zeros((len(tracks), len(numbers)))
         for row, track in enumerate(tracks):
             if len(track.observations) < 2:

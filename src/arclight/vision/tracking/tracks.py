@@ -25,7 +25,10 @@ TRACKERS = ("bytetrack", "ocsort")
 
 
 def confidence_wanted(name: str, confidence: float) -> float:
-    """Return the confidence down to which a tracker wants boxes whose tracks begin at ``confidence``."""
+    """Return the lowest confidence of boxes that a tracker uses.
+
+    ``confidence``: from which a box may begin a track.
+    """
     return min(LOWEST, confidence) if name == "bytetrack" else confidence
 
 
@@ -33,11 +36,17 @@ class Tracker(Protocol):
     """Follows the objects of one video."""
 
     def update(self, found: Detections, step: int = 1) -> Detections:
-        """Return the boxes of this frame that belong to tracks, with their ``ids``; ``step`` frames after the one before."""
+        """Return the boxes of this frame that belong to tracks, with their ``ids``.
+
+        ``step``: frames since the one before.
+        """
 
 
 def make_tracker(name: str, confidence: float = CONFIDENT) -> Tracker:
-    """Return a new tracker; ``confidence`` may begin a track. ValueError for a name that none has."""
+    """Return a new tracker by name.
+
+    ``confidence``: from which a box may begin a track. Raises ValueError for an unknown name.
+    """
     if name == "bytetrack":
         return ByteTrack(high=confidence, low=confidence_wanted(name, confidence))
     if name == "ocsort":
@@ -53,7 +62,7 @@ class Trackers:
         self._trackers: dict[str, tuple[Tracker, int]] = {}
 
     def update(self, frame: Frame, found: Detections) -> Detections:
-        """Return the boxes of ``frame`` that belong to tracks, with their ids, numbered anew for each source.
+        """Return the boxes of ``frame`` that belong to tracks, with ids of their own per source.
 
         Images of one folder are taken for the frames of a video. A source that starts again gets a new tracker.
         """
@@ -67,14 +76,17 @@ class Trackers:
 
 
 def finite(found: Detections) -> Detections:
-    """Leave out boxes with NaN or infinite sides and those without area, which no filter can follow."""
+    """Leave out boxes that no filter can follow: NaN or infinite, or without area."""
     sides = found.boxes.xyxy
     fit = np.isfinite(sides).all(axis=1) & (sides[:, 2:] > sides[:, :2]).all(axis=1) & np.isfinite(found.boxes.conf)
     return found if fit.all() else found[fit]
 
 
 def track(detect: Detect, source: ImageSource, make: Callable[[], Tracker], batch: int = 1) -> Iterator[Detections]:
-    """Yield the tracked objects of each frame of a source, with their ``ids``, and ``path`` naming the frame."""
+    """Yield the tracked objects of each frame of a source, with ``ids`` and ``path``.
+
+    ``path`` names the frame.
+    """
     trackers = Trackers(make)
     with closing(source.batches(batch)) as batches:
         for frames in batches:

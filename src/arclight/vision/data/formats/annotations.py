@@ -1,4 +1,4 @@
-"""Hold annotated images of any format, and write them as a YOLO data set or read them from one."""
+"""Hold annotated images of any format; write them as, or read them from, a YOLO data set."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AnnotatedImage:
 
 @dataclass
 class AnnotatedSet:
-    """A data set that was read: classes, images by split, and what was passed over."""
+    """Data set that was read: classes, images by split, and what was skipped."""
 
     names: list[str]
     splits: dict[str, list[AnnotatedImage]]
@@ -79,7 +79,10 @@ class AnnotatedSet:
 
 
 def safe_name(text: object, place: str) -> PurePosixPath:
-    """Return a relative path of a foreign file. Raises DatasetError for one that leaves its folder."""
+    """Check a file name from a foreign data set and return it as a relative path.
+
+    Raises DatasetError for one that leaves its folder.
+    """
     if not isinstance(text, str) or not text or "\0" in text:
         raise DatasetError(f"{place}: {str(text)[:80]!r} is not the name of a file")
     path = PurePosixPath(text.replace("\\", "/"))
@@ -99,7 +102,10 @@ def size_of(file: Path) -> tuple[int, int]:
 def box_in_image(
     left: float, top: float, right: float, bottom: float, width: int, height: int
 ) -> tuple[float, float, float, float]:
-    """Cut a box at the edges of its image. Raises ValueError where nothing of it is left, saying why."""
+    """Clip a box to its image.
+
+    Raises ValueError, with the reason, if nothing is left of it.
+    """
     if not np.isfinite((left, top, right, bottom)).all():
         raise ValueError(f"the box {left}, {top}, {right}, {bottom} has a coordinate that is NaN or infinite")
     if right <= left or bottom <= top:
@@ -113,7 +119,7 @@ def box_in_image(
 
 
 def joined_outline(polygons: Sequence[Polygon]) -> Polygon:
-    """Join the parts of an outline into one ring, there and back over the shortest gap between corners.
+    """Join the parts of an outline into one polygon, with bridges over the shortest gaps.
 
     The bridges have no area, so that the ring encloses what its parts enclose.
     """
@@ -131,7 +137,7 @@ def joined_outline(polygons: Sequence[Polygon]) -> Polygon:
 def write_yolo(
     found: AnnotatedSet, to: Path, *, polygons: bool = False, symlink: bool = False, progress: Progress | None = None
 ) -> Path:
-    """Write a YOLO data set into the new folder ``to``: images, labels and data.yaml, which is returned.
+    """Write a YOLO data set into the new folder ``to``; return its data.yaml.
 
     polygons: rows are outlines, a box's being its corners; else boxes. symlink: refer to the images instead of copying them.
     The folder appears complete or not at all. Raises DatasetError where it holds something.
@@ -193,7 +199,7 @@ def _write_labels(image: AnnotatedImage, target: Path, polygons: bool) -> None:
 
 
 def read_yolo(spec: DataSpec) -> AnnotatedSet:
-    """Read all splits of a YOLO data set for export; boxes and polygons stay what they are.
+    """Read all splits of a YOLO data set for export, keeping boxes and polygons as such.
 
     Images and rows that cannot be read are listed in ``skipped``. Raises DatasetError where a split has nothing usable.
     """
@@ -232,7 +238,10 @@ def read_yolo(spec: DataSpec) -> AnnotatedSet:
 def _keypoints(
     texts: Sequence[str], shape: KeypointShape, size: NDArray[np.float64]
 ) -> tuple[tuple[float, float, int], ...]:
-    """Return x, y in pixels and visibility of each keypoint of a row that was checked; zeros for one that is not labelled."""
+    """Return x, y in pixels and visibility of each keypoint of a checked label row.
+
+    Keypoints that are not labelled are zeros.
+    """
     rows = np.array(texts, np.float64).reshape(shape.count, shape.dims)
     seen = rows[:, 2] if shape.dims == 3 else np.full(shape.count, 2.0)
     places = np.clip(rows[:, :2], 0, 1) * size * (seen > 0)[:, None]
@@ -240,9 +249,10 @@ def _keypoints(
 
 
 def read_images(folder: Path, names: Sequence[str]) -> AnnotatedSet:
-    """Read a folder of images without labels, to be labelled: folders train, val and test are splits, else all is train.
+    """Read a folder of images without labels; folders train, val and test are splits.
 
-    Raises DatasetError for a folder without images, and one that holds folders of classes.
+    Without such folders all images are train. Raises DatasetError for a folder without images, and one that holds
+    folders of classes.
     """
     words = {"train": ("train",), "val": ("val", "valid"), "test": ("test",)}
     places = {split: folder / word for split, among in words.items() for word in among if (folder / word).is_dir()}
@@ -272,7 +282,10 @@ def locate(name: PurePosixPath, folders: Sequence[Path]) -> Path | None:
 def checked_size(
     file: Path, declared: tuple[int, int] | None, place: str, skipped: list[FileProblem]
 ) -> tuple[int, int] | None:
-    """Return the size of an image, preferring what its annotations were made for; None, with the reason, if it cannot be read."""
+    """Return the size of an image; None, with the reason in ``skipped``, if it cannot be used.
+
+    ``declared``: the size that its annotations state, from which the real one must not differ.
+    """
     try:
         size = size_of(file)
     except (ImageError, OSError) as error:

@@ -43,14 +43,17 @@ def is_coco(path: Path) -> bool:
 
 
 def _json_files(folder: Path) -> list[Path]:
-    """Return annotation files in ``folder``, its ``annotations``, or its folders of splits (Roboflow's layout)."""
+    """Return the annotation files in ``folder``, its ``annotations`` or its folders of splits.
+
+    The latter is Roboflow's layout.
+    """
     places = [folder, folder / "annotations", *(folder / word for word in SPLIT_WORDS)]
     found = [file for place in places if place.is_dir() for file in sorted(place.glob("*.json"))]
     return [file for file in found if split_of(file) is not None or file.parent == folder]
 
 
 def split_of(file: Path) -> str | None:
-    """Return the split that a file's name, or that of its folder, speaks of; None if neither does."""
+    """Return the split that a file's name, or its folder's name, contains; None without one."""
     for text in (file.stem.lower(), file.parent.name.lower()):
         words = "".join(letter if letter.isalpha() else " " for letter in text).split()
         if found := [SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS]:
@@ -61,10 +64,11 @@ def split_of(file: Path) -> str | None:
 def read_coco(
     source: Path, *, images: Path | None = None, masks: bool = False, keep_crowds: bool = False
 ) -> AnnotatedSet:
-    """Read a json file, or those of a folder, each a split by its name (instances_val2017.json), else train.
+    """Read a COCO file, or a folder of them, one per split (instances_val2017.json).
 
-    images: the folder that names of images are relative to; searched around the file where not given. masks: trace outlines of
-    run-length masks, too. keep_crowds: take crowds for objects. Class ids may have gaps: classes are numbered in their order.
+    A file whose name has no split is train. images: the folder that names of images are relative to; searched around
+    the file where not given. masks: trace outlines of run-length masks, too. keep_crowds: take crowds for objects.
+    Class ids may have gaps: classes are numbered in their order.
 
     Raises DatasetError for a file that is not COCO's, names that leave the folder, and where no image is found. Annotations
     that cannot be read are listed in ``skipped``.
@@ -162,7 +166,10 @@ class _Reader:
             yield AnnotatedImage(file, name, width, height, tuple(objects.get(number, ())))
 
     def _folders(self, names: list[PurePosixPath]) -> list[Path]:
-        """Return where images may lie: beside the file or above, in `images`, or in a folder called like the file's last word."""
+        """Return the folders that may hold the images of an annotation file.
+
+        They are beside or above the file, in `images`, or named after the last word of the file's name.
+        """
         word = self.file.stem.rpartition("_")[2]
         above = [self.file.parent, self.file.parent.parent]
         inner = [top / "images" for top in above]
@@ -278,7 +285,7 @@ def decode_mask(value: Any, width: int, height: int) -> NDArray[np.uint8]:
 
 
 def _decompress(text: str, pixels: int) -> list[int]:
-    """Decode runs of 6-bit letters, low bits first; from the fourth on each is a difference to the one before the last."""
+    """Decode the compressed run lengths of a COCO mask (6 bits a letter, delta-coded)."""
     runs: list[int] = []
     value = shift = 0
     for letter in text:
@@ -327,10 +334,10 @@ def mask_polygons(mask: NDArray[np.uint8]) -> tuple[NDArray[np.float64], ...]:
 
 
 def write_coco(found: AnnotatedSet, to: Path) -> list[Path]:
-    """Write ``to``/instances_<split>.json for each split; images stay where they are. Returns the files.
+    """Write ``to``/instances_<split>.json for each split; return the files.
 
-    Image names are relative to the common folder of their split; categories are numbered from 0, as the classes are. Raises
-    DatasetError where one of the files exists.
+    Images stay where they are. Image names are relative to the common folder of their split; categories are numbered
+    from 0, as the classes are. Raises DatasetError where one of the files exists.
     """
     files = {split: to / f"instances_{split}.json" for split in found.splits}
     for file in files.values():
@@ -355,7 +362,7 @@ def write_coco(found: AnnotatedSet, to: Path) -> list[Path]:
 
 
 def _category(number: int, name: str, keypoints: KeypointShape | None) -> dict[str, Any]:
-    """Describe a class; keypoints have no names in YOLO's format: they go by their number, from 0."""
+    """Describe a class as a COCO category; keypoints are named by their number, from 0."""
     category: dict[str, Any] = {"id": number, "name": name}
     if keypoints is not None:
         category |= {"keypoints": [str(place) for place in range(keypoints.count)], "skeleton": []}

@@ -48,7 +48,10 @@ class _Element:
 
 
 def _parse(file: Path) -> _Element:
-    """Parse an xml file. Raises ValueError for a document type, for depth, and for what is not XML."""
+    """Parse an XML file.
+
+    Raises ValueError for a document type, for too deep nesting, and for what is not XML.
+    """
     if file.stat().st_size > MAX_BYTES:
         raise ValueError(f"{file.stat().st_size / 1e6:.0f} MB are too large for the annotation of an image")
     root = _Element("", 0)
@@ -84,10 +87,11 @@ def _parse(file: Path) -> _Element:
 def read_voc(
     source: Path, *, images: Path | None = None, names: Sequence[str] = (), keep_difficult: bool = False
 ) -> AnnotatedSet:
-    """Read a folder of VOC's: ``Annotations``, ``JPEGImages`` and the lists of ``ImageSets/Main``, or xml files beside images.
+    """Read a Pascal VOC folder, or a folder of xml files beside their images.
 
-    images: folder of the images. names: the classes, in order; those found, sorted, where not given. keep_difficult: take objects
-    marked difficult, too. Without lists all images are train.
+    VOC's has ``Annotations``, ``JPEGImages`` and the lists of ``ImageSets/Main``. images: folder of the images. names:
+    the classes, in order; those found, sorted, where not given. keep_difficult: take objects marked difficult, too.
+    Without lists all images are train.
 
     Whole-number coordinates are VOC's: pixels counted from 1, both ends included. In data sets with a 0 or a fraction among them they
     are edges, as tools of today write them. Raises DatasetError for a source without images; files and objects that cannot be
@@ -149,7 +153,7 @@ _EDGES = ("xmin", "ymin", "xmax", "ymax")
 
 
 def _counts_from_one(documents: dict[Path, _Element]) -> bool:
-    """Return True unless some coordinate is 0 or a fraction, which VOC's pixel numbers never are."""
+    """Return True if pixels count from 1, as VOC's do: no coordinate is 0 or a fraction."""
     for document in documents.values():
         for child in document.children:
             box = child.find("bndbox") if child.tag == "object" else None
@@ -169,7 +173,7 @@ class _Reader:
     offset: float
 
     def image(self, document: _Element, places: Sequence[Path]) -> AnnotatedImage | None:
-        """Return the image with its objects; None, with the reason in ``skipped``, where it cannot be used."""
+        """Return the image with its objects; None, with the reason in ``skipped``, if unusable."""
         named = document.find("filename")
         candidates = [self.file.stem + suffix for suffix in SUFFIXES]
         if named is not None and named.text.strip():

@@ -1,4 +1,4 @@
-"""Check a data set before a run pays for its faults: files, boxes, classes, anchors, and images that look the same."""
+"""Lint a data set: files, boxes, classes, anchors, duplicate and near-duplicate images."""
 
 from __future__ import annotations
 
@@ -280,10 +280,10 @@ def log_before_fit(
     anchor_t: float = MAX_ANCHOR_RATIO,
     rows: Literal["boxes", "oriented"] = "boxes",
 ) -> None:
-    """Log errors and warnings about what a fit reads, train and val, from caches where nothing has changed.
+    """Lint the train and val splits that a fit reads, and log errors and warnings.
 
-    anchor_t: how many times wider, narrower, taller or flatter than an anchor a box may be. Raises DatasetError for a split that
-    cannot be used, before any image is decoded.
+    Unchanged files are read from caches. anchor_t: how many times wider, narrower, taller or flatter than an anchor a
+    box may be. Raises DatasetError for a split that cannot be used, before any image is decoded.
     """
     spec = replace(spec, test=())
     report = _lint_labels(spec, image_size, anchors, cache, anchor_t, rows)
@@ -385,7 +385,10 @@ def sizes_px(found: LabelledImages, image_size: int) -> NDArray[np.float32]:
 
 
 def _of_angles(spec: DataSpec, split: str, found: LabelledImages) -> Iterator[Finding]:
-    """Say of a split of oriented boxes that all of them are upright: its angles were lost, or a detector is all it needs."""
+    """Yield a finding if all oriented boxes of a split are upright.
+
+    Their angles were lost, or a detector without angles will do.
+    """
     if found.oriented and found.report.boxes:
         angles = np.concatenate([boxes[:, 4] for boxes in found.rotated_px])
         if (np.abs(np.sin(2 * angles)) < math.sin(2 * UPRIGHT)).all():
@@ -435,7 +438,10 @@ def _box(row: NDArray[np.float32]) -> tuple[float, float, float, float]:
 
 
 def _near_equal(rows: NDArray[np.float32], turned: NDArray[np.float64] | None = None) -> list[tuple[int, int, float]]:
-    """Find boxes of one image that repeat an earlier one: (earlier row, row, IoU); of ``turned`` boxes (n, 5), those."""
+    """Find boxes of one image that nearly equal an earlier one: (earlier row, row, IoU).
+
+    ``turned``: rotated boxes (n, 5) to compare instead.
+    """
     low, high = rows[:, 1:3] - rows[:, 3:5] / 2, rows[:, 1:3] + rows[:, 3:5] / 2
     area = rows[:, 3] * rows[:, 4]
     found = []
@@ -528,7 +534,7 @@ class _Image:
 def _look_alikes(
     splits: dict[str, LabelledImages], hashes: Hashes, cache: bool, progress: Progress | None
 ) -> tuple[list[Finding], list[list[tuple[str, Path]]]]:
-    """Find equal files and, by their hashes, images that look the same: findings, and the groups of such images."""
+    """Find duplicate and near-duplicate images; return findings, and groups of such images."""
     images = [
         _Image(split, path, rows) for split, found in splits.items() for path, rows in zip(found.images, found.labels)
     ]
@@ -570,7 +576,10 @@ def _of_member(
     images: Sequence[_Image], index: int, group: Sequence[int], partners: Sequence[int],
     distances: dict[tuple[int, int], int], twin_of: dict[int, int],
 ) -> Iterator[Finding]:  # fmt: skip
-    """Say of one member of a group which image before it looks the same: of an earlier split, else of its own."""
+    """Yield findings on one image of a group of near-duplicates, against earlier images.
+
+    An image of an earlier split is preferred to one of its own.
+    """
     image = images[index]
     before = [other for other in group if other < index and images[other].path.resolve() != image.path.resolve()]
     twin = twin_of.get(index)

@@ -1,4 +1,4 @@
-"""Find near-duplicate images by perceptual hashes, compared in near-linear time and cached between runs.
+"""Find near-duplicate images by perceptual hashes, in near-linear time, cached between runs.
 
 A hash is the sign pattern of an image's lowest frequencies (Zauner 2010, "pHash"): scaling, recompression and a change of
 brightness leave it nearly as it was. Two images are called similar if few bits of their hashes differ and their thumbnails
@@ -78,7 +78,10 @@ class Fingerprints:
 
 
 def fingerprint(path: Path) -> tuple[int, NDArray[np.uint8], float]:
-    """Return hash, thumbnail (16, 16) and width over height of an image. Raises ImageError and OSError."""
+    """Return hash, thumbnail (16, 16) and width over height of an image.
+
+    Raises ImageError and OSError.
+    """
     image, (height, width) = decode_reduced(path, 2 * _SIDE)
     grey = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
     small = cv2.resize(grey, (_SIDE, _SIDE), interpolation=cv2.INTER_AREA)
@@ -136,11 +139,12 @@ def _fingerprint_or_error(path: Path) -> tuple[int, NDArray[np.uint8], float] | 
 
 
 def similar_pairs(found: Fingerprints) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find pairs that link all similar images: (pairs (P, 2) with the smaller index first, distances (P,) in bits).
+    """Find the pairs (P, 2) that link all similar images, and their distances (P,) in bits.
 
-    Images of equal hashes are paired with the first of them only, and that one with those of near hashes.
-    Hashes within 7 bits of each other agree in one of four bands of 16 bits but for at most one bit. So each band is looked up
-    as it is and with each of its bits flipped, in a sorted list: 68 searches an image, instead of one per other image.
+    The smaller index of a pair comes first. Images of equal hashes are paired with the first of them only, and that one
+    with those of near hashes. Hashes within 7 bits of each other agree in one of four bands of 16 bits but for at most
+    one bit. So each band is looked up as it is and with each of its bits flipped, in a sorted list: 68 searches an
+    image, instead of one per other image.
     """
     usable = np.flatnonzero(_contrast(found.thumbs) >= MIN_CONTRAST)
     hashes, first = np.unique(found.hashes[usable], return_inverse=True)
@@ -160,7 +164,7 @@ def similar_pairs(found: Fingerprints) -> tuple[NDArray[np.int64], NDArray[np.in
 
 
 def _equal_pairs(group: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield pairs of equal groups: each member with the first of its group, so that n members make n - 1 pairs."""
+    """Yield pairs of each group's first member with every other: n members make n - 1 pairs."""
     order = np.argsort(group, kind="stable")
     sorted_groups = group[order]
     starts = np.searchsorted(sorted_groups, sorted_groups)
@@ -169,7 +173,10 @@ def _equal_pairs(group: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], 
 
 
 def _near_hashes(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Find pairs of distinct ``hashes`` within MAX_DISTANCE bits: indices (smaller first) and distances."""
+    """Find pairs of distinct ``hashes`` within MAX_DISTANCE bits.
+
+    Returns the two indices of each pair, the smaller first, and the distances.
+    """
     pairs: list[NDArray[np.int64]] = []
     for band in range(_BANDS):
         keys = (hashes >> np.uint64(band * _BAND_BITS)) & np.uint64(2**_BAND_BITS - 1)
@@ -213,7 +220,10 @@ def _within(
 def _verified(
     found: Fingerprints, left: NDArray[np.int64], right: NDArray[np.int64], *more: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Keep the pairs whose thumbnails correlate and whose shapes agree; (P, 2 + more), the smaller index first."""
+    """Keep the pairs whose thumbnails correlate and whose aspect ratios agree.
+
+    Returns (P, 2 + more), the smaller index first.
+    """
     rows = np.stack((np.minimum(left, right), np.maximum(left, right), *more), 1).astype(np.int64)
     keep = np.zeros(len(rows), bool)
     for start in range(0, len(rows), 4096):
@@ -238,7 +248,10 @@ def _contrast(thumbs: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def linked_groups(count: int, pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Group indices below ``count`` that pairs link, also by way of others: lists of two or more, ascending."""
+    """Group indices below ``count`` that pairs link, directly or through others.
+
+    Groups are lists of two or more, ascending.
+    """
     parent = list(range(count))
 
     def root(index: int) -> int:

@@ -1,4 +1,4 @@
-"""Write a mended copy of a data set: what can be decided without looking is decided, and each change is listed."""
+"""Write a repaired copy of a data set, and list each change and what is left to decide."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHANGES = "changes.txt"
 
 @dataclass(frozen=True)
 class MendReport:
-    """Result of a mend: the new data.yaml, a line for each change, and what is left for a person to decide."""
+    """Result of a repair: the new data.yaml, one line per change, and what a person must decide."""
 
     file: Path
     changes: list[str]
@@ -33,7 +33,7 @@ class MendReport:
 
 
 def mend(report: LintReport, to: Path) -> MendReport:
-    """Copy the data set of ``report`` into the new folder ``to`` without the faults that have one answer.
+    """Copy the data set of ``report`` into the new folder ``to``, repairing unambiguous faults.
 
     Left out: images that cannot be read, rows that cannot be read or repeat another one (outlines: all of their corners), images of train that are in val or
     test too, second copies of equal files with equal boxes, label files without an image. Written anew as 8-bit RGB: images
@@ -110,7 +110,7 @@ class _Plan:
         return plan
 
     def _leave_out_leaks(self, look_alikes: Sequence[Sequence[tuple[str, Path]]]) -> None:
-        """Leave images out of train that val or test have, and out of val those that test has: what measures stays whole."""
+        """Leave out near-duplicates across splits, in train before val, and in val before test."""
         for group in look_alikes:
             kept_split, kept = group[-1]  # groups are in the order train, val, test
             for split, image in group:
@@ -120,7 +120,10 @@ class _Plan:
 
 
 def _has_own_outline(finding: Finding) -> bool:
-    """Return True for a polygon whose corners no earlier row of its file has, though its box may be another's, too."""
+    """Return True for a polygon whose corners equal those of no earlier row of its file.
+
+    Its box may equal another's.
+    """
     rows = [line.split() for line in Path(finding.path).read_text("utf-8-sig").splitlines()[: finding.line]]
     return len(rows[-1]) > 5 and rows[-1] not in rows[:-1]
 

@@ -1,4 +1,7 @@
-"""Write the findings of a data set lint as one HTML page that opens offline: ``arclight data lint --sheet FILE``."""
+"""Write the findings of a data set lint as one self-contained HTML page.
+
+It is what ``arclight data lint --sheet FILE`` writes.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ table { border-collapse: collapse } td, th { padding: .1rem .6rem; text-align: l
 
 
 def write_sheet(report: LintReport, file: Path) -> None:
-    """Write a self-contained HTML page: findings by check, the worst with pictures, and boxes per class."""
+    """Write a self-contained HTML page of findings by check, with pictures of the worst.
+
+    It also lists the boxes per class.
+    """
     labels = {str(image): rows for found in report.splits.values() for image, rows in zip(found.images, found.labels)}
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",

@@ -33,7 +33,10 @@ _TIP_KINDS: dict[str, Literal["prompt", "fixed", "percentage"]] = {"01": "prompt
 
 @dataclass(frozen=True)
 class Account:
-    """A merchant account (tags 02 to 51): ``value`` of card schemes, ``guid`` and ``fields`` from 26 on."""
+    """Merchant account (tags 02 to 51).
+
+    Card schemes have a ``value``, tags from 26 on ``guid`` and ``fields``.
+    """
 
     tag: str
     value: str | None = None
@@ -43,7 +46,10 @@ class Account:
 
 @dataclass(frozen=True)
 class Tip:
-    """A convenience fee: ask the payer, a fixed amount in the payload's currency, or a percentage."""
+    """Convenience fee: asked of the payer, a fixed amount, or a percentage.
+
+    A fixed amount is in the payload's currency.
+    """
 
     kind: Literal["prompt", "fixed", "percentage"]
     value: Decimal | None = None
@@ -51,7 +57,7 @@ class Tip:
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """Content of a valid payment code; amounts are in ``currency`` (ISO 4217 number, 360 is rupiah)."""
+    """Content of a valid payment code; amounts are in ``currency`` (ISO 4217, 360 is rupiah)."""
 
     merchant_name: str
     city: str
@@ -80,7 +86,7 @@ class Payload:
         return self.nmid is not None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, text, booleans and None; amounts as text, which keeps every digit."""
+        """Return plain dictionaries, lists, text, booleans and None; amounts are text, exact."""
         document = asdict(self)
         document["amount"] = None if self.amount is None else str(self.amount)
         if self.tip:
@@ -98,7 +104,7 @@ def parse(text: str) -> Payload:
 
 
 def read_printed(text: str) -> tuple[Payload, tuple[Problem, ...]]:
-    """Parse the text of a printed code as far as it is beyond doubt; also returns what its printer did wrong.
+    """Parse the text of a printed code, tolerating printing faults, which are returned too.
 
     Tolerated: a check value in lower case and letters of other scripts in names, both of codes that work in shops.
     Raises QrisError that names every violation, if one of them cannot be tolerated.
@@ -122,7 +128,10 @@ def is_qris(text: str) -> bool:
 
 
 def classify(text: str) -> Kind:
-    """Classify as ``qris``, ``emvco`` (of another network) or ``other``; a damaged payload is ``other``."""
+    """Classify text as ``qris``, ``emvco`` (of another network) or ``other``.
+
+    A damaged payload is ``other``.
+    """
     try:
         return "qris" if parse(text).is_qris else "emvco"
     except QrisError:
@@ -193,9 +202,10 @@ def to_dynamic(
     bill: str | None = None,
     reference: str | None = None,
 ) -> str:
-    """Make a valid payload dynamic for one payment of ``amount``; QrisError if either is not valid.
+    """Make a valid payload dynamic, for one payment of ``amount``.
 
-    ``tip`` takes the place of the payload's own, if it has one; ``bill`` and ``reference`` go to tag 62, beside what it says already.
+    ``tip`` takes the place of the payload's own, if it has one; ``bill`` and ``reference`` go to tag 62, beside what it
+    says already. Raises QrisError if either is not valid.
     """
     payload = parse(text)
     pairs = {field.tag: field.value for field in split(text)[0] if field.tag != "63"}
@@ -274,5 +284,8 @@ def _template(values: Mapping[str, str] | None, tags: Mapping[str, str]) -> str 
 
 
 def _number(value: Decimal | int | str | None) -> str | None:
-    """Digits and a point, never an exponent; what is not a number is left for the checks to name."""
+    """Format a number as digits and a point, without exponent.
+
+    What is not a number is left for the checks to name.
+    """
     return format(value, "f") if isinstance(value, Decimal) else None if value is None else str(value)

@@ -35,9 +35,10 @@ class Rule(NamedTuple):
     """Whether the value is looked up: letters that only look like others then stand for another account."""
 
     def problem(self, field: Field, tag: str) -> Problem | None:
-        """Return what is wrong with a field's value; tolerable where other scripts' letters or lower-case digits are all.
+        """Return the problem of a field's value, or None.
 
-        Invisible characters, and those that turn the reading direction, are never tolerable.
+        It is tolerable if only letters of other scripts or lower-case digits are wrong. Invisible characters, and those
+        that turn the reading direction, are never tolerable.
         """
         if not field.value or re.fullmatch(self.pattern, field.value, re.DOTALL):
             return None
@@ -136,7 +137,7 @@ def _check_crc(text: str, fields: list[Field]) -> Iterator[Problem]:
 
 
 def _check_template(field: Field) -> Iterator[Problem]:
-    """Violations inside one top-level field that holds further fields, or free text."""
+    """Yield the violations inside a top-level field that holds further fields, or free text."""
     number = int(field.tag)
     end = field.value_offset + len(field.value)
     if number in ACCOUNT_TEMPLATES or number in UNRESERVED_TEMPLATES:

@@ -1,4 +1,7 @@
-"""Parse tag-length-value text: two digits of tag, two digits of length in characters, the value."""
+"""Parse tag-length-value text: two digits of tag, two digits of length, the value.
+
+Lengths are in characters.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One violation: its ``tag`` ("26.01" is tag 01 inside 26), its place in the text, and a message.
+    """One violation: its ``tag`` ("26.01" is tag 01 inside 26), its offset, and a message.
 
     ``tolerable``: readers of printed codes may note it and go on, because what the code says is beyond doubt.
     """
@@ -50,7 +53,7 @@ def is_digits(text: str) -> bool:
 
 
 def split(text: str, *, offset: int = 0, inside: str = "") -> tuple[list[Field], list[Problem]]:
-    """Split ``text`` into its data objects, and list what is wrong with its structure.
+    """Split ``text`` into its data objects, and list problems of its structure.
 
     ``offset`` is where ``text`` starts in the whole payload, ``inside`` the tag of the template that holds it.
     A damaged object ends the reading, because nothing after it can be located; every other fault is only noted.
@@ -82,7 +85,10 @@ def split(text: str, *, offset: int = 0, inside: str = "") -> tuple[list[Field],
 
 
 def join(pairs: Iterable[tuple[str, str]]) -> str:
-    """Join ``(tag, value)`` pairs; QrisError names each value that two digits of length cannot describe."""
+    """Join ``(tag, value)`` pairs to tag-length-value text.
+
+    Raises QrisError that names each value that two digits of length cannot describe.
+    """
     parts: list[str] = []
     problems: list[Problem] = []
     at = 0

@@ -1,4 +1,4 @@
-"""Decode QR codes: fast decoders for whole pictures, a slow robust one for the crop of a found code.
+"""Decode QR codes: fast decoders for whole pictures, a robust one for crops of found codes.
 
 `scanner` and `video` call the readers here. The robust one reads modules one by one under a grid laid over them, and removes blur, motion and
 uneven light by an equalizer: every code has some two hundred modules that are known beforehand (ISO/IEC 18004, 6.3). A linear filter
@@ -38,7 +38,7 @@ MIN_PX_PER_MODULE = 1.05
 
 @dataclass(frozen=True)
 class DecodedCode:
-    """One code that was read: its text, and its corners (4, 2) clockwise from its own top left, pixels."""
+    """Decoded code: its text, and its corners (4, 2) in pixels, clockwise from its own top left."""
 
     text: str
     corners: Floats
@@ -87,7 +87,7 @@ def _read(code: Any) -> DecodedCode:
 
 
 def decoded_text(code: Any) -> str:
-    """Return what a code of zxing-cpp says; bytes that are no text as ISO 8859-1 characters."""
+    """Return the text of a zxing-cpp code; binary content as ISO 8859-1 characters."""
     binary = code.content_type == zxingcpp.ContentType.Binary
     return bytes(code.bytes).decode("latin-1") if binary else str(code.text)
 
@@ -105,7 +105,7 @@ def _corners(code: Any) -> Floats:
 
 @dataclass(frozen=True)
 class View:
-    """A part of the picture, enlarged: ``image`` pixels = (picture pixels - ``origin``) x ``scale`` (each x, y)."""
+    """Enlarged part of the picture: view = (picture pixels - ``origin``) x ``scale`` (x, y)."""
 
     image: Grey
     origin: Floats
@@ -118,7 +118,7 @@ class View:
 
 @dataclass(frozen=True)
 class StraightView:
-    """A part of the picture in which four corners are made a square; ``matrix`` (3, 3) takes points of the view to the picture."""
+    """Part of the picture rectified to a square; ``matrix`` (3, 3) maps it back to the picture."""
 
     image: Grey
     matrix: npt.NDArray[np.float64]
@@ -137,7 +137,7 @@ def widened(box: Box, margin: float) -> Box:
 
 
 def _crop(grey: Grey, box: Box, margin: float) -> tuple[Grey, Floats]:
-    """Crop ``grey`` around ``box`` with ``margin`` (a share of the box); also returns the crop's origin."""
+    """Crop ``grey`` around ``box`` with ``margin``, a share of the box; return crop and origin."""
     height, width = grey.shape
     x0, y0, x1, y1 = widened(box, margin)
     left, top = max(0, int(x0)), max(0, int(y0))
@@ -170,7 +170,7 @@ def sharpened(image: Grey, amount: float, radius: float) -> Grey:
 
 
 def views_of(grey: Grey, box: Box) -> Iterator[View]:
-    """Yield enlarged, squared, sharpened, stretched and smoothed views of a box, the most useful first.
+    """Yield enlarged, squared, sharpened and smoothed views of a box, the most useful first.
 
     Squaring undoes the foreshortening of a tilted code along the axes, which costs finders more than anything else.
     """
@@ -211,7 +211,7 @@ STRAIGHT_QUAD = np.array([[36, 36], [164, 36], [164, 164], [36, 164]], np.float3
 
 
 def straightened(grey: Grey, corners: Floats) -> StraightView:
-    """Straighten the part of ``grey`` around four corners (4, 2), clockwise, so that they become those of a square."""
+    """Rectify the part of ``grey`` inside four corners (4, 2), clockwise, to a square."""
     matrix = cv2.getPerspectiveTransform(STRAIGHT_QUAD, corners.astype(np.float32))
     flags = cv2.INTER_CUBIC | cv2.WARP_INVERSE_MAP
     image = cv2.warpPerspective(
@@ -241,7 +241,7 @@ FINE_MODULES = 45
 
 @dataclass(frozen=True)
 class GridReading:
-    """Hold the codes that a search for grids in a box brought, in how many views, and how well the best grid fitted."""
+    """Result of a grid search in a box: codes, number of views, and the best grid's score."""
 
     codes: list[DecodedCode]
     views: int
@@ -250,7 +250,7 @@ class GridReading:
 
 
 def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS), *, thorough: bool = True) -> GridReading:
-    """Read the code in ``box`` module by module, under grids laid over at most ``tries`` views of it.
+    """Read the code in ``box`` module by module, under grids laid over at most ``tries`` views.
 
     No view is tried of a box that is too small, and no further ones where not even a likely grid was found, or what was found is
     too doubtful. ``thorough`` as in `find_grids`.
@@ -275,9 +275,10 @@ def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS), *, thorough: b
 def laid_grids(
     grey: Grey, box: Box, tries: int = len(GRID_VIEWS), *, thorough: bool = True
 ) -> Iterator[tuple[View, Slopes, list[Grid]]]:
-    """Yield at most ``tries`` views of ``box``, each as a picture (H, W) with the grids laid over it, best first.
+    """Yield at most ``tries`` views of ``box``, each with the grids found in it, best first.
 
-    Grids that are plain in one view are refined in the next, not looked for again. ``thorough`` as in `find_grids`.
+    The picture of a view is (H, W). Grids that are plain in one view are refined in the next, not looked for again.
+    ``thorough`` as in `find_grids`.
     """
     crop, origin = _crop(grey, box, 0.2)
     side = float(np.sqrt((box[2] - box[0]) * (box[3] - box[1])))
@@ -305,7 +306,10 @@ def laid_grids(
 
 
 def read_near(grey: Grey, corners: Floats) -> list[DecodedCode]:
-    """Read the code whose ``corners`` (4, 2) are roughly known, clockwise from any: straightened, then module by module."""
+    """Read the code near the rough ``corners`` (4, 2), clockwise from any.
+
+    It is rectified, then read module by module.
+    """
     view = straightened(grey, corners)
     if codes := read_view(view):
         return codes
@@ -316,7 +320,7 @@ def read_near(grey: Grey, corners: Floats) -> list[DecodedCode]:
 
 
 def largest_version(side: float) -> int:
-    """Return the highest version that is tried on a code of ``side`` pixels; below 1 where it is too small for any."""
+    """Return the highest version to try on a code of ``side`` pixels; below 1 for none."""
     return min(MAX_VERSION, int((side / MIN_PX_PER_MODULE - 17) / 4))
 
 
@@ -364,14 +368,14 @@ MIN_CONTRAST = 2.0
 
 
 class LaidGrid:
-    """A module grid over the picture that it was found in; each rectified view of it is computed once."""
+    """Module grid over the picture that it was found in, with its rectified views cached."""
 
     def __init__(self, picture: Floats, grid: Grid) -> None:
         self.picture, self.grid = picture, grid
         self._rectified: dict[tuple[int, int], Floats] = {}
 
     def rectified(self, *, cell: int, quiet: int) -> Floats:
-        """See `grid.rectify`; the array is shared, and not to be written to."""
+        """Return the rectified view, see `grid.rectify`; the array is shared and read-only."""
         if (cell, quiet) not in self._rectified:
             self._rectified[cell, quiet] = rectify(self.picture, self.grid, cell=cell, quiet=quiet)
         return self._rectified[cell, quiet]
@@ -416,7 +420,10 @@ class Equalizer:
         return np.asarray(guess.reshape(size, size)[1:-1, 1:-1])
 
     def _features(self, laid: LaidGrid) -> Floats:
-        """Samples around every module and one ring of quiet zone, and a constant: ((n + 2)^2, features)."""
+        """Return the samples around every module and one ring of quiet zone, ((n + 2)^2, features).
+
+        The last feature is constant.
+        """
         even = self._even(laid.rectified(cell=self.cells, quiet=self.reach + 1))
         size, reach = (laid.grid.modules + 2) * self.cells, self.reach * self.cells
         side = 2 * reach + self.cells
@@ -426,7 +433,7 @@ class Equalizer:
         return features
 
     def _even(self, seen: Floats) -> Floats:
-        """Brightness less its mean over the window, in units of its spread there."""
+        """Normalise brightness to the mean and deviation in a window."""
         side = self.window * self.cells | 1
         mean = cv2.blur(seen, (side, side))
         spread = cv2.blur(seen * seen, (side, side)) - mean * mean
@@ -434,7 +441,7 @@ class Equalizer:
 
 
 def _fitted(features: Floats, known: Floats, wanted: Floats, penalty: npt.NDArray[np.float64]) -> Floats:
-    """Return what the weights of a ridge regression of ``wanted`` (K,) on ``known`` (K, F) make of ``features`` (M, F).
+    """Fit ridge regression of ``wanted`` (K,) on ``known`` (K, F); predict ``features`` (M, F).
 
     The products, nearly all of the work, are of single precision; the system is solved in double.
     """
@@ -443,7 +450,10 @@ def _fitted(features: Floats, known: Floats, wanted: Floats, penalty: npt.NDArra
 
 
 def with_fixed_modules(dark: npt.NDArray[np.bool_], version: int) -> npt.NDArray[np.bool_]:
-    """Set the fixed modules of ``dark`` (n, n) as the standard has them, though a finger hid them."""
+    """Replace the fixed modules of ``dark`` (n, n) by those of the standard.
+
+    A finger may have hidden them.
+    """
     fixed = fixed_modules(version)[1:-1, 1:-1]
     known = np.where(fixed == 0, dark, fixed > 0)
     if version >= 7:
@@ -486,7 +496,7 @@ def finish_grids(slopes: Slopes, near: Sequence[Grid], stiffness: Stiffness = US
 
 
 def decode_grids(slopes: Slopes, near: Sequence[Grid]) -> tuple[DecodedCode | None, float]:
-    """Decode the modules under ``near`` (best first), laid over a picture; also returns the least doubt of any.
+    """Decode the modules under ``near`` grids (best first); also return the least doubt.
 
     Modules are equalized and corrected by how sure each is. Where that fails by little, simpler guesses follow, then a plain reader.
     """
@@ -512,7 +522,10 @@ def decode_grids(slopes: Slopes, near: Sequence[Grid]) -> tuple[DecodedCode | No
 
 
 def read_symbol(symbol: SoftSymbol, grid: Grid) -> DecodedCode | None:
-    """Decode the modules of ``symbol``, which lie under ``grid``; corrected by how sure each is, where they are not read as they seem."""
+    """Decode the modules of ``symbol``, soft-corrected if plain decoding fails.
+
+    They lie under ``grid``.
+    """
     code = decode_modules(symbol.dark, grid.version)
     if not code and (corrected := symbol.corrected()) is not None:
         code = decode_modules(corrected, grid.version)
@@ -520,7 +533,7 @@ def read_symbol(symbol: SoftSymbol, grid: Grid) -> DecodedCode | None:
 
 
 def _read_patiently(laid: LaidGrid) -> DecodedCode | None:
-    """Read what lies under a grid by simple guesses, then by a plain reader of the flattened picture."""
+    """Decode a grid by simple thresholds, then by a plain reader of the rectified picture."""
     for dark in _guesses(laid):
         if code := decode_modules(dark, laid.grid.version):
             return DecodedCode(decoded_text(code), laid.grid.corners)
@@ -533,7 +546,7 @@ def _read_patiently(laid: LaidGrid) -> DecodedCode | None:
 
 
 def _guesses(laid: LaidGrid) -> Iterator[npt.NDArray[np.bool_]]:
-    """Yield guesses of which modules are dark, (n, n), the cheapest first."""
+    """Yield guesses of the dark modules (n, n), the cheapest first."""
     seen = laid.rectified(cell=1, quiet=0)
     yield seen < (np.percentile(seen, 90) + np.percentile(seen, 10)) / 2
     yield QUICK.dark(laid)
@@ -543,7 +556,7 @@ def _guesses(laid: LaidGrid) -> Iterator[npt.NDArray[np.bool_]]:
 
 
 def decode_modules(dark: npt.NDArray[np.bool_], version: int) -> Any:
-    """Decode modules (n, n), their fixed ones as the standard has them; None where there are too many errors."""
+    """Decode modules (n, n), with the standard's fixed ones; None if there are too many errors."""
     codes = _zxing(_symbol(with_fixed_modules(dark, version)), is_pure=True)
     return codes[0] if codes else None
 

@@ -1,4 +1,4 @@
-"""Correct a symbol's codewords by how sure each module is, where dark and light alone leave too many errors.
+"""Correct a symbol's codewords by the certainty of each module (soft decoding).
 
 Each block of a Reed-Solomon code is a linear code of bits, too. Ordered statistics decoding (Fossorier and Lin 1995) solves its parity
 checks for the bits most in doubt, so that those in the least doubt say what they are, and flips up to three of the latter: the cheapest
@@ -42,7 +42,10 @@ of 0.35 in 3; codes that were not read are not among them."""
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of a version: ``bits`` (8 C, 2) of the codewords, as rows and columns; of the format's two copies (2, 15, 2)."""
+    """Layout of a version: positions of codeword ``bits`` (8 C, 2), and ``formats`` (2, 15, 2).
+
+    Positions are rows and columns; the format is there twice.
+    """
 
     bits: Indices
     formats: Indices
@@ -62,7 +65,10 @@ def format_word(number: int) -> int:
 
 
 def version_modules(version: int) -> Bools:
-    """Return the version information of a symbol of version 7 or higher as its modules stand beside the top-right pattern, (6, 3)."""
+    """Return the version information of version 7 or higher as modules (6, 3).
+
+    They stand beside the top-right finder pattern.
+    """
     rest = version << 12
     for shift in range(5, -1, -1):
         if rest >> (12 + shift) & 1:
@@ -110,7 +116,7 @@ def masks(version: int) -> Bools:
 
 @cache
 def blocks(version: int, level: str) -> tuple[int, tuple[Indices, ...]]:
-    """Return codewords of correction per block, and the places of each block's codewords among all of the symbol."""
+    """Return correction codewords per block, and the positions of each block's codewords."""
     correction, count = CORRECTION[level][version - 1]
     total = layout(version).codewords
     short, longer = divmod(total, count)
@@ -124,7 +130,7 @@ def blocks(version: int, level: str) -> tuple[int, tuple[Indices, ...]]:
 
 @dataclass(frozen=True)
 class SoftSymbol:
-    """Hold how dark the modules of a symbol are, ``soft`` (n, n), about 1 where dark and -1 where light; turned over if it is mirrored."""
+    """Symbol of soft modules (n, n): about 1 where dark, -1 where light; transposed if mirrored."""
 
     soft: Floats
     version: int
@@ -134,7 +140,7 @@ class SoftSymbol:
 
     @classmethod
     def of(cls, soft: Floats, version: int) -> SoftSymbol:
-        """Take the format, and whether the symbol is mirrored, from what agrees best with the two copies of the format."""
+        """Build a soft symbol, with the format and mirroring that fit its two format copies best."""
         rows, columns = layout(version).formats.transpose(2, 0, 1)
         agree = FORMATS @ np.stack([one[rows, columns].clip(-1, 1).sum(0) for one in (soft, soft.T)], 1)
         number, mirrored = divmod(int(agree.argmax()), 2)
@@ -152,14 +158,17 @@ class SoftSymbol:
         return np.asarray(np.maximum(1 / (1 + np.exp(sure)), LEAST_WRONG).reshape(-1, 8))
 
     def doubt(self) -> float:
-        """Return the expected information of the errors in the worst block, as a share of what its correction can hold."""
+        """Return the doubt about the worst block: expected errors over correction capacity.
+
+        Errors are counted by their information.
+        """
         wrong = self.wrong
         correction, members = blocks(self.version, LEVELS[self.number >> 3])
         bits = -(wrong * np.log2(wrong) + (1 - wrong) * np.log2(1 - wrong)).sum(1)
         return max(float(bits[block].sum()) for block in members) / (8 * correction)
 
     def corrected(self) -> Bools | None:
-        """Return the modules (n, n), dark or light, of the likeliest symbol; None if it may be one by chance."""
+        """Return the modules (n, n) of the likeliest symbol; None if it may be one by chance."""
         places, wrong = layout(self.version), self.wrong
         rows, columns = places.bits.T
         mask = masks(self.version)[self.number & 7]
@@ -177,7 +186,7 @@ class SoftSymbol:
 
 
 def correct_block(words: npt.NDArray[np.uint8], wrong: Floats, correction: int) -> npt.NDArray[np.uint8] | None:
-    """Return the likeliest codewords for a block of them (n,); None if what is found may be by chance.
+    """Correct a block of codewords (n,); None if the result may be right by chance.
 
     ``wrong`` (n, 8) is how likely each bit is wrong.
     """
@@ -196,9 +205,10 @@ def correct_block(words: npt.NDArray[np.uint8], wrong: Floats, correction: int) 
 
 
 def _cheapest(checks: Bools, sums: Bools, doubted: Floats, trusted: Floats, spare: float) -> Bools | None:
-    """Return which bits to flip, doubted ones before trusted ones, to fulfil all ``checks`` at a cost of at most ``spare``.
+    """Return the cheapest bit flips that fulfil all ``checks``, within a cost of ``spare``.
 
-    ``checks`` (R, T) say which of the trusted bits each doubted one depends on, ``sums`` (R,) which doubted ones are off as it is.
+    Doubted bits come before trusted ones. ``checks`` (R, T) say which of the trusted bits each doubted one depends on,
+    ``sums`` (R,) which doubted ones are off as it is.
     """
     near = np.argsort(trusted)[:MAX_FLIPPED]
     signs = np.ones((len(sums), len(near) + 1), np.float32)  # the last one flips nothing
@@ -220,7 +230,10 @@ def _cheapest(checks: Bools, sums: Bools, doubted: Floats, trusted: Floats, spar
 
 
 def _eliminated(checks: npt.NDArray[np.uint8], bits: npt.NDArray[np.uint8]) -> tuple[Bools, Bools, Indices, Indices]:
-    """Solve ``checks`` (R, B) for the first bits they can be solved for; return the rest, the sums, and which bits are which."""
+    """Eliminate ``checks`` (R, B) by Gauss, in the order of the bits.
+
+    Returns the checks on the other bits, the sums, and the numbers of solved and other bits.
+    """
     rows, columns = checks.shape
     sums = (checks @ bits) & 1
     packed = np.packbits(np.concatenate([checks, sums[:, None]], 1), axis=1)
@@ -250,7 +263,10 @@ def _eliminated(checks: npt.NDArray[np.uint8], bits: npt.NDArray[np.uint8]) -> t
 
 @cache
 def checks_of(length: int, correction: int) -> npt.NDArray[np.uint8]:
-    """Return the parity checks (8 E, 8 n) on the bits of a block of ``length`` codewords, E of them for correction."""
+    """Return the parity checks (8 E, 8 n) of a block of ``length`` codewords.
+
+    E codewords of it are for correction.
+    """
     value, powers = 1, []
     for _ in range(255):
         powers.append(value)

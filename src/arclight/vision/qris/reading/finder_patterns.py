@@ -30,7 +30,7 @@ _APART = 10 / 11
 
 @dataclass(frozen=True)
 class FinderPattern:
-    """Hold a candidate finder pattern: centre (x, y), pixels per module, its correlation in [-1, 1]."""
+    """Candidate finder pattern: centre (x, y), pixels per module, correlation in [-1, 1]."""
 
     centre: Vector
     module_px: float
@@ -76,9 +76,10 @@ def _rings(module_px: float) -> tuple[Floats, Floats]:
 
 
 def _correlation(picture: Floats, pattern: Floats, mask: Floats) -> Floats:
-    """Return the correlation in [-1, 1] of each place of ``picture`` with a pattern of `_rings`; about 0 on plain areas.
+    """Correlate each place of ``picture`` with a pattern of `_rings`; in [-1, 1].
 
-    As OpenCV's TM_CCOEFF_NORMED under a mask, in half its time: three products in place of six.
+    It is about 0 on plain areas. As OpenCV's TM_CCOEFF_NORMED under a mask, in half its time: three products in place
+    of six.
     """
     centred = picture - np.float32(128)  # sums of squares near 0 lose no digits
     product, total, squares = (
@@ -122,7 +123,7 @@ class Frames:
     module_px: Vector
 
     def proposals(self, largest: int) -> tuple[npt.NDArray[np.intp], Vector]:
-        """Return versions (M,) that fit the distance of the patterns, each with the corners (M, 4, 2).
+        """Return versions (M,) that fit the distance of the patterns, and corners (M, 4, 2).
 
         Centres lie 3.5 modules inside.
         """
@@ -154,7 +155,10 @@ def triples(patterns: Sequence[FinderPattern]) -> Frames:
 
 
 def pairs(patterns: Sequence[FinderPattern]) -> Frames:
-    """Return squares of two patterns, of a code of which one is hidden: on either side of them, and around them as a diagonal."""
+    """Return candidate squares of two finder patterns, for codes of which the third is hidden.
+
+    They are on either side of the two, and around them as a diagonal.
+    """
     chosen = np.array(list(permutations(range(len(patterns)), 2)), np.intp).reshape(-1, 2)
     centres = np.array([pattern.centre for pattern in patterns]).reshape(-1, 2)[chosen]
     sizes = np.array([pattern.module_px for pattern in patterns])[chosen]

@@ -1,4 +1,4 @@
-"""Lay the module grid of a QR code over a small, blurred, tilted or bent picture of one.
+"""Fit the module grid of a QR code to a small, blurred, tilted or bent picture of it.
 
 Every QR code of a version has the same finder, timing and alignment patterns (ISO/IEC 18004, 6.3). A grid
 is right when the picture, sampled where those modules should be, correlates with what they should be.
@@ -30,7 +30,7 @@ PLAIN = 1e-5
 
 @dataclass(frozen=True)
 class UnitPoints:
-    """Points (P, 2) of the unit square, as the map of a grid takes them: made once, used for every grid."""
+    """Points (P, 2) of the unit square, prepared for the map of any grid."""
 
     linear: Floats
     """(3, P): x, y, 1."""
@@ -47,7 +47,7 @@ class UnitPoints:
 
 @dataclass(frozen=True)
 class Template:
-    """Fixed modules of one version: their places in the unit square, and the brightness expected there."""
+    """Fixed modules of one version: their places in the unit square, and expected brightness."""
 
     points: UnitPoints
     wanted: Floats
@@ -60,7 +60,10 @@ class Template:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid found in a picture: four corners, then four bows of edges, (8, 2) pixels; its ``score``."""
+    """Grid found in a picture: ``shape`` (8, 2) of four corners and four edge bows, and score.
+
+    Corners and bows are in pixels.
+    """
 
     version: int
     shape: Floats
@@ -82,7 +85,7 @@ def side_in_modules(version: int) -> int:
 
 
 def alignment_centres(version: int) -> list[int]:
-    """Rows (and columns) on which alignment patterns are centred (ISO/IEC 18004, annex E)."""
+    """Return the rows (and columns) of alignment pattern centres (ISO/IEC 18004, annex E)."""
     if version == 1:
         return []
     last, count = 10 + 4 * version, version // 7 + 2
@@ -93,7 +96,7 @@ def alignment_centres(version: int) -> list[int]:
 
 @cache
 def fixed_modules(version: int) -> npt.NDArray[np.int8]:
-    """Return +1 dark, -1 light, 0 data for each module and one ring of quiet zone, (n + 2, n + 2)."""
+    """Return +1 dark, -1 light, 0 data per module and one ring of quiet zone, (n + 2, n + 2)."""
     size = side_in_modules(version)
     fixed = np.zeros((size + 2, size + 2), np.int8)
     finder = np.full((9, 9), -1, np.int8)
@@ -126,7 +129,10 @@ def template(version: int) -> Template:
 
 
 def homographies(shapes: npt.NDArray[FloatT]) -> npt.NDArray[FloatT]:
-    """Return the maps (N, 3, 3) of the unit square to the corners of ``shapes`` (N, 8, 2) (Heckbert 1989, 2.2.3)."""
+    """Return homographies (N, 3, 3) from the unit square to the corners of ``shapes`` (N, 8, 2).
+
+    Heckbert 1989, 2.2.3.
+    """
     a, b, c, d = (shapes[:, i] for i in range(4))  # of (0, 0), (1, 0), (1, 1), (0, 1)
     e1, e2, s = b - c, d - c, a - b + c - d
     cross = e1[:, 0] * e2[:, 1] - e1[:, 1] * e2[:, 0]
@@ -166,7 +172,10 @@ def sample_bilinear(picture: Floats, x: Floats, y: Floats) -> Floats:
 
 
 def template_correlation(picture: Floats, shapes: Floats, version: int) -> Floats:
-    """Score the fit of each of ``shapes`` (N, 8, 2): correlation with the version's template, (N,) in [-1, 1]; 0 on a plain area."""
+    """Correlate ``shapes`` (N, 8, 2) with the version's template, (N,) in [-1, 1].
+
+    It is 0 on a plain area.
+    """
     fixed = template(version)
     seen = sample_bilinear(picture, *project_grid(shapes, fixed.points))
     sums = seen @ fixed.sums
@@ -179,7 +188,7 @@ def template_correlation(picture: Floats, shapes: Floats, version: int) -> Float
 
 
 def rectify(picture: Floats, grid: Grid, *, cell: int = 6, quiet: int = 4) -> Floats:
-    """Return the code seen straight on, ``cell`` pixels per module, with ``quiet`` modules around it."""
+    """Rectify the code: ``cell`` pixels per module, ``quiet`` modules around it."""
     size = (grid.modules + 2 * quiet) * cell
     x, y = project_grid(grid.shape[None], _raster(grid.modules, cell, quiet))
     return sample_bilinear(picture, x.reshape(size, size), y.reshape(size, size))
@@ -187,7 +196,7 @@ def rectify(picture: Floats, grid: Grid, *, cell: int = 6, quiet: int = 4) -> Fl
 
 @cache
 def _raster(modules: int, cell: int, quiet: int) -> UnitPoints:
-    """Centres of the pixels of a rectified code."""
+    """Return the pixel centres of a rectified code."""
     size = (modules + 2 * quiet) * cell
     along = ((np.arange(size, dtype=np.float32) + 0.5) / cell - quiet) / modules
     return UnitPoints.of(np.stack(np.meshgrid(along, along), -1).reshape(-1, 2).astype(np.float32))

@@ -1,4 +1,4 @@
-"""Search a picture for the module grid of a QR code: from proposals, refined on a blurred picture, then on the sharp one."""
+"""Search a picture for the module grid of a QR code, coarse to fine."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Quads = Sequence[npt.NDArray[np.generic]]
 
 
 def shapes_of(quads: npt.NDArray[np.generic]) -> Floats:
-    """Quadrilaterals (N, 4, 2) as shapes of straight edges (N, 8, 2)."""
+    """Return quadrilaterals (N, 4, 2) as shapes (N, 8, 2) of straight edges."""
     return np.concatenate([quads, np.zeros_like(quads)], 1).astype(np.float32)
 
 
 def turned(quads: npt.NDArray[np.generic]) -> Floats:
-    """Clockwise quadrilaterals (N, 4, 2) in all four turns, edges straight: (4 N, 8, 2).
+    """Return clockwise quadrilaterals (N, 4, 2) in all four rotations, as shapes (4 N, 8, 2).
 
     A mirrored code needs no shapes of its own: the fixed modules are symmetric about the main diagonal.
     """
@@ -60,13 +60,16 @@ def _unit_parallelograms(steps: int = 9) -> npt.NDArray[np.float64]:
 
 
 def parallelograms(box: Box) -> Floats:
-    """Parallelograms whose hull is about ``box`` (x0, y0, x1, y1), in all turns: (N, 8, 2)."""
+    """Return parallelograms that fit ``box`` (x0, y0, x1, y1), in all rotations: (N, 8, 2)."""
     x0, y0, x1, y1 = box
     return turned(_unit_parallelograms() * [x1 - x0, y1 - y0] + [(x0 + x1) / 2, (y0 + y1) / 2])
 
 
 class _Search:
-    """Search for the grid of one code in one picture, which is blurred once: wrong by half a module should still score."""
+    """Search for the grid of one code in one picture.
+
+    The picture is blurred once: a grid that is wrong by half a module should still score.
+    """
 
     def __init__(self, sharp: Slopes, extent: float, largest: int) -> None:
         self.sharp, self.largest = sharp, largest
@@ -90,12 +93,15 @@ class _Search:
 
 
 def refined_grids(sharp: Slopes, near: Sequence[Grid], largest: int) -> list[Grid]:
-    """Refine straight grids on the sharp picture that were refined on a blurred one, or in another view; best first."""
+    """Refine on the sharp picture grids found on a blurred one, or in another view; best first.
+
+    Edges of these are straight.
+    """
     return sorted(right_versions(sharp.picture, climb(sharp, near, rounds=ROUNDS), largest), key=worst_last)
 
 
 def _distinct(quads: Floats, apart: float, most: int) -> list[int]:
-    """Return the first ``most`` of ``quads`` (N, 4, 2) of which no two are within ``apart`` at every corner."""
+    """Return the first ``most`` of ``quads`` (N, 4, 2) that differ by ``apart`` at a corner."""
     kept: list[int] = []
     free = np.ones(len(quads), bool)
     while len(kept) < most and free.any():
@@ -112,7 +118,7 @@ def _by_version(frames: Frames, largest: int) -> list[tuple[int, Floats]]:
 
 
 def find_grids(sharp: Slopes, box: Box, largest: int, more: Callable[[], Quads] | None = tuple) -> list[Grid]:
-    """Find the likeliest grids of one code near ``box`` (xyxy pixels), best first, edges straight.
+    """Find the likeliest grids of one code near ``box`` (xyxy pixels), best first.
 
     ``largest`` is the highest version tried. None are found where not even two finder patterns are likely. Three patterns lead to most
     grids. Where they lead to none beyond doubt, two are tried, parallelograms that just fit the box, and the corners (4, 2) that
@@ -138,7 +144,10 @@ NEAR_SPREAD = 0.05
 
 
 def grids_near(sharp: Slopes, quad: Floats, largest: int) -> list[Grid]:
-    """Find the likeliest grids of the code whose corners are about ``quad`` (4, 2), clockwise from any; as `find_grids`."""
+    """Find the likeliest grids of the code with the rough corners ``quad`` (4, 2).
+
+    Corners are clockwise from any; else as `find_grids`.
+    """
     side = float(np.hypot(*(quad - np.roll(quad, 1, axis=0)).T).mean())
     moved = np.random.default_rng(0).standard_normal((16, 4, 2)) * (NEAR_SPREAD * side)
     moved[0] = 0
@@ -147,7 +156,7 @@ def grids_near(sharp: Slopes, quad: Floats, largest: int) -> list[Grid]:
 
 
 def rivals(near: list[Grid]) -> list[Grid]:
-    """Drop from ``near`` (best first) the same grids found again, and those that the best one leaves far behind."""
+    """Drop from ``near`` grids (best first) duplicates, and those far worse than the best."""
     kept: list[Grid] = []
     for grid in near:
         if grid.score < near[0].score - OUTDONE:

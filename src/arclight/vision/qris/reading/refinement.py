@@ -1,4 +1,4 @@
-"""Refine module grids: move many at once uphill in correlation with the fixed modules of their versions.
+"""Refine module grids by gradient ascent of their correlation with the fixed modules.
 
 Steps are those of enhanced correlation (Evangelidis and Psarakis 2008), damped as Marquardt (1963) does, over the projective map of a
 grid and, where asked, the bows of its edges. One grid alone costs little less than ten together. What fixed modules leave open, above
@@ -32,7 +32,7 @@ DAMPING, LEAST_DAMPING, MAX_DAMPING = 0.01, 1e-4, 10.0
 
 @dataclass(frozen=True)
 class Stiffness:
-    """Set what a grid that leans or bows loses in correlation.
+    """Penalty in correlation for a grid that leans or bows.
 
     ``lean`` times the square of how much farther one edge is than the opposite one, as a share; ``bow`` times the square of an
     edge's bow in sides of the code, None if edges stay straight.
@@ -123,7 +123,7 @@ class _Climb:
         self.slope = np.empty((count, self.size, self.templates.linear.shape[2]), np.float32)
 
     def look(self) -> bool:
-        """Sample the picture under the maps tried, keep those that are better; return whether any may still gain."""
+        """Evaluate the tried maps and keep the better ones; return True if any may still gain."""
         own = self.templates
         placed = self.tried_maps.astype(np.float32) @ own.linear
         inverse = 1 / np.maximum(placed[:, 2], 0.05)
@@ -153,7 +153,10 @@ class _Climb:
     def _derive(
         self, better: npt.NDArray[np.bool_], seen: Floats, inverse: Floats, flat: Floats, bright: Floats
     ) -> None:
-        """Sum up how brightness changes with the parameters: those of the map, about the centre, then the bows."""
+        """Compute the derivatives of brightness by the parameters: the map's, then the bows'.
+
+        The map is taken about the centre.
+        """
         own, slope = self.templates, self.slope
         across, down = seen[..., 1] * own.weight, seen[..., 2] * own.weight
         near_x, near_y = across * inverse, down * inverse
@@ -194,7 +197,10 @@ class _Climb:
 
 
 def climb(slopes: Slopes, near: Sequence[Grid], *, rounds: int, stiffness: Stiffness = FREE) -> list[Grid]:
-    """Move each of ``near`` to the next maximum of its correlation, less what its ``stiffness`` costs, by at most ``rounds`` steps."""
+    """Refine each of ``near`` to a maximum of its correlation, in at most ``rounds`` steps.
+
+    What a grid's ``stiffness`` costs is subtracted.
+    """
     if not near:
         return []
     climbing = _Climb(slopes, near, stiffness)
@@ -209,7 +215,10 @@ def climb(slopes: Slopes, near: Sequence[Grid], *, rounds: int, stiffness: Stiff
 
 
 def correlations(picture: Floats, shapes: Floats, versions: Versions) -> Floats:
-    """Score shapes (N, 8, 2), each of its own version, as `grid.template_correlation` does: (N,)."""
+    """Correlate shapes (N, 8, 2), each of its own version, with their templates: (N,).
+
+    As `grid.template_correlation`.
+    """
     own = Templates.of(versions)
     placed = homographies(shapes.astype(np.float64)).astype(np.float32) @ own.linear
     flat = placed[:, :2] / np.maximum(placed[:, 2:], 0.05)
@@ -224,7 +233,10 @@ def correlations(picture: Floats, shapes: Floats, versions: Versions) -> Floats:
 
 
 def right_versions(picture: Floats, grids: Sequence[Grid], largest: int) -> list[Grid]:
-    """Return grids as the neighbouring versions that fit best: finder patterns alone say little about it."""
+    """Return grids as the neighbouring versions that fit best.
+
+    Finder patterns alone say little about the version.
+    """
     if not grids:
         return []
     versions = np.array([grid.version for grid in grids])[:, None] + np.arange(-2, 3)

@@ -1,4 +1,4 @@
-"""Find and read every code in a photo: detect, enlarge, straighten, decode, and say what each code is."""
+"""Find, decode and parse every QR code in a photo."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Code:
     problems: tuple[str, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, numbers and text."""
+        """Return plain dictionaries, lists, numbers and text."""
         return {
             "corners_px": [list(point) for point in self.corners_px],
             "box_xyxy_px": list(self.box_xyxy_px),
@@ -108,7 +108,7 @@ class DetectorBox:
 
 
 def scan(image: Image, detector: DetectFn | None = None, *, stop: StopFn = never) -> list[Code]:
-    """Read every code in ``image`` (H, W, 3) RGB or (H, W) grey, uint8: read ones first, left to right.
+    """Scan ``image`` (H, W, 3) RGB or (H, W) grey, uint8, for codes: read ones first.
 
     The whole picture is read first, so that nothing a plain reader finds is lost; then each of the detector's
     boxes that nothing was read in is enlarged, straightened (by its corners, where the detector gives them) and read
@@ -130,7 +130,10 @@ def scan(image: Image, detector: DetectFn | None = None, *, stop: StopFn = never
 def read_views(
     grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], stop: StopFn = never
 ) -> list[DecodedCode]:
-    """Read enlarged views of the boxes left, the most useful view of each before the next, while the work lasts."""
+    """Read enlarged views of unread boxes, the most useful view of each before the next.
+
+    It stops when the limit of pixels is reached.
+    """
     pixels = 0
     left = [(box, views_of(grey, box.xyxy)) for box in boxes]
     while left:
@@ -151,7 +154,10 @@ def read_views(
 
 
 def _read_cornered(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], stop: StopFn) -> list[DecodedCode]:
-    """Read the boxes left of which the corners are known, straightened by them; what remains unread is for `_read_grids`."""
+    """Read unread boxes of known corners, rectified by them.
+
+    What remains unread is for `_read_grids`.
+    """
     left = [box for box in boxes if box.corners is not None and not _is_read(box, found)]
     for box in left[:MAX_CORNERED]:
         if stop():
@@ -162,7 +168,10 @@ def _read_cornered(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode
 
 
 def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], stop: StopFn) -> list[DecodedCode]:
-    """Read module grids in the boxes left, the surest first, then made wider where that may show more; return all that is read."""
+    """Read module grids in unread boxes, the surest first; return all codes.
+
+    Boxes are widened if that may show more.
+    """
     tries = MAX_GRID_TRIES
     left = [box for box in boxes if not _is_read(box, found)]
     for box in left[MAX_GRID_BOXES:]:
@@ -225,7 +234,7 @@ def detector_boxes(detections: Detections, shape: tuple[int, ...]) -> list[Detec
 
 
 def _corners_of(detections: Detections) -> list[Floats | None]:
-    """Return the corners (4, 2) of each box's code, clockwise; None where there are none or they are of no convex shape."""
+    """Return the corners (4, 2) of each box's code, clockwise; None if missing or not convex."""
     points = detections.keypoints
     if points is None or points.shape[1] != 4:
         return [None] * len(detections.boxes.xyxy)
@@ -262,7 +271,7 @@ def _hull(read: DecodedCode) -> Box:
 
 
 def _merged(known: list[DecodedCode], new: list[DecodedCode]) -> list[DecodedCode]:
-    """Add those of ``new`` that are not in ``known``: of other text, or centred outside each other."""
+    """Merge ``new`` codes into ``known``, without duplicates of equal text and place."""
     result = list(known)
     for read in new:
         twins = [other for other in result if other.text == read.text]
@@ -272,7 +281,7 @@ def _merged(known: list[DecodedCode], new: list[DecodedCode]) -> list[DecodedCod
 
 
 def _read_enlarged(grey: Grey) -> list[DecodedCode]:
-    """Codes in the whole picture at twice its size, sharpened; nothing where that would be too large."""
+    """Read the whole picture at twice its size, sharpened; nothing if that would be too large."""
     if 2 * max(grey.shape) > MAX_UPSCALED_SIDE:
         return []
     double = cv2.resize(grey, None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC)
@@ -280,7 +289,7 @@ def _read_enlarged(grey: Grey) -> list[DecodedCode]:
 
 
 def code_of(read: DecodedCode | None, box: DetectorBox | None) -> Code:
-    """Describe a code that was read, in the detector's box if it has one, or a box in which nothing was read."""
+    """Describe a decoded code, in the detector's box if it has one, or an unread box."""
     if read is not None:
         kind, payload, problems = classify_text(read.text)
         corners = tuple((float(x), float(y)) for x, y in read.corners)
@@ -294,7 +303,7 @@ def code_of(read: DecodedCode | None, box: DetectorBox | None) -> Code:
 
 
 def _codes(found: list[DecodedCode], boxes: list[DetectorBox]) -> list[Code]:
-    """List codes from left to right, each with its box; then the boxes in which nothing was read."""
+    """List codes from left to right, each with its box; then the unread boxes."""
     codes = [code_of(read, _holder(read, boxes)) for read in found]
     codes.sort(key=lambda code: (code.box_xyxy_px[0], code.box_xyxy_px[1]))
     return codes + [code_of(None, box) for box in boxes if not _is_read(box, found)]

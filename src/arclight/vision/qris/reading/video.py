@@ -1,4 +1,4 @@
-"""Read codes in video: follow each code by id while the camera moves, and let its sightings vote.
+"""Read codes in video: track each code while the camera moves, and vote over sightings.
 
 Codes stand still, cameras move: the way of the picture between two frames (Lucas and Kanade's optical flow) says where every
 code of the last frame is now. A code that no single frame shows well enough is read from all of them together: each sighting's
@@ -79,7 +79,10 @@ class WeightedSum:
     weight: float = 0.0
 
     def add(self, soft: Floats, score: float) -> Floats:
-        """Add the vote of a grid that correlates by ``score``, weighted by its ratio of signal to noise; return the mean so far."""
+        """Add the vote of a grid, weighted by its signal-to-noise ratio; return the mean.
+
+        That ratio follows from its correlation ``score``.
+        """
         weight = score**2 / (1 - min(score, MAX_VOTING_SCORE) ** 2)
         self.total += weight * soft.clip(-MAX_VOTE, MAX_VOTE)
         self.weight += weight
@@ -118,7 +121,7 @@ class CodeTrack:
         return self.texts.most_common(1)[0][0] if self.texts else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, numbers and text."""
+        """Return plain dictionaries, lists, numbers and text."""
         return {
             "id": self.id,
             "text": self.text,
@@ -155,7 +158,10 @@ class VideoScanner:
     """Read the codes of a video's frames, in order: ``add`` each, then look at ``tracks``."""
 
     def __init__(self, detector: DetectFn | None = None) -> None:
-        """``detector`` finds codes that no plain reader reads; without one, what a reader takes for a code is tried."""
+        """Initialise the scanner.
+
+        ``detector`` finds codes that no plain reader reads; without one, what a reader takes for a code is tried.
+        """
         self.detector = detector
         self.tracks: list[CodeTrack] = []
         self.dropped = 0
@@ -164,7 +170,7 @@ class VideoScanner:
         self._last: Grey | None = None
 
     def add(self, image: Image) -> list[CodeTrack]:
-        """Read one frame, (H, W, 3) RGB or (H, W) grey, uint8; return the tracks of the codes that were seen in it."""
+        """Read one frame, (H, W, 3) RGB or (H, W) grey, uint8; return the tracks seen in it."""
         grey = as_grey(image)
         if min(grey.shape) < 8:
             raise ValueError(f"need frames of at least 8 x 8 pixels; got {grey.shape[1]} x {grey.shape[0]}")
@@ -227,7 +233,10 @@ class VideoScanner:
     def _nearest(
         self, centre: npt.NDArray[np.float64], size: float, text: str | None, taken: list[CodeTrack]
     ) -> CodeTrack | None:
-        """Return the track at a place, if one is near enough that was not seen elsewhere and says nothing else."""
+        """Return the track at a place, if one is near enough and of the same or unknown text.
+
+        It must not have been seen elsewhere in this frame.
+        """
 
         def distance(track: CodeTrack) -> float:
             return float(np.abs(track.centre - centre).max())
@@ -281,7 +290,10 @@ class VideoScanner:
             track.best = code
 
     def _vote(self, track: CodeTrack, grey: Grey, box: DetectorBox, clearness: float) -> None:
-        """Let one sighting vote on the modules of a code, and decode the sum; the clearest sightings are read by themselves too."""
+        """Add one sighting's vote to a code's modules, and decode the sum.
+
+        The clearest sightings are decoded by themselves, too.
+        """
         track.votes, track.last_vote = track.votes + 1, track.sightings
         is_clearest = track.is_clearest(clearness)
         track.clearness = max(track.clearness, clearness)
@@ -311,7 +323,7 @@ def _read_soft(soft: Floats, grid: Grid) -> DecodedCode | None:
 
 
 def scan_video(frames: Iterable[Image], detector: DetectFn | None = None) -> list[CodeTrack]:
-    """Read the codes of a video, its ``frames`` in order, each (H, W, 3) RGB or (H, W) grey, uint8; one track per code."""
+    """Scan the ``frames`` of a video, (H, W, 3) RGB or (H, W) grey, uint8; one track per code."""
     scanner = VideoScanner(detector)
     for frame in frames:
         scanner.add(frame)
@@ -319,7 +331,10 @@ def scan_video(frames: Iterable[Image], detector: DetectFn | None = None) -> lis
 
 
 def camera_motion(before: Grey, after: Grey) -> npt.NDArray[np.float64] | None:
-    """Return the turn, scaling and shift (2, 3) that takes one frame's points to the next; None where too few are found."""
+    """Estimate the camera's motion (2, 3) between two frames; None with too few points.
+
+    It is a rotation, a scaling and a shift.
+    """
     points = cv2.goodFeaturesToTrack(before, 200, 0.01, 7)
     if points is None or len(points) < 8:
         return None
@@ -332,7 +347,7 @@ def camera_motion(before: Grey, after: Grey) -> npt.NDArray[np.float64] | None:
 
 
 def _taken_for_codes(grey: Grey) -> list[DetectorBox]:
-    """Return boxes around what a plain reader takes for codes that it cannot read."""
+    """Return boxes around what a plain reader detects as codes but cannot read."""
     boxes = []
     for quad in unread_quads(grey):
         (x0, y0), (x1, y1) = quad.min(0), quad.max(0)
@@ -346,7 +361,7 @@ def _inside(point: npt.NDArray[np.generic], box: Box) -> bool:
 
 
 def _clearness(grey: Grey, box: Box) -> float:
-    """Return how clear a code is to be seen: its size in pixels times how steep its edges are for its contrast."""
+    """Return the clearness of a code: size in pixels times edge steepness over contrast."""
     x0, y0, x1, y1 = (max(0, int(v)) for v in box)
     crop = grey[y0:y1, x0:x1]
     if min(crop.shape) < 4:

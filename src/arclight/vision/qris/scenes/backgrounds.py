@@ -1,4 +1,4 @@
-"""Draw backgrounds: surfaces, rooms, shelves, streets, clutter, with the statistics of photographs.
+"""Draw backgrounds: surfaces, rooms, shelves, streets and clutter, like photographs.
 
 No photograph is needed. Overlapping shapes of every size ("dead leaves") and noise at every scale have
 the edges and spectra of natural images (Lee, Mumford and Huang 2001), which is what a detector must learn to ignore.
@@ -37,7 +37,7 @@ def noise_bank() -> Field:
 
 
 def white_noise(rng: np.random.Generator, height: int, width: int) -> Field:
-    """Standard normal noise, (height, width) up to 1024."""
+    """Draw standard normal noise (height, width), up to 1024."""
     bank = noise_bank()
     if height > bank.shape[0] or width > bank.shape[1]:
         return rng.standard_normal((height, width), dtype=np.float32)
@@ -47,7 +47,10 @@ def white_noise(rng: np.random.Generator, height: int, width: int) -> Field:
 
 
 def clouds(rng: np.random.Generator, size: int, *, roughness: float = 1.0, stretch: tuple[int, int] = (1, 1)) -> Field:
-    """Noise summed over octaves, (size, size) in [0, 1]; ``stretch`` lengthens it along y and x."""
+    """Draw noise summed over octaves, (size, size) in [0, 1].
+
+    ``stretch`` lengthens it along y and x.
+    """
     half = size // 2
     total = np.zeros((half, half), np.float32)
     cells, weight = 3, 1.0
@@ -88,14 +91,14 @@ def studio(rng: np.random.Generator, size: int) -> Image:
 
 
 def marble(rng: np.random.Generator, size: int) -> Image:
-    """Strongly coloured noise at every scale: stone, rust, foliage out of focus."""
+    """Draw strongly coloured noise at every scale: stone, rust, foliage out of focus."""
     return _coloured(
         clouds(rng, size, roughness=rng.uniform(0.8, 1.6)), [any_colour(rng) for _ in range(int(rng.integers(2, 5)))]
     )
 
 
 def wood(rng: np.random.Generator, size: int) -> Image:
-    """Planks with grain."""
+    """Draw planks with grain."""
     brown: Colour = (int(rng.integers(70, 215)), int(rng.integers(50, 160)), int(rng.integers(25, 110)))
     dark = tuple(int(v * rng.uniform(0.55, 0.85)) for v in brown)
     field = clouds(rng, size, roughness=1.3, stretch=(12, 1) if rng.random() < 0.5 else (1, 12))
@@ -110,7 +113,7 @@ def wood(rng: np.random.Generator, size: int) -> Image:
 
 
 def cloth(rng: np.random.Generator, size: int) -> Image:
-    """Weave, stripes or checks."""
+    """Draw cloth: weave, stripes or checks."""
     y, x = np.mgrid[0:size, 0:size].astype(np.float32)
     period = rng.uniform(4, 60)
     wave = np.sin(x * (6.2832 / period)) + rng.choice([0.0, 1.0, -1.0]) * np.sin(
@@ -123,7 +126,7 @@ def cloth(rng: np.random.Generator, size: int) -> Image:
 
 
 def masonry(rng: np.random.Generator, size: int) -> Image:
-    """Bricks, tiles or paving: cells of slightly different colours between joints."""
+    """Draw bricks, tiles or paving: cells of slightly different colours between joints."""
     rows, columns = int(rng.integers(4, 26)), int(rng.integers(3, 16))
     base, joint = any_colour(rng), muted(rng)
     picture = blank(size, size, joint)
@@ -140,7 +143,7 @@ def masonry(rng: np.random.Generator, size: int) -> Image:
 
 
 def clutter(rng: np.random.Generator, size: int) -> Image:
-    """Overlapping ellipses, boxes, sticks and polygons whose sizes follow a power law."""
+    """Draw overlapping ellipses, boxes, sticks and polygons whose sizes follow a power law."""
     palette = [any_colour(rng) for _ in range(int(rng.integers(3, 9)))]
     picture = blank(size, size, palette[0])
     count = int(rng.integers(60, 260))
@@ -167,7 +170,7 @@ def clutter(rng: np.random.Generator, size: int) -> Image:
 
 
 def shelves(rng: np.random.Generator, size: int) -> Image:
-    """Boards with rows of boxes, bottles and books, most with a few words."""
+    """Draw shelves with rows of boxes, bottles and books, most with a few words."""
     picture = blank(size, size, muted(rng))
     rows = int(rng.integers(2, 6))
     high = size / rows
@@ -196,7 +199,7 @@ def shelves(rng: np.random.Generator, size: int) -> Image:
 
 
 def room(rng: np.random.Generator, size: int) -> Image:
-    """Wall, floor or table, and a few large flat things: doors, windows, monitors, pictures."""
+    """Draw a room: wall, floor or table, and a few doors, windows, monitors or pictures."""
     wall = _coloured(clouds(rng, size, roughness=0.5), [c := muted(rng), _near(rng, c, 25)])
     picture = np.ascontiguousarray(wall)
     for _ in range(int(rng.integers(1, 7))):
@@ -219,7 +222,7 @@ def room(rng: np.random.Generator, size: int) -> Image:
 
 
 def street(rng: np.random.Generator, size: int) -> Image:
-    """Sky, green blobs, house fronts and ground."""
+    """Draw a street: sky, green blobs, house fronts and ground."""
     sky: Colour = (int(rng.integers(130, 240)), int(rng.integers(160, 240)), int(rng.integers(190, 256)))
     picture = blank(size, size, sky)
     horizon = int(size * rng.uniform(0.35, 0.7))
@@ -253,7 +256,7 @@ def street(rng: np.random.Generator, size: int) -> Image:
 
 
 def bokeh(rng: np.random.Generator, size: int) -> Image:
-    """Lights out of focus."""
+    """Draw lights out of focus."""
     picture = marble(rng, size)
     picture = np.ascontiguousarray(cv2.convertScaleAbs(picture, alpha=rng.uniform(0.2, 0.8)))
     glow = np.zeros_like(picture)
@@ -278,7 +281,7 @@ BACKGROUNDS: tuple[tuple[Callable[[np.random.Generator, int], Image], float], ..
 
 
 def background(rng: np.random.Generator, size: int, shares: Sequence[float] | None = None) -> Image:
-    """Draw one of the surroundings, seen from some angle, in or out of focus: (size, size, 3) RGB.
+    """Draw a random background (size, size, 3) RGB, seen from some angle, in or out of focus.
 
     shares: how often each of BACKGROUNDS is drawn, where that is not as usual.
     """
@@ -299,7 +302,7 @@ def background(rng: np.random.Generator, size: int, shares: Sequence[float] | No
 
 
 def soften(picture: Image, sigma: float) -> Image:
-    """Gaussian blur; wide ones at a reduced size, where they cost a fraction and look the same."""
+    """Blur by a Gaussian; wide ones at a reduced size, which is cheaper and looks the same."""
     shrink = 4 if sigma > 6 else 2 if sigma > 2.5 else 1
     if shrink == 1:
         return np.asarray(cv2.GaussianBlur(picture, (0, 0), sigma), np.uint8)

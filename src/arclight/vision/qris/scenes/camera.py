@@ -22,7 +22,10 @@ def photograph(rng: np.random.Generator, scene: Image, finest: float | None) -> 
 
 
 def through_lens(rng: np.random.Generator, picture: Image, finest: float | None) -> Image:
-    """Add what differs from one exposure to the next: glare, focus, shake, noise and a phone's sharpening."""
+    """Add the effects of one exposure: glare, focus, motion blur, noise and sharpening.
+
+    ``finest``: pixels per module of the smallest code in the picture.
+    """
     if rng.random() < 0.15:
         picture = _glare(rng, picture)
     limit = 2.0 if finest is None else float(np.clip(finest * rng.uniform(0.3, 1.3), 0.3, 5.0))
@@ -62,7 +65,7 @@ def light(rng: np.random.Generator, scene: Image) -> Image:
 
 
 def _cast(rng: np.random.Generator) -> Field:
-    """Gains of red, green and blue: daylight to a warm lamp."""
+    """Draw gains of red, green and blue, from daylight to a warm lamp."""
     warmth = rng.normal(0.03, 0.07) + (rng.uniform(0.1, 0.3) if rng.random() < 0.1 else 0)
     gains = np.array([1 + warmth, 1 + rng.normal(0, 0.02), 1 - 1.3 * warmth], np.float32)
     return gains.clip(0.3, 1.6)
@@ -109,7 +112,7 @@ def _motion(rng: np.random.Generator, picture: Image, length: float) -> Image:
 
 
 def _grain(rng: np.random.Generator, picture: Image) -> Image:
-    """Sensor noise: mostly in brightness, sometimes blotchy or in colour."""
+    """Add sensor noise: mostly in brightness, sometimes blotchy or in colour."""
     size = picture.shape[0]
     strength = float(rng.exponential(4.0))
     strength = min(strength, 22.0)
@@ -137,14 +140,14 @@ Matrix = npt.NDArray[np.float64]
 
 
 def project(points: npt.ArrayLike, matrix: Matrix) -> npt.NDArray[np.float64]:
-    """Points (N, 2) through a 3 x 3 homography."""
+    """Project points (N, 2) by a 3 x 3 homography."""
     flat = np.asarray(points, np.float64)
     moved = np.column_stack([flat, np.ones(len(flat))]) @ matrix.T
     return np.asarray(moved[:, :2] / moved[:, 2:])
 
 
 def outline(corners: Points, steps: int = 6) -> npt.NDArray[np.float64]:
-    """Points along the edges of a quadrilateral, so that its hull stays right when the edges bend."""
+    """Return points along the edges of a quadrilateral, to keep its hull when edges bend."""
     along = np.linspace(0, 1, steps, endpoint=False)[:, None]
     ends = np.roll(corners, -1, axis=0)
     return np.concatenate([a * (1 - along) + b * along for a, b in zip(corners.astype(float), ends, strict=True)])
@@ -152,7 +155,10 @@ def outline(corners: Points, steps: int = 6) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Bend:
-    """A sheet around an upright cylinder: ``angle`` is half of what it covers, radians; ``bow`` lifts its middle."""
+    """Bend of a sheet around an upright cylinder.
+
+    ``angle`` is half of what it covers, in radians; ``bow`` lifts its middle.
+    """
 
     width: float
     angle: float
@@ -199,12 +205,12 @@ class PlacedSprite:
     outlines: list[npt.NDArray[np.float64]] = field(default_factory=list)
 
     def to_scene(self, points: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Points of the flat item, as drawn, in scene pixels."""
+        """Map points of the flat item, as drawn, to scene pixels."""
         return project(self.bend.forward(points) if self.bend else points, self.matrix)
 
 
 def bend_sprite(rng: np.random.Generator, item: Sprite) -> tuple[Sprite, Bend]:
-    """Return the item as it looks around a bottle or cup; corners of its codes stay those of the flat item."""
+    """Bend the item as around a bottle or cup; its codes keep their flat corners."""
     height, width = item.image.shape[:2]
     bend = Bend(float(width), float(rng.uniform(0.35, 1.15)), float(rng.normal(0, 0.06)) * height)
     bent = replace(item, image=bend.warp(item.image, shaded=True), mask=bend.warp(item.mask, shaded=False))

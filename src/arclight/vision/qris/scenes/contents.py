@@ -1,4 +1,4 @@
-"""Generate the contents of codes: payment payloads of invented merchants, links, other texts."""
+"""Generate the contents of codes: payloads of invented merchants, links, other texts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Content:
-    """The text of one code, whether it is a QRIS, and what a poster prints beside it."""
+    """Text of one code, its kind, and what a poster prints beside it."""
 
     text: str
     kind: Literal["qris", "other"]
@@ -63,7 +63,10 @@ def words(rng: np.random.Generator, count: int) -> str:
 def qris_content(
     rng: np.random.Generator, *, merchant: str | None = None, city: str | None = None, dynamic_share: float = 0.3
 ) -> Content:
-    """Return a valid QRIS of an invented merchant, or of another account of the one named, static or dynamic."""
+    """Return a valid QRIS payload of an invented merchant, static or dynamic.
+
+    ``merchant``: name of an existing one, of which another account is invented.
+    """
     name = f"{choose(rng, _SHOPS)} {choose(rng, _NAMES)}"
     name = f"{name} {digits(rng, int(rng.integers(1, 4)))}" if rng.random() < 0.3 else name
     name = merchant or name
@@ -85,7 +88,7 @@ def qris_content(
 
 
 def other_content(rng: np.random.Generator) -> Content:
-    """Anything else a QR code may hold: links, contacts, networks, serial numbers, plain text."""
+    """Draw other contents of QR codes: links, contacts, networks, serial numbers, plain text."""
     token = "".join(string.ascii_letters[i] for i in rng.integers(0, 52, int(rng.integers(3, 60))))
     kind = int(rng.integers(7))
     if kind <= 1:

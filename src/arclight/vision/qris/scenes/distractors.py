@@ -1,4 +1,4 @@
-"""Draw distractors: unlabelled things that resemble QR codes, and hands or cables that occlude."""
+"""Draw distractors: unlabelled things that resemble QR codes, and occluding hands or cables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from arclight.vision.qris.scenes.symbols import Colour
 
 
 def _cells(cells: npt.NDArray[np.generic], side: float) -> Image:
-    """Draw a grid of 0 and 1 (1 is dark) as an RGB picture ``side`` pixels wide, square cells, a small light border."""
+    """Draw a grid of 0 and 1 (1 is dark) as an RGB picture ``side`` pixels wide.
+
+    Cells are square, with a small light border.
+    """
     grid = np.pad(np.where(cells, 25, 240).astype(np.uint8), 1, constant_values=240)
     width, height = max(4, round(side)), max(4, round(side * grid.shape[0] / grid.shape[1]))
     large = np.kron(grid, np.ones((4, 4), np.uint8))
@@ -38,7 +41,7 @@ def _cells(cells: npt.NDArray[np.generic], side: float) -> Image:
 
 
 def barcode(rng: np.random.Generator, side: float) -> Sprite:
-    """Bars of one to four units with digits below."""
+    """Draw a barcode: bars of one to four units with digits below."""
     widths = rng.integers(1, 5, int(rng.integers(24, 60)))
     bars = np.repeat(np.arange(len(widths)) % 2 == 0, widths)
     picture = _cells(np.tile(bars, (max(2, len(bars) // int(rng.integers(2, 5))), 1)), side)
@@ -58,7 +61,7 @@ def checkerboard(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def data_matrix(rng: np.random.Generator, side: float) -> Sprite:
-    """Random cells inside a solid L and a dashed L, as Data Matrix codes have; no finder patterns."""
+    """Draw a Data Matrix look-alike: random cells in a solid and a dashed L, no finder patterns."""
     count = int(rng.integers(5, 13)) * 2
     cells = rng.random((count, count)) < 0.5
     cells[:, 0] = cells[-1] = True
@@ -69,7 +72,7 @@ def data_matrix(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def aztec(rng: np.random.Generator, side: float) -> Sprite:
-    """Random cells around concentric squares in the middle, as Aztec codes have."""
+    """Draw an Aztec look-alike: random cells around concentric squares."""
     count = int(rng.integers(8, 15)) * 2 + 1
     cells = rng.random((count, count)) < 0.5
     ring = np.abs(np.arange(count) - count // 2)
@@ -88,7 +91,7 @@ def marker(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def random_cells(rng: np.random.Generator, side: float) -> Sprite:
-    """Black and white cells without any structure."""
+    """Draw black and white cells without any structure."""
     rows, columns = (int(v) for v in rng.integers(6, 40, 2))
     picture = _cells(rng.random((rows, columns)) < rng.uniform(0.3, 0.6), side)
     return Sprite(picture, solid(picture))
@@ -111,7 +114,7 @@ def crossword(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def lattice(rng: np.random.Generator, side: float) -> Sprite:
-    """Windows, grilles, tiles: equal rectangles in rows."""
+    """Draw a lattice: equal rectangles in rows, as windows, grilles and tiles have."""
     ground, pane = any_colour(rng), any_colour(rng)
     canvas = blank(side, side * rng.uniform(0.5, 1.5), ground)
     height, width = canvas.shape[:2]
@@ -182,7 +185,7 @@ def sign(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def plain_box(rng: np.random.Generator, side: float) -> Sprite:
-    """Furniture, cartons, walls, books: one colour with an edge and perhaps a band."""
+    """Draw a plain box, as of furniture or cartons: one colour with an edge, perhaps a band."""
     colour = muted(rng)
     canvas = blank(side, side * rng.uniform(0.2, 1.8), colour)
     height, width = canvas.shape[:2]
@@ -251,7 +254,7 @@ def fingers(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def hand(rng: np.random.Generator, side: float) -> Sprite:
-    """Draw a fist or open hand from the side: a palm with fingers and an arm, ``side`` pixels high."""
+    """Draw a fist or open hand from the side, with an arm, ``side`` pixels high."""
     height = max(24, round(side))
     width = round(height * 0.8)
     mask = np.zeros((height, width), np.uint8)

@@ -28,7 +28,10 @@ class Sprite:
 
 
 def around(side: float, share: float) -> float:
-    """Length of a thing of which ``side`` pixels are ``share``, cut where most of it would lie outside any picture."""
+    """Return the length of a thing of which ``side`` pixels are ``share``, limited.
+
+    Beyond the limit most of it would lie outside any picture.
+    """
     return min(side / share, max(1.7 * side, 1500.0))
 
 
@@ -82,7 +85,7 @@ def _from_hsv(hue: int, saturation: int, value: int) -> Colour:
 
 
 def contrasting(colour: Colour) -> Colour:
-    """Near black on light colours, near white on dark ones."""
+    """Return near black for light colours, near white for dark ones."""
     return (20, 20, 20) if sum(colour) > 380 else (240, 240, 240)
 
 
@@ -96,7 +99,7 @@ def write(
     font: int = 0,
     bold: bool = False,
 ) -> None:
-    """Text whose capitals are about ``height`` pixels high, its baseline starting at ``at`` (x, y)."""
+    """Write text whose capitals are ``height`` pixels high, its baseline from ``at`` (x, y)."""
     if height < 1.5:
         return
     thickness = max(1, round(height / (5 if bold else 9)))
@@ -107,7 +110,7 @@ def write(
 def write_centred(
     canvas: Image, text: str, y: float, height: float, colour: Colour, *, font: int = 0, bold: bool = False
 ) -> None:
-    """One line in the middle of the canvas, made smaller where it would not fit in nine tenths of the width."""
+    """Write one centred line, made smaller if it is wider than nine tenths of the canvas."""
     width = canvas.shape[1]
     size = cv2.getTextSize(text, font, height / 21, max(1, round(height / 9)))[0][0]
     if size > 0.9 * width:
@@ -125,7 +128,10 @@ def paragraph(
     *,
     around: Sequence[tuple[float, float, float, float]] = (),
 ) -> None:
-    """Lines of running text inside ``box`` (x0, y0, x1, y1), broken where one of the boxes ``around`` is in the way."""
+    """Write lines of running text into ``box`` (x0, y0, x1, y1), around other boxes.
+
+    Lines are broken where one of the boxes ``around`` is in the way.
+    """
     x0, y0, x1, y1 = box
     font = choose(rng, FONTS)
     spacing = height * rng.uniform(1.6, 2.4)

@@ -1,4 +1,4 @@
-"""Draw pairs of photos of one stand: with its own code, and with somebody else's sticker over it.
+"""Draw pairs of photos of one stand: with its own code, and with a fraudulent sticker.
 
 Both photos of a pair share sheet, view, light and camera, so that nothing but the sticker tells them apart.
 """
@@ -56,7 +56,10 @@ class Pair:
 
 
 def draw_pair(rng: np.random.Generator, size: int = 960) -> Pair:
-    """Draw a stand twice, without and with a sticker, as (size, size, 3) photos that show its code at reading distance."""
+    """Draw a stand twice, without and with a sticker, as (size, size, 3) photos.
+
+    They show its code at reading distance.
+    """
     side = size * float(rng.uniform(0.24, 0.5))
     own = _stand(rng, side)
     content = own.codes[0].content
@@ -86,7 +89,7 @@ def _photo(rng: np.random.Generator, item: Sprite, size: int, side: float, frame
 
 
 def pasted(rng: np.random.Generator, item: Sprite, placement: Placement = "over") -> tuple[Sprite, Content]:
-    """Return a sheet with a sticker over its code or beside it, put on by hand, and what the sticker's code says."""
+    """Return a sheet with a sticker over or beside its code, and the sticker's content."""
     code = item.codes[0]
     side = float(np.linalg.norm(code.corners[1] - code.corners[0]))
     content = qris_content(rng, dynamic_share=0.1)
@@ -133,7 +136,7 @@ def paper_sticker(rng: np.random.Generator, content: Content, side: float) -> Sp
 
 
 def _laid(rng: np.random.Generator, sheet: Image, sticker: Sprite, matrix: Matrix) -> Image:
-    """Blend the sticker into the sheet, with its own gloss, the shadow of its thickness and the light on its rim."""
+    """Blend the sticker into the sheet, with its gloss, its shadow and the light on its rim."""
     size = sheet.shape[1::-1]
     gloss = cv2.convertScaleAbs(sticker.image, alpha=float(np.clip(rng.normal(0.98, 0.06), 0.8, 1.1)))
     front = cv2.warpAffine(gloss, matrix, size, flags=cv2.INTER_AREA, borderMode=cv2.BORDER_REPLICATE)

@@ -1,4 +1,4 @@
-"""Write a data set of drawn scenes: YOLO images and labels, and every code's corners and payload.
+"""Write a data set of drawn scenes: YOLO images and labels, and codes with their payloads.
 
 Scene i is drawn from (seed, i) alone, so any number of processes writes the same bytes.
 """
@@ -66,16 +66,17 @@ def generate(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write ``count`` scenes of ``size`` x ``size`` pixels into the folder ``out`` and return its ``data.yaml``.
+    """Generate ``count`` scenes of ``size`` x ``size`` pixels; return their ``data.yaml``.
 
-    The last ``val_share`` of them is for validation. ``codes.json`` maps every image to its codes: corners_px
-    (the code's own top left, top right, bottom right, bottom left), box_xyxy_px, payload, kind, merchant, nmid and
-    modules (along a side). With ``merchants`` the scenes belong to so many places in turn, each with surroundings, sizes,
-    light and a sign of its own, and ``merchants.json`` says which image is whose. With ``corners`` the labels are boxes with
-    four keypoints, the code's own corners in the order of ``corners_px``, those outside of the picture not labelled;
-    with ``rotated`` they are these corners alone, moved to the picture's edge where they are outside, as the task obb reads them.
-    ``progress`` is called with (done, count). ``workers`` processes draw, as many as there are processors unless given. The folder appears complete or not
-    at all; GenerateError where it holds something already.
+    They are written into the folder ``out``. The last ``val_share`` of them is for validation. ``codes.json`` maps
+    every image to its codes: corners_px (the code's own top left, top right, bottom right, bottom left), box_xyxy_px,
+    payload, kind, merchant, nmid and modules (along a side). With ``merchants`` the scenes belong to so many places in
+    turn, each with surroundings, sizes, light and a sign of its own, and ``merchants.json`` says which image is whose.
+    With ``corners`` the labels are boxes with four keypoints, the code's own corners in the order of ``corners_px``,
+    those outside of the picture not labelled; with ``rotated`` they are these corners alone, moved to the picture's
+    edge where they are outside, as the task obb reads them. ``progress`` is called with (done, count). ``workers``
+    processes draw, as many as there are processors unless given. The folder appears complete or not at all;
+    GenerateError where it holds something already.
     """
     out = Path(out)
     if count < 1 or size < 64 or not 0 <= val_share < 1:

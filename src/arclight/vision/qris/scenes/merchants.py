@@ -1,4 +1,4 @@
-"""Generate merchants, each with its own photographing conditions: non-IID sites for federations.
+"""Generate merchants with their own photographing conditions: non-IID federated sites.
 
 A merchant is a function of (seed, number). What differs is what differs between real shops that photograph with their own
 phones on their own counters, so that data divided by merchant are not alike at any two sites.

@@ -1,4 +1,7 @@
-"""Draw clips: a moving hand-held camera over a scene with codes, each frame with its own blur, light and noise."""
+"""Draw clips: a moving hand-held camera over a scene with codes.
+
+Each frame has its own blur, light and noise.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ REACH = 0.2
 
 @dataclass(frozen=True)
 class ClipFrame:
-    """One frame, (size, size, 3) RGB, and the codes that are whole in it: ``ids`` tell which is which across frames."""
+    """One frame, (size, size, 3) RGB, and the codes whole in it; ``ids`` identify them."""
 
     image: Image
     codes: list[SceneCode]
@@ -32,9 +35,10 @@ class ClipFrame:
 def draw_clip(
     rng: np.random.Generator, size: int = 640, frames: int = 16, codes: int = 6, *, reach: float = REACH
 ) -> list[ClipFrame]:
-    """Draw ``frames`` frames of a camera that pans, turns and comes closer over up to ``codes`` carriers of codes.
+    """Draw ``frames`` frames of a moving camera over up to ``codes`` carriers of codes.
 
-    ``reach`` is how far it wanders, in sides of the world: from a hand that hovers (0) to a walk along a counter (0.5).
+    The camera pans, turns and comes closer. ``reach`` is how far it wanders, in sides of the world: from a hand that
+    hovers (0) to a walk along a counter (0.5).
     """
     world = round(WORLD * size)
     stage = Canvas(np.ascontiguousarray(background(rng, world)))
@@ -46,7 +50,7 @@ def draw_clip(
 
 
 def _path(rng: np.random.Generator, size: int, world: int, frames: int, reach: float) -> list[Matrix]:
-    """Return the homography from the world to each frame: smooth knots of place, distance, turn and tilt, and a shaking hand."""
+    """Return the homography from the world to each frame of a smooth, shaking camera path."""
     knots = 4
     at = np.linspace(0, knots - 1, frames)
 
@@ -85,7 +89,7 @@ def _frame(rng: np.random.Generator, stage: Canvas, matrix: Matrix, before: Matr
 
 
 def _smear(image: Image, matrix: Matrix, before: Matrix, exposure: float, size: int) -> Image:
-    """Blur along the camera's own way during the share ``exposure`` of the time between two frames."""
+    """Blur along the camera's motion, for the share ``exposure`` of the frame time."""
     middle = np.array([[size / 2, size / 2]])
     inverse: Matrix = np.linalg.inv(matrix).astype(np.float64)
     way = (project(project(middle, inverse), before) - middle)[0] * exposure

@@ -1,4 +1,4 @@
-"""Draw carriers of payment codes: QRIS posters, table stands, stickers, phone screens, receipts.
+"""Draw carriers of payment codes: posters, table stands, stickers, phone screens, receipts.
 
 Every ``draw`` takes the random generator and ``side``, the pixels that the code's modules should span, and
 returns an Item. The poster follows the proportions of the official print (portrait 1.3 to 1.7, code about
@@ -50,7 +50,7 @@ def _triangle(canvas: Image, points: list[tuple[float, float]], colour: Colour) 
 
 
 def official_poster(rng: np.random.Generator, side: float) -> Sprite:
-    """White portrait sheet: word-mark, merchant, NMID, terminal, code, slogan, red triangles, version line."""
+    """Draw an official QRIS poster: word-mark, merchant, NMID, terminal, code, slogan."""
     content = qris_content(rng)
     width = side / rng.uniform(0.48, 0.6)
     canvas = blank(width, width * rng.uniform(1.29, 1.6), (255, 255, 255))
@@ -84,7 +84,7 @@ def official_poster(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def _decorate(rng: np.random.Generator, canvas: Image, count: int) -> None:
-    """Bands, discs and triangles in loud colours."""
+    """Draw bands, discs and triangles in loud colours."""
     high, wide = canvas.shape[:2]
     for _ in range(count):
         colour, shape = any_colour(rng), int(rng.integers(3))
@@ -100,7 +100,7 @@ def _decorate(rng: np.random.Generator, canvas: Image, count: int) -> None:
 
 
 def own_poster(rng: np.random.Generator, side: float) -> Sprite:
-    """Draw a shop's own design: any colours and shapes, a headline, a code somewhere in the middle."""
+    """Draw a shop's own poster: any colours and shapes, a headline, a code near the middle."""
     ground = any_colour(rng)
     wide = around(side, rng.uniform(0.3, 0.75))
     canvas = blank(wide, max(side * 1.15, wide * rng.uniform(0.6, 1.7)), ground)
@@ -231,7 +231,7 @@ def wallet_card(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def bare_code(rng: np.random.Generator, side: float, content: Content | None = None) -> Sprite:
-    """Only a code on its own paper."""
+    """Draw only a code on its own paper."""
     look = random_look(rng)
     canvas = blank(side * rng.uniform(1.03, 1.35), side * rng.uniform(1.03, 1.35), look.paper)
     height, width = canvas.shape[:2]

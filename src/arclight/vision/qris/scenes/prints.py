@@ -1,4 +1,4 @@
-"""Draw other printed carriers of codes: pages of text, product boxes, packs, sheets, screens."""
+"""Draw other printed carriers of codes: text pages, product boxes, packs, sheets, screens."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def product_box(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def small_label(rng: np.random.Generator, side: float) -> Sprite:
-    """Draw a white pharmacy label: a code at one side, a few lines of print at the other or below."""
+    """Draw a white pharmacy label: a code, and a few lines of print beside or below it."""
     paper = int(rng.integers(215, 256))
     beside = rng.random() < 0.6
     size = (
@@ -117,7 +117,7 @@ def _paste(canvas: Image, item: Sprite, left: float, top: float) -> list[Printed
 
 
 def _quarter_turn(item: Sprite, turns: int) -> Sprite:
-    """Draw the item turned by 90 degrees ``turns`` times, clockwise; corners stay those of the code itself."""
+    """Rotate the item by ``turns`` times 90 degrees, clockwise; codes keep their own corners."""
     for _ in range(turns % 4):
         high = item.image.shape[0]
         codes = [
@@ -187,7 +187,7 @@ def small_pack(rng: np.random.Generator, side: float) -> Sprite:
 
 
 def code_sheet(rng: np.random.Generator, side: float) -> Sprite:
-    """Several codes in rows on one sheet, as test charts, tickets and labels on a roll have."""
+    """Draw a sheet of codes in rows, as test charts, tickets and label rolls have."""
     rows, columns = int(rng.integers(1, 3)), int(rng.integers(2, 4))
     pitch = side * rng.uniform(1.2, 1.8)
     paper = pale(rng)

@@ -1,4 +1,4 @@
-"""Draw a whole scene: surroundings, carriers of codes, distractors, hands in the way, and the camera."""
+"""Draw a whole scene: background, carriers of codes, distractors, occluders, and the camera."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ _PACKS: tuple[posters.Draw, ...] = (prints.blister_pack, prints.small_pack, prin
 
 @dataclass(frozen=True)
 class SceneCode:
-    """A code in a scene, pixels: ``corners`` (4, 2) from its own top left clockwise, ``box`` xyxy inside the image."""
+    """Code in a scene, in pixels: ``corners`` (4, 2) and ``box`` xyxy inside the image.
+
+    Corners go clockwise from the code's own top left.
+    """
 
     corners: npt.NDArray[np.float64]
     box: tuple[float, float, float, float]
@@ -62,7 +65,7 @@ class Scene:
 
 @dataclass
 class Canvas:
-    """A scene in the making: the picture, the codes so far, and where they are on the coarse map."""
+    """Scene being drawn: the picture, its codes, and the places taken on a coarse map."""
 
     canvas: Image
     codes: list[SceneCode] = field(default_factory=list)
@@ -86,7 +89,7 @@ class Canvas:
 
 
 def draw_scene(rng: np.random.Generator, size: int, merchant: MerchantStyle | None = None) -> Scene:
-    """Draw one scene of ``size`` x ``size`` pixels, from ``rng`` and the merchant's habits alone."""
+    """Draw one scene of ``size`` x ``size`` pixels, from ``rng`` and the merchant's style alone."""
     story = float(rng.random())
     if merchant is not None:
         return _at(merchant, rng, size, story)
@@ -113,7 +116,7 @@ def draw_scene(rng: np.random.Generator, size: int, merchant: MerchantStyle | No
 
 
 def _at(merchant: MerchantStyle, rng: np.random.Generator, size: int, story: float) -> Scene:
-    """Return a scene as one merchant's photos are: surroundings, carriers, sizes, sign and light of that place."""
+    """Draw a scene in one merchant's style: background, carriers, sizes, sign and light."""
     stage = Canvas(np.ascontiguousarray(background(rng, size, merchant.surroundings)))
     _add_distractors(rng, stage, int(rng.integers(0, 3)))
     if rng.random() < merchant.sign_share:
@@ -132,12 +135,12 @@ def _at(merchant: MerchantStyle, rng: np.random.Generator, size: int, story: flo
 
 
 def finest_module(codes: Sequence[SceneCode]) -> float | None:
-    """Pixels per module of the code drawn smallest."""
+    """Return the pixels per module of the smallest code, or None."""
     return min((_side(code.corners) / code.modules for code in codes), default=None)
 
 
 def _side(corners: npt.NDArray[np.float64]) -> float:
-    """Side of the square as large as a quadrilateral."""
+    """Return the side of the square of equal area to a quadrilateral."""
     x, y = corners.T
     return float(np.sqrt(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2))
 
@@ -164,7 +167,7 @@ def _add_packs(rng: np.random.Generator, stage: Canvas) -> None:
 def _add(
     rng: np.random.Generator, stage: Canvas, draw: posters.Draw, side: float, *, steep: float, bent: bool
 ) -> PlacedSprite | None:
-    """Draw a thing whose code spans about ``side`` pixels where it hides no other; None where no place was free."""
+    """Draw a carrier whose code spans about ``side`` pixels, hiding no other; None without room."""
     item = draw(rng, max(side * 1.15, 48.0))
     if not item.codes:
         return None
@@ -184,9 +187,10 @@ def add_sprite(
     bend: Bend | None = None,
     framed: Sequence[PrintedCode] = (),
 ) -> PlacedSprite | None:
-    """Lay a thing with codes where it hides no other, its first code about ``side`` pixels; None where no place was free.
+    """Place a sprite with codes where it hides no other; None if there is no room.
 
-    Where codes are ``framed``, they take the place of the thing's own in deciding where it lies.
+    Its first code is about ``side`` pixels. Where codes are ``framed``, they take the place of the thing's own in
+    deciding where it lies.
     """
     height, width = item.image.shape[:2]
     for _ in range(5):
@@ -214,7 +218,10 @@ def seen_code(
 
 
 def _moved_inside(rng: np.random.Generator, size: int, placed: PlacedSprite, side: float) -> PlacedSprite:
-    """Return the placement scaled so that its first code spans ``side`` and shifted so that all codes are in the picture."""
+    """Return the placement, scaled so that its first code spans ``side``, inside the picture.
+
+    It is shifted so that all codes are in the picture.
+    """
     codes = placed.item.codes
     factor = side / _side(placed.to_scene(codes[0].corners))
     points = np.concatenate([placed.to_scene(outline(code.corners)) for code in codes]) * factor
@@ -230,7 +237,7 @@ def _moved_inside(rng: np.random.Generator, size: int, placed: PlacedSprite, sid
 
 
 def _composite(rng: np.random.Generator, stage: Canvas, placed: PlacedSprite, *, shadow: float = 0.6) -> None:
-    """Blend an item into the picture, with the light on it and, with probability ``shadow``, its shadow below."""
+    """Blend an item into the picture, with its light and, with probability ``shadow``, a shadow."""
     image, mask, matrix = _shrunk(placed.item, placed.matrix)
     height, width = image.shape[:2]
     quad = project([[0, 0], [width, 0], [width, height], [0, height]], matrix)
@@ -254,7 +261,7 @@ def _composite(rng: np.random.Generator, stage: Canvas, placed: PlacedSprite, *,
 
 
 def _shrunk(item: Sprite, matrix: Matrix) -> tuple[Image, Image, Matrix]:
-    """Return the item reduced by area averaging where the view would skip its pixels, as a camera averages them."""
+    """Reduce the item by area averaging if the view would skip its pixels."""
     height, width = item.image.shape[:2]
     quad = project([[0, 0], [width, 0], [width, height], [0, height]], matrix)
     scale = _side(quad) / float(np.sqrt(width * height))

@@ -1,4 +1,4 @@
-"""Draw one QR symbol: square, dot or rounded modules, any two colours, with or without a logo."""
+"""Draw one QR symbol: square, dot or rounded modules, any two colours, perhaps a logo."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Look:
 
 @dataclass(frozen=True)
 class PrintedCode:
-    """A code on something: ``corners`` (4, 2), pixels, are its own, clockwise from its top left, without quiet zone."""
+    """Printed code: ``corners`` (4, 2) in pixels, clockwise from its top left, no quiet zone."""
 
     corners: Points
     content: Content
@@ -50,7 +50,10 @@ class PrintedCode:
 
 
 def random_look(rng: np.random.Generator, *, plain: float = 0.6) -> Look:
-    """Black on white with probability ``plain``, else coloured, rounded, inverted now and then, or with a logo."""
+    """Draw a random look: black on white with probability ``plain``, else coloured or inverted.
+
+    It may be rounded, or have a logo.
+    """
     quiet = float(rng.uniform(2, 4.5)) if rng.random() < 0.8 else float(rng.uniform(0.3, 2))
     white = int(rng.integers(225, 256))
     if rng.random() < plain:
@@ -65,7 +68,10 @@ def random_look(rng: np.random.Generator, *, plain: float = 0.6) -> Look:
 
 
 def encode_modules(rng: np.random.Generator, content: Content, *, logo: bool) -> npt.NDArray[np.uint8]:
-    """Return the symbol as (n, n) of 0 and 1; the error correction level is any, but high where a logo hides modules."""
+    """Encode the content as modules (n, n) of 0 and 1.
+
+    The error correction level is random, but high if a logo hides modules.
+    """
     level = "h" if logo else choose(rng, "lmqh")
     # The mask is drawn, not searched for: readers take any, and the search is most of segno's time.
     symbol = segno.make(content.text, error=level, boost_error=False, micro=False, mask=int(rng.integers(8)))
@@ -73,7 +79,7 @@ def encode_modules(rng: np.random.Generator, content: Content, *, logo: bool) ->
 
 
 def _shaped(modules: npt.NDArray[np.uint8], shape: str) -> Image:
-    """Ink coverage of the master drawing, 0 to 255, CELL pixels per module."""
+    """Return ink coverage of the master drawing, 0 to 255, CELL pixels per module."""
     cover: Image = np.kron(modules * np.uint8(255), np.ones((CELL, CELL), np.uint8))
     if shape == "squares":
         return cover
@@ -90,7 +96,10 @@ def _shaped(modules: npt.NDArray[np.uint8], shape: str) -> Image:
 
 
 def draw_symbol(rng: np.random.Generator, content: Content, look: Look, side: float) -> tuple[Image, float, int]:
-    """Return a symbol in its quiet zone as an RGB square, its modules about ``side`` pixels; the zone's width; its modules."""
+    """Draw a symbol of about ``side`` pixels with its quiet zone, as an RGB square.
+
+    Also returns the width of the zone, and the number of modules.
+    """
     modules = encode_modules(rng, content, logo=look.logo)
     cover = _shaped(modules, look.modules)
     size = cover.shape[0]
@@ -125,7 +134,7 @@ def _draw_logo(rng: np.random.Generator, picture: Image, look: Look) -> None:
 def stamp(
     rng: np.random.Generator, canvas: Image, centre: tuple[float, float], side: float, content: Content, *, look: Look
 ) -> PrintedCode:
-    """Draw a symbol of ``side`` pixels around ``centre`` (x, y) of ``canvas``; what lies outside it is cut off."""
+    """Draw a symbol of ``side`` pixels around ``centre`` (x, y) of ``canvas``, clipped to it."""
     picture, zone, modules = draw_symbol(rng, content, look, side)
     size = picture.shape[0]
     left, top = round(centre[0] - size / 2), round(centre[1] - size / 2)

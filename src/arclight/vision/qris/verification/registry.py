@@ -1,4 +1,4 @@
-"""Read a table of places and the payment codes that belong to them: CSV, JSON or TOML, checked row by row.
+"""Read a registry of places and their payment codes: CSV, JSON or TOML, checked row by row.
 
 A place may have a picture of its print: `RegisteredPrint` holds its features, `compare_prints` lays it over a photo.
 """
@@ -44,7 +44,10 @@ class RegistryError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One row: a place, and what its printed code says. Fields left empty are not compared."""
+    """One row of the registry: a place, and the contents of its printed code.
+
+    Fields left empty are not compared.
+    """
 
     name: str
     nmid: str
@@ -72,7 +75,7 @@ class Place:
         return cls(name=payload.merchant_name, nmid=payload.nmid, city=payload.city, pan=pans[0], poster=poster)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists, text and None."""
+        """Return plain lists, text and None."""
         poster = None if self.poster is None else str(self.poster)
         return {one.name: getattr(self, one.name) for one in fields(self)} | {
             "guids": list(self.guids), "poster": poster,
@@ -99,12 +102,12 @@ class Registry:
 
     @classmethod
     def read(cls, path: Path | str) -> Registry:
-        """Read a ``.csv`` with a header, a ``.json`` list of objects, or a ``.toml`` of ``[[place]]`` tables.
+        """Read a registry: ``.csv`` with a header, ``.json`` list of objects, or ``.toml``.
 
-        ``name`` and ``nmid`` are required; ``guids`` (divided by ``;`` in CSV), ``pan``, ``city``, ``terminal``, ``kind`` and
-        ``poster`` (a picture, its path relative to the file's folder) are not. Rows of one NMID are its terminals and
-        acquirers. Raises RegistryError that names every row at fault, also those that contradict each other; OSError if the
-        file cannot be opened.
+        A ``.toml`` has ``[[place]]`` tables. ``name`` and ``nmid`` are required; ``guids`` (divided by ``;`` in CSV),
+        ``pan``, ``city``, ``terminal``, ``kind`` and ``poster`` (a picture, its path relative to the file's folder) are
+        not. Rows of one NMID are its terminals and acquirers. Raises RegistryError that names every row at fault, also
+        those that contradict each other; OSError if the file cannot be opened.
         """
         file = Path(path)
         rows = _rows(file)
@@ -147,7 +150,10 @@ class Registry:
         return self._by_name.get(letters(name), ()) if letters(name) else ()
 
     def named(self, word: str) -> tuple[Place, ...]:
-        """Return the rows of the place of this NMID or name; RegistryError if there is none, or several."""
+        """Return the rows of the place of this NMID or name.
+
+        Raises RegistryError if there is none, or several.
+        """
         found = self.of_nmid(word) or self.of_name(word)
         if len({place.nmid for place in found}) != 1:
             what = "several places have" if found else "no place has"
@@ -156,7 +162,7 @@ class Registry:
 
 
 def letters(text: str) -> str:
-    """Return the letters and digits of ``text``, in upper case: what two spellings of one name share."""
+    """Normalise a name to its letters and digits, in upper case, for comparison."""
     return "".join(c for c in text.upper() if c.isalnum())
 
 
@@ -168,7 +174,10 @@ def _grouped(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _rows(file: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return (place in the file, row) for every row; RegistryError for what is no such table."""
+    """Return (place in the file, row) for every row.
+
+    Raises RegistryError for what is no such table.
+    """
     readers = {".csv": _csv_rows, ".json": _json_rows, ".toml": _toml_rows}
     if file.suffix.lower() not in readers:
         raise RegistryError([f"{file}: a registry is a .csv, .json or .toml file"])
@@ -213,7 +222,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _unique(names: Sequence[str]) -> None:
-    """Raise ValueError for a field given twice: the last value, perhaps an empty one, would stand for both."""
+    """Raise ValueError for a field given twice, which would overwrite the first value."""
     seen: set[str] = set()
     for name in names:
         if name and name in seen:
@@ -293,7 +302,10 @@ def _contradictions(places: list[tuple[str, Place]]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class PrintComparison:
-    """Place of a photographed print's code on the registered print, by features that both share outside the code."""
+    """Position of a photographed code relative to its registered print, by shared features.
+
+    Features are outside the code.
+    """
 
     shared: int
     """Features that agree on one view of the whole sheet."""
@@ -319,13 +331,13 @@ class RegisteredPrint:
 
     @classmethod
     def of(cls, poster: Image, corners: npt.ArrayLike) -> RegisteredPrint:
-        """Take the features of a picture whose code has these (4, 2) corners."""
+        """Extract the features of a picture whose code has these (4, 2) corners."""
         places, descriptors = _features(poster, np.asarray(corners, np.float32))
         return cls(places, descriptors, np.asarray(corners, np.float32))
 
 
 def _features(image: Image, corners: Floats) -> tuple[Floats, npt.NDArray[np.uint8]]:
-    """Return ORB features outside a code: places (N, 2) in pixels of the image, and descriptors (N, 32)."""
+    """Return ORB features outside a code: positions (N, 2) in pixels, descriptors (N, 32)."""
     scale = min(1.0, _WORKING_SIDE / max(image.shape[:2]))
     grey = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY) if image.ndim == 3 else image
     small = cv2.resize(grey, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA) if scale < 1 else grey
@@ -339,7 +351,10 @@ def _features(image: Image, corners: Floats) -> tuple[Floats, npt.NDArray[np.uin
 
 
 def compare_prints(image: Image, corners: npt.ArrayLike, registered: RegisteredPrint) -> PrintComparison | None:
-    """Lay the registered print over a photo of a code with these (4, 2) corners; None where it does not show that print."""
+    """Align the registered print with a photo of a code; None if the photo does not show it.
+
+    ``corners``: (4, 2) of the code in the photo.
+    """
     own = np.asarray(corners, np.float32)
     places, descriptors = _features(image, own)
     if min(len(places), len(registered.places)) < MIN_SHARED:

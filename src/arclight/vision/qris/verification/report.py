@@ -1,4 +1,4 @@
-"""Show verified photos as one page: pictures with their codes marked, verdicts and evidence. It opens offline."""
+"""Show verified photos as one offline HTML page: marked codes, verdicts and evidence."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class VerificationReport:
     """Collect verified photos, and write the page that shows them, mismatches first."""
 
     def __init__(self, registry: str) -> None:
-        """``registry``: what the photos were held against, as the page names it."""
+        """Initialise an empty report.
+
+        ``registry``: name of the registry on the page.
+        """
         self.registry = registry
         self._entries: list[_Entry] = []
 

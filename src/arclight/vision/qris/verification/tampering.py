@@ -1,4 +1,4 @@
-"""Estimate how likely a code was pasted over something, from what a photo shows around it.
+"""Estimate the probability that a code was pasted over something, from its surroundings.
 
 All is measured on the surroundings as the code's own corners rectify them: what was printed together with a code is square to it,
 what it was stuck on is not. Brightness is in units of the code's contrast, 0 for its ink and 1 for its paper; lengths are in the
@@ -51,7 +51,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True)
 class Surroundings:
-    """A code and what is around it, seen from the front: (n, n), the code in the middle."""
+    """Code with its surroundings, rectified: (n, n), the code in the middle."""
 
     rgb: Floats
     even: Floats
@@ -89,7 +89,7 @@ def measure(image: Image, corners: npt.ArrayLike) -> dict[str, float]:
 
 
 def _lines(around: Surroundings) -> dict[str, float]:
-    """Straight lines along the four sides, by band of distance, weakest to strongest side.
+    """Measure straight lines along the four sides, by band of distance, weakest side first.
 
     ``line``: how much of a side a line follows, 0 to 1; ``step``: its contrast; ``rim``: that of a thin line darker or lighter than
     what is on both sides of it, as shadows and cut edges are; ``tilt``: how far lines are turned against the code, degrees.
@@ -138,7 +138,7 @@ def _peaks(low: float, high: float, faint: Floats, contrast: Floats, rim: Floats
 
 
 def _turns(around: Surroundings) -> dict[str, float]:
-    """Directions of edges around the code, against the code's own.
+    """Measure the directions of edges around the code, against the code's own.
 
     ``turn``: the likeliest, degrees; ``sharp``, ``square`` and ``off``: shares of edges that have it, that are square to the code,
     and that are turned by up to ten degrees; ``edges``: how much there is.
@@ -165,7 +165,7 @@ def _turns(around: Surroundings) -> dict[str, float]:
 
 
 def _paper(around: Surroundings) -> dict[str, float]:
-    """Tone and tint of the lightest parts outside against the code's own paper."""
+    """Measure tone and tint of the lightest parts outside, against the code's own paper."""
     inner = around.ring(-1, 0)
     light = inner & (around.even >= np.percentile(around.even[inner], 80))
     paper = around.rgb[light].mean(0)
@@ -182,7 +182,10 @@ def _paper(around: Surroundings) -> dict[str, float]:
 
 
 def _remains(around: Surroundings) -> dict[str, float]:
-    """Remains of another code: texture like modules right outside the code (``busy``), and finder patterns (``finder``)."""
+    """Measure remains of another code around this one.
+
+    ``busy``: texture like modules right outside the code; ``finder``: finder patterns.
+    """
     texture = np.abs(cv2.Laplacian(cv2.GaussianBlur(around.even, (0, 0), 1.2), cv2.CV_32F)) > 0.08
     values = {}
     for name, (low, high) in {"quiet": (0.015, 0.06), "near": (0.06, 0.16), "mid": (0.16, 0.3)}.items():
@@ -200,7 +203,7 @@ def _remains(around: Surroundings) -> dict[str, float]:
 
 
 def remarks(measured: Mapping[str, float]) -> list[str]:
-    """Say in words what of the measurements stands out."""
+    """Describe the measurements that stand out, in words."""
     found = []
     for band, (low, high) in enumerate(BANDS[:3]):
         sides = sum(measured[f"line_{band}_{rank}"] > 0.6 for rank in range(4))

@@ -1,4 +1,4 @@
-"""Verify the payment codes of a photo: match, unknown or mismatch, with the evidence for each verdict.
+"""Verify the payment codes of a photo: match, unknown or mismatch, each with evidence.
 
 A verdict is about whom a code pays. What contradicts the registry decides by itself; what only a look at the print says is
 weighed, and becomes a mismatch above the threshold that one honest photo in a hundred exceeds (see `tampering`). A code that pays
@@ -35,7 +35,7 @@ MOVED = 0.05
 
 @dataclass(frozen=True)
 class Evidence:
-    """One thing that was checked: what came out, and how much it says."""
+    """One check of a code: its outcome, and the weight of that."""
 
     check: str
     message: str
@@ -43,13 +43,13 @@ class Evidence:
     """Natural logarithm of the odds it adds that the code is not the place's: above 0 against the code, below for it."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers and text."""
+        """Return plain numbers and text."""
         return {"check": self.check, "message": self.message, "weight": round(self.weight, 3)}
 
 
 @dataclass(frozen=True)
 class CheckedCode:
-    """The verdict on one payment code; ``score`` is the probability, in [0, 1], that it is not the place's."""
+    """Verdict on one payment code; ``score`` is the probability that it is not the place's."""
 
     code: Code
     verdict: Verdict
@@ -58,7 +58,7 @@ class CheckedCode:
     evidence: tuple[Evidence, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, numbers and text."""
+        """Return plain dictionaries, lists, numbers and text."""
         return {
             "code": self.code.to_json(),
             "verdict": self.verdict,
@@ -83,7 +83,7 @@ class Verification:
         return max((one.score for one in self.checked), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, numbers and text."""
+        """Return plain dictionaries, lists, numbers and text."""
         return {
             "verdict": self.verdict,
             "score": round(self.score, 4),
@@ -99,12 +99,12 @@ def verify(
     place: str | None = None,
     detector: DetectFn | None = None,
 ) -> Verification:
-    """Verify the payment codes in ``photo`` (H, W, 3) RGB uint8 against a registry of places, or the file of one.
+    """Verify the payment codes in ``photo`` (H, W, 3) RGB uint8 against a registry of places.
 
-    ``place`` is the NMID or name of the place the photo was taken at, where that is known: any other account is then a
-    mismatch. A photo without a payment code is ``unknown``, and one that matches but for a code that was not read.
-    Raises ValueError for an array that is no image and RegistryError for
-    a registry, or a place, that is none.
+    ``registry``: that, or its file. ``place`` is the NMID or name of the place the photo was taken at, where that is
+    known: any other account is then a mismatch. A photo without a payment code is ``unknown``, and one that matches but
+    for a code that was not read. Raises ValueError for an array that is no image and RegistryError for a registry, or a
+    place, that is none.
     """
     table = registry if isinstance(registry, Registry) else Registry.read(registry)
     expected = table.named(place) if place is not None else ()
@@ -132,7 +132,7 @@ def account_of(payload: Payload) -> tuple[str | None, tuple[str, ...]]:
 
 
 def pans_of(payload: Payload) -> list[str]:
-    """List the account numbers of a payload's acquirers (tags 26 to 50) and card schemes (02 to 25)."""
+    """List the PANs of a payload's acquirers (tags 26 to 50) and card schemes (02 to 25)."""
     inner = [account.fields.get("01", "") for account in payload.accounts if account.guid and account.tag != QRIS_TAG]
     return [pan for pan in (*inner, *(account.value or "" for account in payload.accounts)) if pan]
 
@@ -191,7 +191,7 @@ def _contradicts(evidence: Sequence[Evidence]) -> bool:
 def _compared(
     payload: Payload, rows: Sequence[Place], table: Registry
 ) -> tuple[Place | None, set[str], list[Evidence]]:
-    """Compare a payload with the row that fits it best and its registered PANs, else with the place it poses as."""
+    """Compare a payload with its best-fitting row and PANs, else with the place it poses as."""
     if not rows:
         place, evidence = _namesake(payload, table)
         return place, set(), evidence
@@ -203,9 +203,9 @@ def _compared(
 
 
 def _of_print(photo: Image, code: Code, place: Place | None, *, match: bool, contradicted: bool) -> list[Evidence]:
-    """Look at what surrounds a code.
+    """Check the surroundings of a code in the photo.
 
-    It is told of one that pays the registered account, but weighs nothing; and a neat print excuses no contradiction.
+    Findings about a code that pays the registered account weigh nothing, and a neat print excuses no contradiction.
     """
     measured = measure(photo, code.corners_px)
     odds = calibrated().log_odds(measured)
@@ -245,7 +245,10 @@ def _of_poster(photo: Image, code: Code, poster: Path, *, match: bool) -> list[E
 
 @lru_cache(maxsize=256)
 def registered_print(poster: Path) -> RegisteredPrint | None:
-    """Return the features of a registered picture; None where no code can be read in it. ImageError, OSError as `decode_image`."""
+    """Return the features of a registered picture; None if no code can be read in it.
+
+    Raises ImageError and OSError as `decode_image`.
+    """
     picture = decode_image(poster)
     codes = [code for code in scan(picture) if code.text is not None]
     payments = [code for code in codes if code.payload is not None] or codes
@@ -274,7 +277,10 @@ def _of_rules(code: Code) -> list[Evidence]:
 
 
 def _pans_for(place: Place, rows: Sequence[Place]) -> set[str]:
-    """Return the PANs of a row and of those of the same account that may share a print with it: no acquirers tell them apart."""
+    """Return the PANs that may share a print with a row.
+
+    They are of the same account, and of acquirers (guids) that do not tell them apart.
+    """
     own = set(map(str.upper, place.guids))
     shared = (row for row in rows if row.nmid == place.nmid)
     return {
@@ -283,7 +289,10 @@ def _pans_for(place: Place, rows: Sequence[Place]) -> set[str]:
 
 
 def _of_row(payload: Payload, place: Place, registered: set[str]) -> list[Evidence]:
-    """Compare a payload with one row of the registry, field by field; every number that it can pay must be ``registered``."""
+    """Compare a payload with one row of the registry, field by field.
+
+    Every PAN that it can pay must be ``registered``.
+    """
     found: list[Evidence] = []
 
     def note(check: str, agrees: bool, given: object, registered: object, against: float) -> None:
@@ -323,7 +332,7 @@ def _of_row(payload: Payload, place: Place, registered: set[str]) -> list[Eviden
 
 
 def _namesake(payload: Payload, table: Registry) -> tuple[Place | None, list[Evidence]]:
-    """Look for the place that a code of an unregistered account poses as: by its account's number, its name and its city."""
+    """Find the place that a code of an unregistered account poses as: by PAN, name and city."""
     for pan in pans_of(payload):
         if owner := table.of_pan(pan):
             message = f"PAN {pan} is registered for {owner.nmid}; this code names {payload.nmid or 'no NMID'}"
@@ -342,7 +351,7 @@ def _namesake(payload: Payload, table: Registry) -> tuple[Place | None, list[Evi
 
 
 def _nearly_named(payload: Payload, table: Registry) -> list[Place]:
-    """List the places of a payload's city, or of none that is known, whose names are nearly its own."""
+    """List the places of a payload's city, or of an unknown one, with similar names."""
     matcher = SequenceMatcher(b=letters(payload.merchant_name))  # what it knows of b is kept for every a
     near = []
     for place in table.places:
