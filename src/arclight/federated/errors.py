@@ -10,7 +10,7 @@ Reason = Literal[
 
 
 class FederatedError(RuntimeError):
-    """A federated run that cannot go on as it was asked to; the message says why and what to do."""
+    """Error of a federated run that cannot continue; it says why and what to do."""
 
 
 class SettingsError(FederatedError):
@@ -22,7 +22,7 @@ class ProtocolError(FederatedError):
 
 
 class SessionError(ProtocolError):
-    """The session is unknown: the node joins again, and what it holds is good."""
+    """Error of an unknown session: the node joins again, and keeps what it has."""
 
 
 class BlobError(FederatedError):
@@ -30,7 +30,7 @@ class BlobError(FederatedError):
 
 
 class RefusedError(FederatedError):
-    """An update is refused; ``reason`` tells programs what the message tells people.
+    """Error of a refused update; ``reason`` is for programs, the message for people.
 
     clients: whose updates these are, if the error is raised where several are together, as in a fold.
     """
@@ -46,7 +46,7 @@ class UnopenedError(FederatedError):
 
 
 class LinkError(FederatedError):
-    """The peer was not reached before the deadline; what was to be sent is kept."""
+    """Error of a peer that was not reached in time; the message is kept to send it again."""
 
 
 class UntrustedError(LinkError):
@@ -58,7 +58,10 @@ class CancelledError(FederatedError):
 
 
 class ClientError(FederatedError):
-    """A client's training or measuring failed, in words for the server; ``retryable``: whether another attempt may do better."""
+    """Failure of a client's training or evaluation, in words for the server.
+
+    ``retryable``: whether another attempt may succeed.
+    """
 
     def __init__(self, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)

@@ -15,7 +15,10 @@ from arclight.federated.strategies import FedAvg, Strategies
 
 @dataclass(frozen=True, kw_only=True)
 class Checks(Checked):
-    """Refuse updates that are well-formed but implausible. The round's history names the client and the reason."""
+    """Limits beyond which well-formed updates are refused as implausible.
+
+    The round's history names the client and the reason.
+    """
 
     norm_times: NonNegativeFloat = 100.0
     """Refuse updates whose norm is so many times the median of those accepted before; before any was, so many times that of
@@ -29,7 +32,7 @@ class Checks(Checked):
 @former_names(journal_every="checkpoint_every_steps")
 @dataclass(frozen=True, kw_only=True)
 class Federation(Checked):
-    """Many sites train one model: rounds of local training, and what the server does with them."""
+    """Settings of a federation: rounds of local training, and the server's aggregation."""
 
     clients: PositiveInt = 4
     """Number of clients, each with data of its own."""
@@ -123,11 +126,11 @@ class Federation(Checked):
 
     @property
     def overlap(self) -> int:
-        """Return the rounds of a client whose updates may be under way while its next one is trained."""
+        """Rounds of a client whose updates may be in flight while its next one is trained."""
         return self.streaming.overlap if self.streaming is not None else 0
 
     def residual_slot(self, round: int) -> int:
-        """Return the residual slot of a round: rounds under way at the same time have slots of their own."""
+        """Return the residual slot of a round; rounds in flight together have different slots."""
         return round % max(self.streaming.fragments, self.overlap + 1) if self.streaming is not None else 0
 
     def _check_robust(self) -> None:
@@ -155,7 +158,7 @@ class Federation(Checked):
         return any(pattern.partition("/")[0] not in self.moments for pattern in patterns)
 
     def _check_noise(self, noise: Noise) -> None:
-        """Check that noise is accounted for: every client moves the sum by at most the clip, once a round."""
+        """Check that settings allow to account noise: each client moves the sum by at most the clip."""
         if self.send != "delta" or self.weigh_by != "equal" or self.moments:
             raise ValueError('with noise set send = "delta" and weigh_by = "equal", and leave moments empty')
         if self.robust is not None or self.buffered is not None or self.streaming is not None:

@@ -1,4 +1,4 @@
-"""Work through tensors in chunks that fit a core's cache, with the same bits for any number of threads."""
+"""Process tensors in chunks that fit a core's cache, bit-identically for any thread count."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Scratch:
-    """Buffers of one thread, a chunk each; what is in one is good until the next function that writes to it.
+    """Buffers of one thread, a chunk each, valid until the next function that writes to them.
 
     ``wide``, ``other``, ``spare``: float64, for a chunk widened and what is computed from it. ``whole``, ``sums``: int64, terms and their sums.
     ``raw`` (``array`` and ``bytes`` are the same memory): bytes as they are read from a file. ``mean``: bytes of a mean in its own type.
@@ -61,7 +61,10 @@ class ChunkWorkers:
         self._scratch = [Scratch() for _ in range(count)]
 
     def map_chunks(self, elements: int, work: Callable[[int, int, Scratch], T]) -> list[T]:
-        """Call ``work(start, stop, scratch)`` once for every chunk of ``elements``; results are in the chunks' order."""
+        """Call ``work(start, stop, scratch)`` for every chunk; return results in chunk order.
+
+        ``elements``: of the tensor, in all.
+        """
         chunks = math.ceil(elements / CHUNK)
         results: list[Any] = [None] * chunks
         count = min(len(self._scratch), chunks)
@@ -83,7 +86,10 @@ class ChunkWorkers:
 
 @contextmanager
 def chunk_workers(threads: int | None = None) -> Iterator[ChunkWorkers]:
-    """Open ``threads`` workers, one by default: two mostly wait for each other, as numpy's calls on a chunk are short."""
+    """Open ``threads`` workers for chunks, one by default.
+
+    Two mostly wait for each other, as numpy's calls on a chunk are short.
+    """
     count = 1 if threads is None else threads
     if count < 1:
         raise ValueError(f"at least one thread is needed, got {count}")
@@ -95,7 +101,7 @@ def chunk_workers(threads: int | None = None) -> Iterator[ChunkWorkers]:
 
 
 class ChunkedTensor:
-    """A dense tensor as a row of elements, read chunk by chunk if it still lies in its file (`StoredTensor`)."""
+    """Flat view of a dense tensor, read chunk by chunk if it is a `StoredTensor`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape, self.elements = tensor.dtype, tuple(tensor.shape), tensor.numel()
@@ -111,7 +117,10 @@ class ChunkedTensor:
         return self._stored is None
 
     def part(self, start: int, stop: int, scratch: Scratch | None = None) -> torch.Tensor:
-        """Return elements as they are: read only, and valid until the scratch, if given, is used again."""
+        """Return elements ``start`` to ``stop``, read-only.
+
+        They are valid until the scratch, if given, is used again.
+        """
         if self._stored is None:
             return self._flat[start:stop]
         if scratch is None:

@@ -1,4 +1,4 @@
-"""Sum exactly in fixed point: shift each tensor's terms to 62-bit integers whose sum never overflows.
+"""Sum exactly in fixed point, as 62-bit integers whose sum never overflows.
 
 A term of the mean is ``round(x * weight * 2^shift)``, an int64; the product is taken in float64. The shift follows from the
 largest ``|x|`` of all contributors and the sum of their weights, both known before the first term and the same in any
@@ -68,7 +68,10 @@ class Contribution:
 
 
 def uneven(given: Sequence[Contribution], prefix: str = "") -> tuple[str, ...]:
-    """Name the clients that sent other keys with this prefix than most did; of as many, than those that sent more."""
+    """Return the clients that sent other keys with this prefix than most did.
+
+    Of equally many, those that sent more keys are taken as most.
+    """
     sent = {one.client: frozenset(key for key in one.keys if key.startswith(prefix)) for one in given}
     counts = Counter(sent.values())
     usual = max(counts, key=lambda keys: (counts[keys], len(keys), sorted(keys)), default=frozenset())
@@ -112,9 +115,10 @@ class Scale:
 def scale_of(
     weights: Iterable[float], largest: Iterable[float | None], form: Form = "delta", shrunk: bool = False
 ) -> Scale:
-    """Return the scale of one tensor from its contributors' weights and largest values, in any order.
+    """Return the fixed-point scale of one tensor from all weights and largest values.
 
-    shrunk: whether some contributor's values are multiplied first, so that even a single one's do not come out as they are.
+    Contributors may come in any order. shrunk: whether some contributor's values are multiplied first, so that even a
+    single one's do not come out as they are.
     """
     weighed, sizes = list(weights), list(largest)
     together = total(weighed)
@@ -174,7 +178,10 @@ def plan(
 
 
 def measure(client: str, tensors: Mapping[str, torch.Tensor], threads: int | None = None) -> TensorMagnitudes:
-    """Measure a client's tensors, each read once. Raises RefusedError for NaN or infinite values."""
+    """Measure a client's tensors, each read once.
+
+    Raises RefusedError for NaN or infinite values.
+    """
     largest, norms = dict[str, float | None](), dict[str, float]()
     with chunk_workers(threads) as workers:
         for key in tensors:
@@ -205,7 +212,10 @@ def _measure(client: str, key: str, tensor: ChunkedTensor, workers: ChunkWorkers
 
 
 def is_mean(client: str, key: str, dtype: torch.dtype) -> bool:
-    """Return True if tensors of this type are averaged; integers are not. Raises RefusedError for other types."""
+    """Return True if tensors of this type are averaged; integers are not.
+
+    Raises RefusedError for other types.
+    """
     if dtype.is_complex or dtype is torch.uint64:
         why = f"{client} sent {key} as {dtype}: it cannot be averaged, send another type"
         raise RefusedError("wrong_shape", why, (client,))
@@ -217,9 +227,10 @@ def not_finite(client: str, key: str) -> RefusedError:
 
 
 class Terms:
-    """The arithmetic of one key, chunk by chunk: values to terms, terms to a sum, the sum to a mean.
+    """Fixed-point arithmetic of one key: values to terms, terms to a sum, the sum to a mean.
 
-    anchor: if values are weights, those before; changes from it are told then, not the values.
+    All is done chunk by chunk. anchor: if values are weights, those before; changes from it are told then, not the
+    values.
     """
 
     def __init__(self, key: str, scale: Scale, anchor: ChunkedTensor | None = None) -> None:
@@ -230,7 +241,7 @@ class Terms:
 
     @property
     def averaged(self) -> bool:
-        """Return True for floating point, which is averaged; of integers one contributor's are taken."""
+        """True for floating point, which is averaged; of integers one contributor's are taken."""
         return self.scale.rule in ("mean", "alone")
 
     @property
@@ -238,7 +249,10 @@ class Terms:
         return torch.float32 if self.averaged and self.dtype is not torch.float64 else self.dtype
 
     def admit(self, given: Contribution, tensor: ChunkedTensor) -> None:
-        """Admit a contributor's tensor. Raises RefusedError or FederatedError if it does not fit the others."""
+        """Admit a contributor's tensor.
+
+        Raises RefusedError or FederatedError if it does not fit the others.
+        """
         if is_mean(given.client, self.key, tensor.dtype) != self.averaged:
             raise RefusedError(
                 "wrong_shape",
@@ -264,7 +278,10 @@ class Terms:
         return self.scale.factor_for(given, self.key)
 
     def check(self, given: Contribution, size: float, terms: Array, scratch: Scratch) -> None:
-        """Check that no term is larger than planned; ``size``, their sum of squares, usually shows it at once."""
+        """Check that no term is larger than planned.
+
+        ``size``, the terms' sum of squares, usually shows it at once.
+        """
         if size <= LARGEST**2:
             return
         peak = float(np.abs(terms, out=scratch.spare[: len(terms)]).max())
@@ -292,7 +309,10 @@ class Terms:
         return mean
 
     def widened(self, mean: Array, start: int, scratch: Scratch) -> Array:
-        """Return a chunk of the mean, or its change, times the divisor, to compare changes with; in ``scratch.wide``."""
+        """Return a chunk of the mean times the divisor in ``scratch.wide``, to compare changes with.
+
+        With an anchor it is the change of the mean.
+        """
         wide = scratch.wide[: len(mean)]
         np.copyto(wide, mean)
         wide *= self.divisor

@@ -1,4 +1,4 @@
-"""Average many clients' tensors key by key, streaming, with the same bits for any order or thread count.
+"""Average many clients' tensors key by key, streaming, bit-identically for any order.
 
 Tensors of floating point are averaged in fixed point (see `fixed_point`). Tensors of integers - counters such as a batch norm's
 ``num_batches_tracked`` - have no mean: of values the largest is taken, of changes (before minus after) the smallest, both of
@@ -63,7 +63,7 @@ class WholeTensorSink:
 
 @dataclass(frozen=True, kw_only=True)
 class _KeyStatistics:
-    """Scaled statistics of one key: squared norms of changes and of the mean, products with the mean."""
+    """Scaled statistics of one key: squared norms of changes and mean, products with the mean."""
 
     sizes: Sequence[float]
     mean: float
@@ -71,15 +71,15 @@ class _KeyStatistics:
 
 
 class Fold:
-    """Average contributions: an iterator over ``(key, mean)``; `statistics` are complete at its end.
+    """Average of contributions: an iterator over ``(key, mean)``.
 
-    Means are float32, float64 for float64; integers keep their type. No more than one key's tensors are held.
-    anchor: with ``form="weights"`` the weights before, by key, so that statistics are of changes.
-    values: keys that hold values themselves although ``form`` is "delta" (moments that the server has not had yet).
-    keys: which come, in this order; all by name by default. scales: as `plan` gave them, else they are found here.
-    Contributors that are shrunk are averaged shrunk; their norms are told as they were.
-    cosines: whether each contributor is compared with the mean.
-    Raises FederatedError without contributions, RefusedError naming client and key if they cannot be aggregated.
+    `statistics` are complete at its end. Means are float32, float64 for float64; integers keep their type. No more than
+    one key's tensors are held. anchor: with ``form="weights"`` the weights before, by key, so that statistics are of
+    changes. values: keys that hold values themselves although ``form`` is "delta" (moments that the server has not had
+    yet). keys: which come, in this order; all by name by default. scales: as `plan` gave them, else they are found
+    here. Contributors that are shrunk are averaged shrunk; their norms are told as they were. cosines: whether each
+    contributor is compared with the mean. Raises FederatedError without contributions, RefusedError naming client and
+    key if they cannot be aggregated.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ def _fold_in_turn(
     workers: ChunkWorkers,
     into: SinkFactory,
 ) -> _KeyStatistics:
-    """Average a key one contributor after the other, holding one at a time; twice, to compare with the mean.
+    """Average a key one contributor at a time, in a second pass comparing each with the mean.
 
     tensors: those of the first contributors, if at hand; they are taken from the list.
     """
@@ -269,7 +269,10 @@ class _KeySum:
         self._begun = False
 
     def add(self, given: Contribution, tensor: ChunkedTensor) -> float:
-        """Add a contributor; return its change's squared norm, scaled. A single one's values are kept as they are."""
+        """Add a contributor; return the squared norm of its change, scaled.
+
+        A single one's values are kept as they are.
+        """
         terms, first = self._terms, not self._begun
         terms.admit(given, tensor)
         if first:
@@ -294,7 +297,7 @@ class _KeySum:
 
 
 def _extreme(terms: Terms, holders: Sequence[Contribution]) -> torch.Tensor:
-    """Return the largest or smallest integer of each element: of the contributor that counted furthest."""
+    """Return the largest or smallest integer of each element, of the furthest counter."""
     found: torch.Tensor | None = None
     for given in holders:
         tensor = ChunkedTensor(given.tensors[terms.key])
@@ -323,7 +326,10 @@ def _columns(rows: Sequence[Sequence[float]], count: int) -> list[float]:
 def mean_of(
     scale: Scale, sums: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], workers: ChunkWorkers | None = None
 ) -> torch.Tensor:
-    """Return the mean of ``shape`` from the sums of all contributors: float64 for float64, else float32."""
+    """Return the mean of ``shape`` from the sums of all contributors.
+
+    It is float64 for float64, else float32.
+    """
     if workers is None:
         with chunk_workers(1) as one:
             return mean_of(scale, sums, dtype, shape, one)

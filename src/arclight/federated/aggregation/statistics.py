@@ -1,4 +1,4 @@
-"""Measure a round's updates: norms, cosines with the mean (client drift) and the noise scale."""
+"""Measure a round's updates: norms, cosines with the mean (client drift), noise scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ PREFIX = "model/"
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Statistics of one round. Norms are L2; ``model/`` keys of floating point count, but for ``norm_by_key``."""
+    """Statistics of one round; norms are L2.
+
+    Only ``model/`` keys of floating point count, but for ``norm_by_key``.
+    """
 
     norm: float
     """L2 norm of the mean change."""
@@ -57,7 +60,7 @@ class StatisticsBuilder:
         self.mean_by_key[key] = min(norm, sys.float_info.max)
 
     def product(self, key: str, client: str, cosine: float) -> None:
-        """Note the cosine of one contributor with the mean, of one key."""
+        """Record the cosine of one contributor with the mean, of one key."""
         self.cosine_by_key.setdefault(key, {})[client] = cosine
 
     def statistics(self) -> Statistics:
@@ -81,7 +84,7 @@ class StatisticsBuilder:
         )
 
     def _cosine(self, client: str, norms: dict[str, float]) -> float | None:
-        """Return the cosine over a contributor's keys: the sum of inner products over both norms there."""
+        """Return the cosine of a contributor with the mean, over the contributor's keys."""
         keys = [key for key, of in self.cosine_by_key.items() if client in of]
         common = math.hypot(*(self.mean_by_key[key] for key in keys))
         if not keys or not norms[client] or not common:
@@ -113,11 +116,12 @@ class StatisticsBuilder:
 def noise_scale(
     norms: Sequence[float], mean_norm: float, *, weights: Sequence[float], samples: Sequence[float]
 ) -> float | None:
-    """Return tr(S) / |G|^2, the simple noise scale of McCandlish et al. (2018, arXiv 1812.06162, A.1), in samples.
+    """Return the simple noise scale tr(S) / |G|^2 in samples (McCandlish et al. 2018).
 
-    Each client's change is one estimate of the gradient G with the variance of its ``samples``; with the shares p of the weights,
-    E sum p |g|^2 = |G|^2 + tr(S) sum p/b and E |mean|^2 = |G|^2 + tr(S) sum p^2/b, whence unbiased estimates of both (the
-    paper's, where all weigh the same). None for fewer than two clients, or if the estimate of |G|^2 is not positive.
+    arXiv 1812.06162, A.1. Each client's change is one estimate of the gradient G with the variance of its ``samples``;
+    with the shares p of the weights, E sum p |g|^2 = |G|^2 + tr(S) sum p/b and E |mean|^2 = |G|^2 + tr(S) sum p^2/b,
+    whence unbiased estimates of both (the paper's, where all weigh the same). None for fewer than two clients, or if
+    the estimate of |G|^2 is not positive.
     """
     if len(norms) < 2 or min(samples) <= 0 or mean_norm <= 0:
         return None

@@ -33,11 +33,11 @@ class SteppedTensor:
 
 
 class StrategyStep:
-    """Step every key of ``order`` with ``strategy``: an iterator over `SteppedTensor`, one key at a time.
+    """Server step of ``strategy``: an iterator over `SteppedTensor`, one key at a time.
 
-    Keys of ``model/`` are stepped by the strategy, but for integers and ``buffers``, which become the mean: no gradient moves them, and
-    a step beyond the mean, or of a fixed size, could make a variance negative. All other keys are local moments: their mean
-    replaces them. No more is held than the tensors of one key.
+    It steps every key of ``order``. Keys of ``model/`` are stepped by the strategy, but for integers and ``buffers``,
+    which become the mean: no gradient moves them, and a step beyond the mean, or of a fixed size, could make a variance
+    negative. All other keys are local moments: their mean replaces them. No more is held than the tensors of one key.
 
     anchor: the weights before, by key; tensors that lie in files (`StoredTensor`) are read when their turn comes. It may
     lack moments that the server has not had yet. Clients send moments as they are, whatever the form: a difference of two of
@@ -89,7 +89,7 @@ class StrategyStep:
         )
 
     def states_after(self) -> dict[str, dict[str, DtypeAndShape]]:
-        """Return types and shapes of every key's state after the step, in order, for the header of a file."""
+        """Return types and shapes of every key's state after the step, in file order."""
         found: dict[str, dict[str, DtypeAndShape]] = {}
         for key in self.order:
             if key in self._fold.scales:
@@ -144,7 +144,7 @@ class StrategyStep:
         return into
 
     def _stepped(self, key: str, count: int, workers: ChunkWorkers) -> SteppedTensor:
-        """Step by the strategy, each part as soon as its mean is known, unless it needs whole tensors."""
+        """Step a tensor by the strategy, chunk by chunk unless it needs whole tensors."""
         anchor, strategy = ChunkedTensor(self._anchor[key]), self._strategy
         before = {name: ChunkedTensor(tensor) for name, tensor in self._states.get(key, {}).items()}
         value = self._empty(anchor.elements, anchor.dtype)

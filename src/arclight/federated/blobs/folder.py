@@ -1,4 +1,4 @@
-"""Store blobs in a folder, each as the file ``<digest>``: the store of servers, nodes and caches.
+"""Store blobs in a folder as files ``<digest>``: the store of servers, nodes and caches.
 
 A blob is renamed to its digest once all bytes are there and hash to it. Any number of threads and processes may use one folder.
 An upload or download that broke off stays under ``.partial/``, and the next attempt resumes it.
@@ -31,19 +31,23 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def running_since() -> str:
-    """Return the id of this boot of the machine, "" if the system has none: equal ids, no power failure between."""
+    """Return the id of this boot of the machine, "" if the system has none.
+
+    With equal ids there was no power failure in between.
+    """
     with suppress(OSError):
         return _BOOT.read_text(encoding="ascii").strip()
     return ""
 
 
 class FolderStore:
-    """Store blobs in a folder, created if missing; temporary files of dead processes are removed.
+    """Store of blobs in a folder, created if missing.
 
-    keep_partial_s: seconds for which a blob that came only in part waits for the rest. durable: what a power failure may not lose
-    and is on the disk before its name is seen: all, only what is made here (`create`), or none, where others have it too or it
-    can be made again. What need not be there after a power failure is verified when the folder is first opened after one (any
-    restart of the machine), and removed where it is not sound.
+    Temporary files of dead processes are removed. keep_partial_s: seconds for which a blob that came only in part waits
+    for the rest. durable: what a power failure may not lose and is on the disk before its name is seen: all, only what
+    is made here (`create`), or none, where others have it too or it can be made again. What need not be there after a
+    power failure is verified when the folder is first opened after one (any restart of the machine), and removed where
+    it is not sound.
     """
 
     def __init__(self, folder: str | Path, *, keep_partial_s: float = 86_400.0, durable: Durable = "all") -> None:
@@ -59,7 +63,7 @@ class FolderStore:
 
     @property
     def here(self) -> FolderStore:
-        """The store of what is on this machine alone."""
+        """Store of this machine alone."""
         return self
 
     def __iter__(self) -> Iterator[str]:
@@ -188,7 +192,7 @@ class FolderStore:
         return True
 
     def sweep(self, keep_partial_s: float = 0.0) -> None:
-        """Remove what killed processes left, and partial blobs older than ``keep_partial_s`` seconds."""
+        """Remove files of killed processes, and partial blobs older than ``keep_partial_s``."""
         atomic_replace.sweep(self.folder)
         for entry in self._partial.iterdir():
             with suppress(FileNotFoundError):

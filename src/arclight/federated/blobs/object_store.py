@@ -54,7 +54,10 @@ class ObjectStore:
             raise self._unreachable("tell the size of", digest, error) from error
 
     def read(self, digest: str, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """Read a part. It is not verified, as it is only part of what has the digest."""
+        """Read a part of a blob, unverified.
+
+        Only the whole has the digest.
+        """
         size = self.size(digest)
         if size is None:
             raise missing_blob(digest, str(self._root))

@@ -1,4 +1,4 @@
-"""Keep a client's state on its site's disk: record, training checkpoints, finished updates, residuals.
+"""Keep a client's state on disk: record, training checkpoints, finished updates, residuals.
 
     client.json             whose folder it is, and the rounds that it has started: written by the node alone
     states/                 its training: see `TrainingCheckpoints`
@@ -65,7 +65,7 @@ class FinishedUpdates:
     """
 
     def __init__(self, folder: Path) -> None:
-        """``folder``: the client's."""
+        """Initialise the updates in the client's ``folder``."""
         self._folder = folder / "finished"
         self._residuals = folder / "residuals"
 
@@ -135,7 +135,10 @@ class FinishedUpdates:
             return False
 
     def accept(self, round: int, session: str) -> None:
-        """Note that the server, in that session, has the update; its residuals become the slot's."""
+        """Record that the server, in that session, has the update; commit its residuals.
+
+        They become the slot's.
+        """
         place = self._place(round)
         for slot in (place / "residuals").iterdir() if (place / "residuals").is_dir() else ():
             self.residuals(int(slot.name)).accept(slot, round)
@@ -177,7 +180,7 @@ class FinishedUpdates:
             atomic_replace.retire(self._place(round), durable=False)
 
     def sweep(self) -> None:
-        """Remove what killed processes left half done, and what a power failure has damaged."""
+        """Remove unfinished files of killed processes, and files damaged by a power failure."""
         atomic_replace.sweep(self._folder)
         for round in self.rounds():
             try:
@@ -213,14 +216,17 @@ class ClientStore:
             self._write()
 
     def start(self, round: int) -> None:
-        """Note that the client was asked for a round: after a restart its node offers to resume it."""
+        """Record that a round was requested of the client, to resume it after a restart.
+
+        Its node offers that.
+        """
         with self._lock:
             if round not in self._account.started_rounds:
                 self._account = replace(self._account, started_rounds=(*self._account.started_rounds, round))
                 self._write()
 
     def end(self, round: int) -> None:
-        """Note that the client's round has ended.
+        """Record that the client's round has ended.
 
         Written with the next one: until then a restart offers one too many.
         """
@@ -239,7 +245,7 @@ class ClientStore:
         return in_doubt
 
     def held(self) -> list[HeldRound]:
-        """List what a node reports of this client when it joins."""
+        """List the rounds of this client that its node reports when it joins."""
         with self._lock:
             client, started = self._account.client, self._account.started_rounds
         done = self.finished.rounds()
@@ -359,7 +365,10 @@ class Residuals:
         return self._of(round).exists()
 
     def revert(self, round: int) -> None:
-        """Drop those of a round whose update does not count: the next update adds what it has added."""
+        """Drop the residuals of a round whose update does not count.
+
+        The next update adds what this one has added.
+        """
         with suppress(FileNotFoundError):
             atomic_replace.retire(self._of(round))
 

@@ -65,7 +65,10 @@ class InProcessExecutor:
     _one_at_a_time = threading.Lock()
 
     def __init__(self, clients: Sequence[Client], *, resident: int | None = None) -> None:
-        """``resident``: number of clients whose learners stay in memory, by default all."""
+        """Initialise the executor.
+
+        ``resident``: number of clients whose learners stay in memory, by default all.
+        """
         self._made = {client.name: client for client in clients}
         if len(self._made) != len(clients):
             raise FederatedError(f"two clients have one name: {', '.join(client.name for client in clients)}")
@@ -211,7 +214,7 @@ class ClientRunners:
         self._saved: set[str] = set()
 
     def open(self, folder: Path, run: str) -> None:
-        """Take clients' folders from ``folder`` from now on."""
+        """Use clients' folders in ``folder`` from now on."""
         if (folder, run) != (self._folder, self._run):
             self.close()
             self._folder, self._run = folder, run

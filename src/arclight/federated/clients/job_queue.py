@@ -72,7 +72,10 @@ class Job:
         return self.order.attempt if isinstance(self.order, Fit) else 0
 
     def progress(self, steps: int, loss: float | None) -> None:
-        """Note progress of the training. Raises CancelledError if it is to stop."""
+        """Record progress of the training.
+
+        Raises CancelledError if it is to stop.
+        """
         self.steps, self.loss = steps, self.loss if loss is None or not math.isfinite(loss) else loss
         if self.until is not None and time.monotonic() > self.until:
             raise CancelledError(f"round {self.round} has run out of time after {steps} steps")
@@ -171,7 +174,7 @@ class JobQueue:
             self._changed.notify_all()
 
     def ready(self, job: Job, weights: FolderStore) -> None:
-        """Note that a job's weights have been fetched."""
+        """Record that a job's weights have been fetched."""
         with self._changed:
             job.weights, job.stage = weights, "ready"
             self._changed.notify_all()
@@ -183,7 +186,7 @@ class JobQueue:
         return self._next("training", self._may_start)
 
     def done(self, job: Job, outcome: Update | Evaluated | Failed) -> None:
-        """Note a job's result, which is to be reported."""
+        """Record a job's result, to be reported."""
         with self._changed:
             job.outcome, job.stage = outcome, "done"
             if isinstance(outcome, Failed) and outcome.retryable and job.kind == "fit":
@@ -221,7 +224,7 @@ class JobQueue:
                 job.cancelled = job.cancelled or f"the server no longer waits for round {job.round} of {job.client}"
 
     def stop(self) -> None:
-        """Break off what is under way; it resumes when the node is started again."""
+        """Cancel running jobs; they resume when the node is started again."""
         with self._changed:
             for job in self._jobs:
                 job.cancelled = job.cancelled or "the node was told to stop"

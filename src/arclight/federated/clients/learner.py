@@ -1,4 +1,4 @@
-"""Define the `Learner` protocol: what a federation calls of a client's own training code."""
+"""Define the `Learner` protocol: a client's own training code, as federation calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a site's node: request orders, train its clients, report results, lose nothing in a crash.
+"""Run a site's node: request orders, train its clients, report results, survive crashes.
 
 Connection and workers are busy at the same time. One thread requests orders and downloads weights while workers train earlier
 orders; each worker has a thread; and as many report results. `JobQueue` decides which job may start when.
@@ -319,7 +319,7 @@ class Node:
             self.stop()
 
     def _keep_beating(self) -> None:
-        """Send heartbeats with progress, and cancel what is no longer wanted."""
+        """Send heartbeats with progress, and cancel work that is no longer wanted."""
         with self._node_errors():
             while not self._stopping.wait(self._session.welcome.heartbeat_interval_s):
                 lost = self._session.welcome.session

@@ -1,4 +1,4 @@
-"""Report results of a node's jobs: upload blobs, then send the message until the server's receipt.
+"""Report results of a node's jobs: upload blobs, then send the message until acknowledged.
 
 `node` has one `ResultReporter` for all of its threads. An update counts as delivered only with a receipt, and may be lost again with a
 server that crashes before it commits: until then it is kept, and the server is asked about it.
@@ -69,14 +69,17 @@ class ResultReporter:
             self._commit_in(folder, committed)
 
     def _commit_in(self, folder: ClientStore, committed: int) -> None:
-        """Drop a client's updates of committed rounds, and query those that the server may have lost."""
+        """Drop a client's updates of committed rounds; query those that the server may have lost."""
         for round in folder.commit(committed, self._session.welcome.session):
             self.query_update(folder, round)
         if folder.finished.rounds():
             self.keep(folder)
 
     def query_update(self, folder: ClientStore, round: int) -> None:
-        """Queue a query whether the server, which may have restarted, still has an accepted update."""
+        """Queue a query if the server still has an accepted update.
+
+        It may have restarted.
+        """
         try:
             update = folder.finished.update(round)
         except FederatedError as error:  # it has just been dropped, or is damaged
@@ -93,7 +96,10 @@ class ResultReporter:
                 self.query_update(folder, round)
 
     def report(self, job: Job) -> None:
-        """Report a job's result. Raises only what ends the node: an unreachable server (LinkError), or a stop (ClosedError)."""
+        """Report a job's result.
+
+        Raises only what ends the node: an unreachable server (LinkError), or a stop (ClosedError).
+        """
         match job.outcome:
             case Update() as update:
                 self.send(job, update, job.folder.finished.blobs(job.round))
@@ -133,7 +139,7 @@ class ResultReporter:
             log.error("node %s: %s sends no shares in round %d: %s", self._node, job.client, job.round, error)
 
     def send(self, job: Job, update: Update, blobs: FolderStore) -> bool:
-        """Upload an update's blobs and send it until there is a receipt; return True if it was accepted."""
+        """Upload an update's blobs, send it until it is acknowledged; return True if accepted."""
         finished, about = job.folder.finished, f"{update.client}, round {update.round}"
 
         def check_wanted() -> None:

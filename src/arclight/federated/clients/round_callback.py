@@ -239,7 +239,10 @@ class ModuleTensors(Mapping[str, torch.Tensor]):
     def __init__(
         self, trainer: Trainer, keys: list[str], numbers: Callable[[str], Sequence[int] | None] | None = None
     ) -> None:
-        """``numbers``: the experts of a stack that a client has, of which a smaller model may hold only these."""
+        """Initialise the view of the trainer's tensors ``keys``.
+
+        ``numbers``: the experts of a stack that a client has, of which a smaller model may hold only these.
+        """
         self._keys, self._parts = keys, ExpertParts(_FullTensors(trainer), numbers)
         for key in keys:
             if key not in self._parts:

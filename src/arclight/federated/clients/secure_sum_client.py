@@ -1,4 +1,4 @@
-"""Take a client's part in a secure sum: its update leaves the node masked, or not at all."""
+"""Run a client's part in a secure sum, so that its update leaves the node only masked."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class SecureSumClient:
         timeouts: float | None = 3.0,
         **fields: Any,
     ) -> SecureSumReply:
-        """Send, and poll until the server has settled what is waited for.
+        """Send, and poll until the server has settled the stage ``settled``.
 
         timeouts: how many of the settings' `step_timeout_s` to wait; None waits for ever, and then the round may be over without it.
         """

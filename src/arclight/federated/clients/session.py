@@ -1,4 +1,4 @@
-"""Keep a node's session with its server: join, rejoin when it is lost, retry while it is down."""
+"""Keep a node's session with its server: join, rejoin after a loss, retry while it is down."""
 
 from __future__ import annotations
 

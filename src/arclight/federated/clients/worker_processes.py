@@ -1,4 +1,4 @@
-"""Train a node's clients in worker processes: started once, watched, restarted when they die.
+"""Train a node's clients in worker processes, which are watched, and restarted if they die.
 
 Node and worker exchange JSON over a pipe. The node sends ``open`` (which run), ``fit``, ``evaluate``, ``cancel`` and ``close``; the
 worker sends ``ready``, ``progress``, ``done`` and ``failed``. A pipe that ends means that the node has died: the worker ends at once.
@@ -169,9 +169,9 @@ class WorkerGroup:
                 self._send_command({"do": "open", "folder": str(folder), "run": run})
 
     def run(self, order: Fit | Evaluate, weights: Path, progress: Progress) -> Message:
-        """Have an order carried out, by new processes if the old ones die of it.
+        """Run an order in the group's processes, restarting them if they die.
 
-        Raise what it raised.
+        Raise what it raised. Raises what the order raised.
         """
         message = {"do": order.kind, "client": order.client, "order": order.to_json(), "weights": str(weights)}
         for attempt in range(1, _ATTEMPTS + 1):
@@ -282,7 +282,7 @@ class WorkerGroup:
         return WorkerDiedError(f"worker {self._number}, rank {rank}, {_ending(process.exitcode)}")
 
     def _follow(self, client: str, progress: Progress) -> Message:
-        """Wait until all ranks are done; ask ``progress`` all the time whether to go on."""
+        """Wait until all ranks are done, while ``progress`` may cancel."""
         answers: dict[int, dict[str, Any]] = {}
         cancelled: CancelledError | None = None
         steps, until = 0, float("inf")

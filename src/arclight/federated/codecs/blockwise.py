@@ -25,7 +25,10 @@ _STEPS = 32767
 
 
 def encode_int8(feedback: ErrorFeedback) -> Parts:
-    """round(x / scale) with scale = largest / 127: an error of at most half a scale."""
+    """Encode to int8: round(x / scale) with scale = largest / 127 of each block.
+
+    The error is at most half a scale.
+    """
     values = torch.empty(feedback.numel, dtype=torch.int8)
     scales = torch.empty(-(-feedback.numel // feedback.block))
     for where, chunk in feedback.chunks():
@@ -50,7 +53,10 @@ def decode_int8(numel: int, dtype: torch.dtype, block: int, parts: Parts) -> tor
 
 
 def encode_int4(feedback: ErrorFeedback) -> Parts:
-    """Return the nearest level times the block's largest value; two values in a byte, the first in its lower half."""
+    """Encode to int4: the nearest level times the block's largest value.
+
+    Two values are in a byte, the first in its lower half.
+    """
     values = torch.empty((feedback.numel + 1) // 2, dtype=torch.uint8)
     scales = torch.empty(-(-feedback.numel // feedback.block))
     for where, chunk in feedback.chunks():
@@ -79,7 +85,10 @@ def decode_int4(numel: int, dtype: torch.dtype, block: int, parts: Parts) -> tor
 
 
 def _levels_of(packed: torch.Tensor) -> torch.Tensor:
-    """Two levels for each byte, flat. A pair is fetched as one complex number, which is quicker than two fetches."""
+    """Return the two levels of each byte, flat.
+
+    A pair is fetched as one complex number, which is quicker than two fetches.
+    """
     return _pairs().index_select(0, packed.to(torch.int32)).view(torch.float32).view(-1)
 
 

@@ -1,4 +1,4 @@
-"""Encode weights for download: nodes that have a recent round receive deltas, others all weights.
+"""Encode weights for download: deltas for nodes with a recent round, all weights for others.
 
 The server keeps the weights *as clients see them*. With a lossy codec they trail behind the server's own:
 each change is encode(own - seen), and seen becomes seen + decode(change). The error of a change is thereby in the
@@ -121,7 +121,7 @@ class WeightsReplica:
     def fetch(
         self, weights: Manifest, changes: Sequence[Manifest] = (), wanted: Callable[[], None] = lambda: None
     ) -> ManifestReader:
-        """Return the tensors of ``weights``, made from what is here and the shortest way to them, or fetched.
+        """Return the tensors of ``weights``, by the shortest chain of deltas, or downloaded whole.
 
         wanted: called before each blob that is fetched whole; what it raises ends that. Raises BlobError where blobs cannot be
         fetched or are not what their manifests say.

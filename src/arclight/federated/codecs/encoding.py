@@ -29,7 +29,7 @@ _PARTS = {"raw": ("",), "bf16": ("",), "int8": ("", "scale"), "int4": ("", "scal
 
 
 def goes_raw(tensor: torch.Tensor, codec: Codec) -> bool:
-    """Return True if ``codec`` sends a tensor as it is: integers, and what `layout.goes_raw` says."""
+    """Return True if ``codec`` sends a tensor unencoded: integers, and by `layout.goes_raw`."""
     return tensor.dtype not in _FLOATS or layout.goes_raw(tuple(tensor.shape), tensor.itemsize, codec)
 
 
@@ -37,12 +37,13 @@ def goes_raw(tensor: torch.Tensor, codec: Codec) -> bool:
 def encode(
     key: str, tensor: torch.Tensor, codec: Codec, residual: torch.Tensor | None = None
 ) -> tuple[Encoded, torch.Tensor | None]:
-    """Encode ``tensor + feedback * residual``; return the encoding and the new residual. Inputs are not changed.
+    """Encode ``tensor + feedback * residual``; return the encoding and the new residual.
 
-    ``residual`` is the quantization error of the previous message of this key, or None. The new one (float32, on the CPU, the tensor's
-    shape) is exactly the float32 difference between the encoded sum and what `decode` will return; None for a lossless encoding, or
-    without error feedback. Works chunk by chunk, on a tensor of any device. Raises FederatedError for values that are NaN, infinite
-    or beyond 2^126, and ValueError for a residual of another shape.
+    Inputs are not changed. ``residual`` is the quantization error of the previous message of this key, or None. The new
+    one (float32, on the CPU, the tensor's shape) is exactly the float32 difference between the encoded sum and what
+    `decode` will return; None for a lossless encoding, or without error feedback. Works chunk by chunk, on a tensor of
+    any device. Raises FederatedError for values that are NaN, infinite or beyond 2^126, and ValueError for a residual
+    of another shape.
     """
     if residual is not None and residual.shape != tensor.shape:
         raise ValueError(
@@ -87,7 +88,7 @@ def encode_all(
 
 
 def for_moments(codec: Codec) -> Codec:
-    """Return the codec of local optimizer states: `BF16` without feedback in place of a lossier one.
+    """Return the codec of local optimizer states: at most `BF16` without error feedback.
 
     Optimizers divide by their square roots, so relative errors matter: a small value rounded to zero, or made negative by a residual,
     would make its weight diverge.
@@ -210,7 +211,7 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
 
 class MappedTensors(LazyTensors):
-    """Map a manifest's keys to tensors, of which raw ones are memory-mapped; nothing is kept."""
+    """Map a manifest's keys to tensors, memory-mapped if raw, without caching."""
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return decode(key, self._opened[key])

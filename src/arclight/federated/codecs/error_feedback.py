@@ -1,4 +1,4 @@
-"""Apply error feedback: give an encoder a tensor plus its residual, chunk by chunk, and compute the new residual.
+"""Apply error feedback in chunks: encode a tensor plus its residual, compute the new one.
 
 `encoding` makes one `ErrorFeedback` for each tensor; `blockwise` and `sparse` read its ``chunks`` and ``record`` what they encoded. Bits
 of encoded values are part of a run's reproducibility: constants here stay as they are.
@@ -71,7 +71,10 @@ class ErrorFeedback:
             torch.sub(chunk.view(-1)[:count], received, out=self.residual[where])
 
     def record_zeros(self, where: slice, chunk: torch.Tensor) -> torch.Tensor | None:
-        """Record that zeros are decoded for ``chunk``; return its flat residual, in which the encoder puts the values it sends."""
+        """Record that ``chunk`` is decoded as zeros; return its flat residual, for the sent values.
+
+        The encoder writes the values that it sends into it.
+        """
         if self.residual is None:
             return None
         return self.residual[where].copy_(chunk.view(-1)[: where.stop - where.start])
@@ -91,7 +94,10 @@ def cast_values(decoded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def chunks_of(numel: int, block: int) -> Iterator[slice]:
-    """Yield slices that divide ``numel`` elements into chunks of whole blocks; the last may end inside a block."""
+    """Yield slices that divide ``numel`` elements into chunks of whole blocks.
+
+    The last may end inside a block.
+    """
     size = max(1, CHUNK * torch.get_num_threads() // block) * block
     for start in range(0, numel, size):
         yield slice(start, min(start + size, numel))

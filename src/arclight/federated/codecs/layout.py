@@ -1,4 +1,4 @@
-"""Lay out encoded tensors: which are sent as they are, the type and shape of each part, settings of an entry (no torch here).
+"""Define the wire layout of encoded tensors: raw or not, parts, entry settings (no torch).
 
 `encoding` writes by these rules and `simulation.sizes` counts bytes by them. They are wire format and stay as they are.
 """
@@ -17,14 +17,17 @@ VECTOR = 1 << 16
 
 
 def goes_raw(shape: Sequence[int], itemsize: int, codec: Codec) -> bool:
-    """Return True if ``codec`` sends floating-point values of ``itemsize`` bytes as they are: small tensors, and 16 bits under `BF16`."""
+    """Return True if ``codec`` sends floats of ``itemsize`` bytes unencoded.
+
+    It does so with small tensors, and under `BF16` with 16 bits.
+    """
     numel = math.prod(shape)
     small = numel < SMALL or (len(shape) < 2 and numel <= VECTOR)
     return isinstance(codec, Raw) or small or (isinstance(codec, BF16) and itemsize == 2)
 
 
 def part_shapes(shape: Sequence[int], codec: Codec) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the parts of a tensor that does not go raw: safetensors' name of the type, and the shape, by the part's name."""
+    """Return the parts of an encoded tensor: safetensors' type and shape, by the part's name."""
     numel = math.prod(shape)
     match codec:
         case BF16():
@@ -47,7 +50,7 @@ def part_shapes(shape: Sequence[int], codec: Codec) -> dict[str, tuple[str, tupl
 
 
 def entry_settings(codec: Codec) -> dict[str, int]:
-    """Return what a manifest's entry says of ``codec``, to decode by."""
+    """Return the settings of ``codec`` in a manifest's entry, to decode by."""
     match codec:
         case Int8() | Int4():
             return {"block": codec.block}

@@ -1,4 +1,4 @@
-"""Decide which client does what when: a state machine without input or output, and the journal that restores it.
+"""Coordinate rounds: a state machine without I/O, and the journal that restores it.
 
 In: events (`events`): messages of nodes, the time, and what the driver has done. Out: records for the journal and commands to execute.
 Open `coordinator` first. The rules form a straight line: `situation` (all that a decision depends on), `answers`, `round_rules` (rounds

@@ -43,7 +43,7 @@ def unknown_session(s: Situation, to: str) -> Answer:
 
 
 def closed(s: Situation, why: str, *, failed: bool) -> tuple[Answer, ...]:
-    """Answer all held work requests: the run is over."""
+    """Answer all held work requests by the end of the run."""
     return tuple(Answer(to=to, plan=Close(reason=why, failed=failed)) for to in s.cluster.asks)
 
 
@@ -56,7 +56,7 @@ def end(s: Situation, event: Event, now: float, why: str, *, failed: bool) -> De
 
 
 def status(s: Situation, now: float) -> str:
-    """Say which clients and nodes the run waits for, for logs."""
+    """Describe the clients and nodes the run waits for, for logs."""
     state = s.state
     if state.ended is not None:
         return state.ended
@@ -82,7 +82,7 @@ def status(s: Situation, now: float) -> str:
 
 
 def progress(s: Situation, work: Assignment) -> str:
-    """Say which node an assignment is at, and how far it is."""
+    """Describe the node of an assignment, and its progress."""
     node = s.cluster.assignments.get(work)
     if node is None:
         return "no node that could do it is here"

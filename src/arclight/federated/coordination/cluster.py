@@ -68,7 +68,7 @@ class DepartedClient(NamedTuple):
 
 
 class Timer(NamedTuple):
-    """An entry of the heap of timers; ``number`` keeps those of one time in the order in which they were armed."""
+    """Entry of the timer heap; ``number`` orders timers of the same time as they were armed."""
 
     at: float
     number: int
@@ -83,7 +83,7 @@ _REMEMBERED_NODES = 100_000
 
 
 class ClusterState:
-    """Nodes by name and session, assignments, and timers. Only `Coordinator.apply` changes it; all others read."""
+    """Nodes by name and session, assignments, and timers; changed by `Coordinator.apply` alone."""
 
     def __init__(self, waiting: Waiting, state: RunState, ahead: int = 0) -> None:
         self._waiting, self._state, self._ahead = waiting, state, ahead
@@ -134,19 +134,19 @@ class ClusterState:
             self.arm(next_at, timer.kind, timer.key)
 
     def mark_started(self) -> None:
-        """Note that enough nodes have joined for the first round."""
+        """Record that enough nodes have joined for the first round."""
         self.started = True
 
     def mark_aggregating(self, round: int | None) -> None:
-        """Note which round is being aggregated, if any."""
+        """Record the round that is being aggregated, if any."""
         self.aggregating = round
 
     def mark_evaluating(self, round: int) -> None:
-        """Note that the server evaluates a round."""
+        """Record that the server evaluates a round."""
         self.evaluating_on_server.add(round)
 
     def mark_passed(self, what: str, round: int, attempt: int) -> None:
-        """Note that a deadline or grace of a round's attempt is over."""
+        """Record that a deadline or grace of a round's attempt is over."""
         self.passed.add((what, round, attempt))
 
     def set_deadline(self, round: int, attempt: int, at: float) -> None:
@@ -155,7 +155,7 @@ class ClusterState:
         self.arm(at, "deadline", (round, attempt))
 
     def begin_rejoin(self, now: float, *, started: bool) -> None:
-        """Give nodes a moment to rejoin after a restart before work that any node may do is balanced."""
+        """Start the time to rejoin after a restart, before work of any node is balanced."""
         self.rejoin_over, self.started = False, started
         self.arm(now + self._waiting.silence_s, "settle")
 
@@ -165,7 +165,7 @@ class ClusterState:
         self.rebalance(now)
 
     def challenge(self, node: str, process: str, now: float) -> None:
-        """Note that a second process wants to join under the name of a node that is here."""
+        """Record that a second process wants to join under the name of a present node."""
         self.challengers[node] = (process, now)
 
     def awaits_nodes(self, now: float) -> bool:
@@ -175,14 +175,14 @@ class ClusterState:
         return not self.rejoin_over or any(node.last_contact + silence_s <= now for node in here)
 
     def mark_empty(self, now: float) -> None:
-        """Note that no node is here from now on."""
+        """Record that no node is present from now on."""
         self.empty_since = now
         self.arm(now + self._waiting.join_timeout_s, "join")
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     def join(self, message: Join, session: str, now: float) -> None:
-        """Let a node in, in place of its former connection; it goes on with what it has started."""
+        """Add a node, in place of its former connection; it continues what it has started."""
         former = self.nodes.get(message.node)
         if former is not None:
             self._part(former)
@@ -220,7 +220,7 @@ class ClusterState:
             self.rebalance(now)
 
     def mark_lost(self, node: NodeState, now: float) -> None:
-        """Take a silent node's queue away; what it has started is kept for it until its lease ends."""
+        """Take the queue from a silent node; started work stays its own until its lease ends."""
         self._part(node)
         node.lost = now
         waiting = [*node.evaluations, *node.queue]
@@ -247,7 +247,7 @@ class ClusterState:
         self._on_departure(node, now)
 
     def turn_away(self, clients: Iterable[str], now: float) -> None:
-        """Note that the node of some clients came and was told that the run is over."""
+        """Record that the node of some clients came after the end of the run."""
         for client in clients:
             self.departed.setdefault(client, DepartedClient(now, ""))
 
@@ -256,13 +256,13 @@ class ClusterState:
         return next((node for node in self.nodes.values() if node.session == session), None)
 
     def record_contact(self, node: NodeState, now: float, *, progress: bool = True) -> None:
-        """Note that a message of a node has arrived, and if it shows progress."""
+        """Record the arrival of a node's message, and if it shows progress."""
         node.last_contact = now
         if progress:
             node.last_progress = now
 
     def report_progress(self, node: NodeState, doing: Iterable[ActiveWork], now: float) -> None:
-        """Take in what a node reports of its work; reports are contact too."""
+        """Record what a node reports of its work; reports are contact too."""
         moved, names = False, dict[Assignment, None]()
         for one in doing:
             work = Assignment(one.kind, one.round, one.client)
@@ -290,7 +290,10 @@ class ClusterState:
         return client in self._owners or client in self.departed
 
     def mark_unclaimed(self, client: str) -> None:
-        """Note that no node came for a client: later rounds with a quorum do not wait for it."""
+        """Record that no node came for a client.
+
+        Later rounds with a quorum do not wait for it.
+        """
         if client not in self._owners:
             self.unclaimed.add(client)
 
@@ -300,7 +303,10 @@ class ClusterState:
         return open is None or open.discarded == one.attempt
 
     def _disown(self, node: NodeState, now: float, *, departed: bool, why: str = "") -> None:
-        """Take a node's clients away from it. departed: their data left with it."""
+        """Remove a node's clients from it.
+
+        departed: their data left with it.
+        """
         for client in node.clients:
             owners = self._owners.get(client, {})
             owners.pop(node.name, None)
@@ -401,7 +407,7 @@ class ClusterState:
             self._queue_at(work, node)
 
     def start(self, to: str, work: Assignment, now: float) -> None:
-        """Note that a held or new request was answered with this work."""
+        """Record that a held or new request was answered with this work."""
         node = self.asks[to]
         self.release_request(to)
         self._take(work)
@@ -415,7 +421,7 @@ class ClusterState:
         self._touch(node)
 
     def finish(self, work: Assignment, by: NodeState | None = None) -> None:
-        """Remove work that is done, failed or no longer wanted; a node other than ``by`` that is at it is to stop."""
+        """Remove finished, failed or cancelled work; other nodes than ``by`` are told to cancel it."""
         node = self._take(work)
         self.assignments.pop(work, None)
         self.attempts.pop(work, None)
@@ -431,7 +437,10 @@ class ClusterState:
                 self._touch(node)
 
     def retry(self, work: Assignment, now: float, *, keep: bool) -> None:
-        """Assign failed work again, followed by the client's later rounds. keep: its node only sends the result once more."""
+        """Assign failed work again, followed by the client's later rounds.
+
+        keep: its node only sends the result once more.
+        """
         self.attempts[work] = self.attempts.get(work, 0) + 1
         if not keep:
             node = self.assignments.get(work)
@@ -459,7 +468,7 @@ class ClusterState:
         self.deadlines = {round: at for round, at in self.deadlines.items() if round in state.started_rounds}
 
     def hold_request(self, to: str, node: NodeState, message: WorkRequest, now: float) -> None:
-        """Take in a work request, which may be held for ``message.hold_s`` seconds."""
+        """Record a work request, which may be held for ``message.hold_s`` seconds."""
         self.report_progress(node, message.active_work, now)
         self.record_contact(node, now, progress=not node.tasks)
         node.asks[to] = None
@@ -468,7 +477,7 @@ class ClusterState:
         self._touch(node)
 
     def release_request(self, to: str) -> None:
-        """Forget a held request: it was answered."""
+        """Remove a held request that was answered."""
         node = self.asks.pop(to, None)
         if node is not None:
             node.asks.pop(to, None)
@@ -480,13 +489,13 @@ class ClusterState:
         self._touch(node)
 
     def unassign(self, work: Assignment, until: float) -> None:
-        """Note that no node can do this work; one is waited for until then."""
+        """Record that no node can do this work, and wait for one until ``until``."""
         self.assignments[work] = None
         self.unassigned[work] = until
         self.arm(until, "home", work)
 
     def _take(self, work: Assignment) -> NodeState | None:
-        """Take work out of all queues; return the node that had started it."""
+        """Remove work from all queues; return the node that had started it."""
         self.unassigned.pop(work, None)
         node = self.assignments.get(work)
         if node is None:
@@ -501,7 +510,10 @@ class ClusterState:
     # -- next assignments ----------------------------------------------------------------------------------------------
 
     def next_assignment(self, node: NodeState, having: Collection[Assignment] = ()) -> Assignment | None:
-        """Return what a free worker of a node gets next. having: work that the node has just reported."""
+        """Return the next work of a free worker of a node, or None.
+
+        having: work that the node has just reported.
+        """
         for waiting in (node.evaluations, node.queue):
             for work in waiting:
                 busy = work in having or (not self._ahead and bool(node.of(work.client)))

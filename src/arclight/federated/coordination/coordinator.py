@@ -1,4 +1,4 @@
-"""Run rounds as a state machine without I/O or clock: decide what follows an event, then apply it."""
+"""Run rounds as a state machine without I/O or clock: decide, then apply."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ _FREE = {
 
 
 def settings_digest(settings: Federation, roster: Roster, seed: int) -> str:
-    """Return the SHA-256 of all settings that decide a run's result. Defaults do not count, so that fields may be added."""
+    """Return the SHA-256 of all settings that decide a run's result.
+
+    Defaults do not count, so that fields may be added.
+    """
     parts = [f"{len(roster)} clients of {roster.name(0)} to {roster.name(len(roster) - 1)}, seed {seed}"]
     usual = Federation(clients=settings.clients)
     for item in fields(settings):
@@ -64,16 +67,17 @@ def settings_digest(settings: Federation, roster: Roster, seed: int) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return ``repr(value)`` with fields under their former names, so that digests of runs begun by former releases are equal."""
+    """Return ``repr(value)`` with fields under their former names, for digests of older runs."""
     if not hasattr(type(value), "_former_names"):
         return repr(value)
     return f"{type(value).__qualname__}({', '.join(f'{name}={one!r}' for name, one in former_table(value).items())})"
 
 
 class Coordinator:
-    """Decide what follows from events, and apply decisions; see `arclight.federated.coordination.events` for how it is driven.
+    """State machine of a run: decide what follows from events, and apply decisions.
 
-    clients: their names, or how many ("0", "1", ...). seed: of draws. run: name of the run, which nodes and journal repeat.
+    See `arclight.federated.coordination.events` for how it is driven. clients: their names, or how many ("0", "1",
+    ...). seed: of draws. run: name of the run, which nodes and journal repeat.
     """
 
     def __init__(self, settings: Federation, clients: Sequence[str] | int, seed: int, run: str) -> None:
@@ -103,14 +107,14 @@ class Coordinator:
         return self._situation.records.accepted(client, round)
 
     def bases(self) -> frozenset[str]:
-        """Return digests of weights that a client may still start from or evaluate, or a run go back to."""
+        """Return digests of weights that clients may start from or evaluate, or the run return to."""
         state = self.state
         found = {*state.bases.values(), *(open.base for open in state.started_rounds.values())}
         found |= {measuring.base for measuring in state.measuring.values()}
         return frozenset(found - {""})
 
     def next_deadline(self) -> float | None:
-        """Return the time at which a `Tick` is due; minus infinity: now; None only before a run has begun and after its end."""
+        """Return the time of the next `Tick`; minus infinity: now; None: no run, or an ended one."""
         return float("-inf") if round_rules.is_urgent(self._situation) else self.next_alarm()
 
     def next_alarm(self) -> float | None:
@@ -119,34 +123,46 @@ class Coordinator:
         return timers[0].at if timers and self.state.ended is None else None
 
     def status(self, now: float) -> str:
-        """Say which clients and nodes the run waits for, for logs."""
+        """Describe the clients and nodes the run waits for, for logs."""
         return answers.status(self._situation, now)
 
     # -- decide ------------------------------------------------------------------------------------------------------------
 
     def decide(self, event: Event, now: float) -> Decision:
-        """Decide what follows from an event; nothing changes yet. Raises ProtocolError for an event that cannot be now."""
+        """Decide what follows from an event, changing nothing.
+
+        Raises ProtocolError for an event that is not allowed now.
+        """
         return message_rules.decide(self._situation, event, now)
 
     def refusal(self, session: str, update: Update, digest: str) -> tuple[Reason, str] | None:
-        """Return the reason why an update would be refused; None if it would be accepted, or was already.
+        """Return the reason to refuse an update; None if it would be, or is, accepted.
 
         digest: of its manifest; the same update that is sent again is accepted again.
         """
         return message_rules.refusal(self._situation, session, update, digest)
 
     def lost(self, round: int, clients: Sequence[str]) -> tuple[Record, ...]:
-        """Return the records to journal before `RunResumed` if accepted updates of these clients are lost."""
+        """Return the records to journal before `RunResumed` if accepted updates are lost.
+
+        ``clients``: whose updates of the round those are.
+        """
         return message_rules.lost(self._situation, round, clients)
 
     def saved(self) -> StateSaved:
-        """Return the record that stands for all so far. It holds the state itself: write it before anything else happens."""
+        """Return the record that replaces all records so far.
+
+        It holds the state itself: write it before anything else happens.
+        """
         return StateSaved(state=self.state)
 
     # -- apply -------------------------------------------------------------------------------------------------------------
 
     def replay(self, records: Iterable[Record]) -> None:
-        """Bring back the durable state. Raises FederatedError if the records are of another run or other settings."""
+        """Replay records to restore the durable state.
+
+        Raises FederatedError if the records are of another run or other settings.
+        """
         for record in records:
             self._situation.records.apply(record)
 
@@ -183,7 +199,10 @@ class Coordinator:
                 self._assign_evaluation(round, now)
 
     def _on_record(self, record: Record, node: NodeState | None, now: float) -> None:
-        """Let the cluster follow a record. node: whose message the record is of, if any."""
+        """Apply a record to the cluster.
+
+        node: whose message the record is of, if any.
+        """
         cluster = self.cluster
         match record:
             case RoundOpened():
@@ -240,13 +259,13 @@ _MAX_STEPS = 1_000_000
 
 
 class BrokenError(FederatedError):
-    """A decision was journaled and could not be applied: this coordinator must not be used again."""
+    """Error of a decision that was journaled but not applied; the coordinator is unusable."""
 
 
 def run_to_quiescence(
     coordinator: Coordinator, append: Callable[[Sequence[Record]], None], event: Event, now: float
 ) -> Iterator[tuple[tuple[Record, ...], tuple[Command, ...]]]:
-    """Decide, journal and apply an event, and whatever follows from it, until nothing is due; yield each step.
+    """Handle an event and all that follows from it: decide, journal, apply; yield each step.
 
     A step is the records that are on disk now and the commands to execute, in their order. append: the journal's; if it raises,
     the step has not happened. Run the iterator to its end under one lock, and again with `Tick` whenever

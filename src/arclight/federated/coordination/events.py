@@ -44,7 +44,10 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """A new run has its first weights, which are round ``round`` (0, or the round that the run was forked from)."""
+    """A new run has its first weights, as round ``round``.
+
+    That is 0, or the round that the run was forked from.
+    """
 
     base: str
     """Digest of the weights' manifest."""
@@ -56,7 +59,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunResumed(Event):
-    """The driver is back: the journal was replayed. Aggregations under way are commanded again, timers start again."""
+    """The journal was replayed: aggregations are commanded again, timers start again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ class Tick(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeMessage(Event):
-    """A message from a node. ``to`` is the driver's own name for the request, which the answer is addressed to.
+    """Message from a node; ``to`` is the driver's name for the request, for the answer.
 
     Answers are, to a `Join`: SessionGranted, Wait (another process of this name may still live: join again) or Close; to an
     `WorkRequest`, perhaps later: FitPlan, EvaluatePlan, Wait or Close; to all others: a Receipt.
@@ -80,9 +83,10 @@ class NodeMessage(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateValidated(NodeMessage):
-    """An update whose blobs are on disk and that is sound. It counts only if its Receipt says accepted.
+    """Update whose blobs are on disk and valid.
 
-    Before an update is fetched and checked, `Coordinator.refusal` says at no cost if it would be refused.
+    It counts only if its Receipt says accepted. Before an update is fetched and checked, `Coordinator.refusal` says at
+    no cost if it would be refused.
     """
 
     message: Update
@@ -94,7 +98,10 @@ class UpdateValidated(NodeMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRejected(NodeMessage):
-    """An update that the driver's checks refuse. "damaged" may be sent again; any other reason excludes the client from the round."""
+    """Update that the driver's checks refuse.
+
+    "damaged" may be sent again; any other reason excludes the client from the round.
+    """
 
     message: Update
     reason: Reason
@@ -133,7 +140,7 @@ class ServerEvaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequested(Event):
-    """The driver cannot go on, or a person stops the run: all nodes are told, and the journal records it."""
+    """Stop of the run by a person or an error: all nodes are notified, the journal records it."""
 
     why: str
 
@@ -148,14 +155,17 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionGranted:
-    """Let the node in, under the session that the driver has made for it."""
+    """Grant the node the session that the driver has made for it."""
 
     session: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitPlan:
-    """Train a client: the part of `Fit` that is decided here. The driver adds manifests and codecs."""
+    """Order to train a client, as decided here.
+
+    The driver adds manifests and codecs to make it a `Fit`.
+    """
 
     client: str
     round: int
@@ -188,7 +198,10 @@ class EvaluatePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Command):
-    """Answer the request ``to``. An unknown session gets ``Receipt(accepted=False, reason="session")``: join again."""
+    """Answer the request ``to``.
+
+    An unknown session gets ``Receipt(accepted=False, reason="session")``: join again.
+    """
 
     to: str
     plan: SessionGranted | FitPlan | EvaluatePlan | Wait | Close | Receipt
@@ -196,10 +209,11 @@ class Answer(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregate(Command):
-    """Aggregate a closed round's updates in this order (the clients'), step, write the checkpoint, report `RoundStored`.
+    """Aggregate a closed round's updates in this order, step, save, report `RoundStored`.
 
-    Without updates the round is skipped: write the former weights as its own. A failure is reported as `AggregationFailed`.
-    Commanded once for each round and again after `RunResumed`. Rounds are aggregated one at a time, each from the weights before.
+    The order is that of the clients, and what is saved is the round's checkpoint. Without updates the round is skipped:
+    write the former weights as its own. A failure is reported as `AggregationFailed`. Commanded once for each round and
+    again after `RunResumed`. Rounds are aggregated one at a time, each from the weights before.
     """
 
     round: int
@@ -211,7 +225,10 @@ class Aggregate(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOnServer(Command):
-    """Evaluate a committed round's weights on the server's data, report `ServerEvaluated`; rounds go on meanwhile."""
+    """Evaluate a committed round's weights on the server's data; report `ServerEvaluated`.
+
+    Rounds go on meanwhile.
+    """
 
     round: int
     base: str
@@ -219,7 +236,10 @@ class EvaluateOnServer(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLost(Command):
-    """Log that a node is lost: silent, without progress, or gone by itself. Its clients are looked after."""
+    """Log that a node is lost: silent, without progress, or gone by itself.
+
+    Its clients are looked after.
+    """
 
     node: str
     session: str
@@ -256,7 +276,7 @@ class ClientNotEvaluated(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class LogMessage(Command):
-    """Log a line: who or what is waited for."""
+    """Log a line on what the run waits for."""
 
     text: str
 
@@ -275,7 +295,10 @@ Change = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Everything that follows from an event. Falsy if nothing does: then it need not be applied if the event is a `Tick`."""
+    """Everything that follows from an event.
+
+    Falsy if nothing does: then it need not be applied if the event is a `Tick`.
+    """
 
     event: Event
     now: float

@@ -1,4 +1,4 @@
-"""Decide what follows from a node's message or a driver's event: pure rules for the coordinator."""
+"""Decide what follows from a node's message or a driver's event: pure rules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ Refusal = tuple[Reason, str]
 
 
 def decide(s: Situation, event: Event, now: float) -> Decision:
-    """Decide what follows from an event. Raises ProtocolError for one that is not allowed in this state."""
+    """Decide what follows from an event.
+
+    Raises ProtocolError for one that is not allowed in this state.
+    """
     match event:
         case ev.Tick():
             return round_rules.tick(s, event, now)
@@ -75,7 +78,7 @@ def decide(s: Situation, event: Event, now: float) -> Decision:
 
 
 def refusal(s: Situation, session: str, message: Update, digest: str) -> Refusal | None:
-    """Return the reason why an update would be refused; None if it would be accepted, or was already.
+    """Return the reason to refuse an update; None if it would be, or is, accepted.
 
     digest: of its manifest. The same update that is sent again is accepted again.
     """
@@ -108,7 +111,10 @@ def _refusal(s: Situation, session: str, message: Update, digest: str) -> Refusa
 
 
 def _of_another_sum(s: Situation, message: Update) -> Refusal | None:
-    """Return the reason to refuse an update that was masked for a sum which was discarded, maybe during its validation."""
+    """Return the reason to refuse an update masked for a secure sum that was discarded.
+
+    The sum may have been discarded during the update's validation.
+    """
     opened = s.state.started_rounds.get(message.round)
     if s.settings.secure is None or opened is None or message.attempt == opened.discarded:
         return None
@@ -116,7 +122,10 @@ def _of_another_sum(s: Situation, message: Update) -> Refusal | None:
 
 
 def lost(s: Situation, round: int, clients: Sequence[str]) -> tuple[Record, ...]:
-    """Return the records for a round whose accepted updates are lost. Masks of a secure sum fit no other values."""
+    """Return the records for a round whose accepted updates are lost.
+
+    Masks of a secure sum fit no other values.
+    """
     if s.settings.secure is None:
         return (UpdatesLost(round=round, clients=tuple(clients)),)
     why = f"masked values of {', '.join(clients)} are not on the server's disk any more"
@@ -219,7 +228,10 @@ def _assignment(one: ActiveWork) -> Assignment:
 
 
 def _is_forgotten(s: Situation, task: Task, now: float) -> bool:
-    """Return True if a node that requests work seems not to have this order: it reports a client until its update is here."""
+    """Return True if a node that requests work seems not to have this order.
+
+    A node reports a client until its update is here.
+    """
     silence = s.settings.waiting.silence_s
     confirmed = task.steps >= 0
     return now - task.seen > (_FORGOTTEN * silence if confirmed else silence)
@@ -338,7 +350,10 @@ def _is_evaluated(s: Situation, round: int) -> bool:
 
 
 def _discard(s: Situation, event: ev.AggregationFailed, now: float) -> Decision:
-    """Discard a closed round and ask its clients again, without those to blame; most have their training behind them."""
+    """Discard a closed round and ask its clients again, without those to blame.
+
+    Most have their training behind them.
+    """
     open = s.state.open.get(event.round)
     if open is None or open.closed is None:
         raise ProtocolError(f"round {event.round} is not closed: it cannot be asked for again")
@@ -361,7 +376,7 @@ def _discard(s: Situation, event: ev.AggregationFailed, now: float) -> Decision:
 
 
 def _asked_again(s: Situation, open: RoundState, without: Sequence[str] = ()) -> RoundOpened:
-    """Ask a round's clients again, and others in place of those left out, as far as there are any."""
+    """Ask a round's clients again, and others in place of those left out, if there are any."""
     kept = [client for client in open.drawn if client not in without]
     count, attempt = len(without), open.attempt + 1
     fresh = s.sampler.draw(open.round, count=count, attempt=attempt, without=open.drawn) if without else ()

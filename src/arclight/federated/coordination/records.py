@@ -25,7 +25,7 @@ class RunOpened(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOpened(Record):
-    """A round is opened with its clients and weights; a second record retries it, and accepted updates stay."""
+    """A round is opened, or retried by a second record, which keeps accepted updates."""
 
     round: int
     base: str
@@ -64,8 +64,10 @@ class UpdateAccepted(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatesLost(Record):
-    """Accepted updates of a round are not here any more, as after a power failure: these clients are asked again, who have them
-    still, or can make them again. In buffered mode they count as never come.
+    """Accepted updates of a round were lost, as after a power failure.
+
+    Their clients are asked again, which still have them or can make them again. In buffered mode they count as never
+    received.
     """
 
     round: int
@@ -82,7 +84,7 @@ class UpdateRefused(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientFailed(Record):
-    """A client is excluded from the round: it failed, or its node was lost and no other could take it."""
+    """A client is excluded from the round: it failed, or its node was lost without replacement."""
 
     round: int
     client: str
@@ -137,7 +139,7 @@ class RoundCommitted(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundEvaluated(Record):
-    """A round's weights were evaluated by ``client``; None: the mean over clients, or the server."""
+    """A round's weights were evaluated by ``client``; None: mean over clients, or the server."""
 
     round: int
     client: str | None

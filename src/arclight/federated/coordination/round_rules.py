@@ -1,4 +1,4 @@
-"""Decide when rounds open, close, retry and end: pure rules of time, and of requests held for work.
+"""Decide when rounds open, close, retry and end, and when work is assigned: pure rules.
 
 Pure, and one step at a time: the driver ticks until nothing follows.
 """
@@ -55,7 +55,7 @@ def is_urgent(s: Situation) -> bool:
 
 
 def _next_transition(s: Situation, event: Event, now: float) -> Decision:
-    """Close, aggregate, evaluate or open a round, or end the run: the first of these that is due."""
+    """Return the first due step: close, aggregate, evaluate or open a round, or end the run."""
     state, cluster = s.state, s.cluster
     for open in state.open.values():
         if open.closed is None and open.wanted and (decision := _close_if_ready(s, event, open, now)):
@@ -147,7 +147,7 @@ def _close_if_ready(s: Situation, event: Event, open: RoundState, now: float) ->
 
 
 def _is_awaited(s: Situation, open: RoundState) -> bool:
-    """Return True while a client whose node has not gone away is at work for a round that has its quorum."""
+    """Return True while a connected client is at work for a round that has its quorum."""
     return any(s.cluster.assignments.get(work) is not None or not s.cluster.is_away(work) for work in _fits_of(s, open))
 
 
@@ -165,7 +165,7 @@ def _fits_of(s: Situation, open: RoundState) -> Iterator[Assignment]:
 
 
 def _outweighing(s: Situation, open: RoundState) -> tuple[Record, ...]:
-    """Exclude clients that claim far more samples (or tokens) per step than their round's median.
+    """Exclude clients that claim far more samples (or tokens) per step than the median.
 
     The first updates of a run have no earlier ones to be compared with when they arrive.
     """
@@ -188,7 +188,7 @@ def _outweighing(s: Situation, open: RoundState) -> tuple[Record, ...]:
 
 
 def _retry(s: Situation, event: Event, open: RoundState, now: float, *, late: bool) -> Decision:
-    """Ask other clients, or those that have come back; or give the round up."""
+    """Retry a round with other clients or returned ones, or give it up."""
     need, waiting, empty_since = s.records.need(open), s.settings.waiting, s.cluster.empty_since
     if not s.cluster.sessions and empty_since is not None and empty_since + waiting.join_timeout_s > now:
         return Decision(event=event, now=now)  # a node may join
@@ -227,7 +227,7 @@ def reopened(open: RoundState, clients: tuple[str, ...]) -> RoundOpened:
 
 
 def _another_sum(open: RoundState, why: str) -> tuple[Record, ...]:
-    """Discard what was masked: clients that are asked now cannot join a sum whose clients have agreed on their masks."""
+    """Discard a round's masked updates: new clients cannot join a sum with agreed masks."""
     out = (failed for failed in open.failed.values() if not failed.lost)
     return RoundDiscarded(round=open.round, why=why), *out
 
@@ -250,7 +250,10 @@ def give_up(
 
 
 def _blame(s: Situation, open: RoundState, *, late: bool) -> str:
-    """Name the clients that have failed, and why; if none has, or time is up, those that are still at work."""
+    """Describe the clients that have failed, and why.
+
+    If none has, or time is up (``late``), those that are still at work are named.
+    """
     alike: dict[str, list[str]] = {}
     for client, what in open.failed.items():
         alike.setdefault(what.message, []).append(client)
@@ -268,7 +271,7 @@ def _blame(s: Situation, open: RoundState, *, late: bool) -> str:
 
 
 def _assign_waiting(s: Situation, event: Event, now: float) -> Decision:
-    """Give work to the nodes whose requests are held."""
+    """Assign work to the nodes whose requests are held."""
     commands: list[Command] = []
     changes: list[Change] = []
     for node in s.cluster.ready.values():
@@ -370,7 +373,7 @@ def _give_up_waiting(s: Situation, fired: Decision, timer: Timer) -> Decision:
 
 
 def _is_irreplaceable(s: Situation, work: Assignment) -> bool:
-    """Return True if a round asks all clients, so that no other can be asked in place of one that is away.
+    """Return True if a round asks all clients, so that none can replace one that is away.
 
     If the others are a quorum, the round closes without waiting for it.
     """

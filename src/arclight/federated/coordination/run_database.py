@@ -69,11 +69,14 @@ class RunDatabaseError(FederatedError):
 
 
 class UnavailableError(RunDatabaseError):
-    """The database cannot be written at this moment, and nothing of the step has happened: try again."""
+    """Error of a database that cannot be written now; nothing has happened: try again."""
 
 
 class RunDatabase:
-    """The open database of a run. Use `open`; one process at a time holds its lock. Methods may be called from any thread."""
+    """Open database of a run, see `open`, locked for one process.
+
+    Methods may be called from any thread.
+    """
 
     def __init__(self, path: Path, connection: sqlite3.Connection, inject: Injection | None) -> None:
         self.path, self._connection, self._inject = path, connection, inject
@@ -83,10 +86,10 @@ class RunDatabase:
 
     @classmethod
     def open(cls, folder: str | Path, *, inject: Injection | None = None) -> RunDatabase:
-        """Open the database of the run in ``folder``, or create it from files of former layouts, which stay as they are.
+        """Open the database of the run in ``folder``, or create it from files of former layouts.
 
-        inject: for tests, called at every point of a commit; it may kill the process there. Raises RunDatabaseError if the
-        database is damaged, not of this program, or another process has it.
+        Such files stay as they are. inject: for tests, called at every point of a commit; it may kill the process
+        there. Raises RunDatabaseError if the database is damaged, not of this program, or another process has it.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +137,7 @@ class RunDatabase:
             self._number, self._size = self._number + len(rows), self._size + sum(len(text) for *_, text in rows)
 
     def write_history(self, first: int, rows: Sequence[HistoryRow], state: StateSaved | None = None) -> None:
-        """Replace the history from round ``first`` on, and all records so far by ``state`` if one is given.
+        """Replace the history from round ``first`` on, and, if given, all records by ``state``.
 
         With a state it is on the disk on return; without, a power failure may take the rows. Raises RunDatabaseError, and
         nothing is changed.
@@ -161,7 +164,7 @@ class RunDatabase:
         return [json.loads(entry) for (entry,) in self._query(_ROUNDS, first)]
 
     def last_settled(self) -> int:
-        """Return the newest round of which nothing more is told; -1 if there is none."""
+        """Return the newest round whose history is final; -1 if there is none."""
         found = self._query("SELECT round FROM history WHERE NOT open ORDER BY round DESC LIMIT 1")
         return int(found[0][0]) if found else -1
 
@@ -228,7 +231,10 @@ def has_journal(folder: Path) -> bool:
 
 
 def has_begun(folder: Path) -> bool:
-    """Return True if the journal of the run in ``folder`` has a record. One that cannot be read has."""
+    """Return True if the journal of the run in ``folder`` has a record.
+
+    One that cannot be read has.
+    """
     try:
         return bool(read_journal(folder))
     except FileNotFoundError:
@@ -250,7 +256,7 @@ def read_journal(folder: Path) -> list[Record]:
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """Read the history of a run that may be served at this moment, also of a former layout or at an address.
+    """Read the history of a run: being served or not, of a former layout, or at an address.
 
     Raises FileNotFoundError if there is none, RunDatabaseError if it is damaged.
     """
@@ -263,7 +269,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the folder of a run, and the journal of a former layout, which servers of former versions lock.
+    """Lock the folder of a run, and the journal of a former layout, against other servers.
 
     Raises RunDatabaseError if another process has it.
     """
@@ -293,7 +299,10 @@ def encode(record: Record) -> str:
 
 
 def decode(text: str, path: Path) -> Record:
-    """Decode a record of the journal at ``path``. Raises RunDatabaseError if this version cannot."""
+    """Decode a record of the journal at ``path``.
+
+    Raises RunDatabaseError if this version cannot.
+    """
     from pydantic import ValidationError
 
     table = json.loads(text)
@@ -334,7 +343,10 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def _connected(path: Path, *, create: bool = False) -> Iterator[sqlite3.Connection]:
-    """Connect to a database. Whoever only reads never blocks a writer; without a log nobody writes in a read-only folder."""
+    """Connect to a database; readers never block a writer.
+
+    Without a log nobody writes in a read-only folder, and it is opened as immutable.
+    """
     reader = "rw" if os.access(path.parent, os.W_OK) else "ro" if _size(_log_of(path)) else "ro&immutable=1"
     uri = f"{path.absolute().as_uri()}?mode={'rwc' if create else reader}"
     with _explained(path):
@@ -346,7 +358,10 @@ def _connected(path: Path, *, create: bool = False) -> Iterator[sqlite3.Connecti
 
 
 def _size(path: Path) -> int:
-    """Return the size of a file, 0 if there is none; another process may delete it at any moment."""
+    """Return the size of a file, 0 if there is none.
+
+    Another process may delete it at any moment.
+    """
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -364,7 +379,10 @@ def _check_log(path: Path) -> None:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[Path]:
-    """Return a database where SQLite can read it: a copy if it is at an address, or a read-only folder has a log and no index."""
+    """Yield a database where SQLite can read it, if necessary a copy.
+
+    One at an address is copied, and one in a read-only folder with a log and no index.
+    """
     log_file, index = _log_of(path), path.parent / f"{path.name}-shm"
     if not remote.is_remote(path) and (index.exists() or not _size(log_file) or os.access(path.parent, os.W_OK)):
         yield path
@@ -378,7 +396,10 @@ def _readable(path: Path) -> Iterator[Path]:
 
 
 def _has_tables(connection: sqlite3.Connection, path: Path) -> bool:
-    """Return False for an empty database. Raises RunDatabaseError for one of another program or a newer version."""
+    """Return False for an empty database.
+
+    Raises RunDatabaseError for one of another program or a newer version.
+    """
     ((application,), (version,), (tables,)) = (
         connection.execute(sql).fetchone()
         for sql in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
@@ -453,7 +474,10 @@ def _read(path: Path, sql: str, *values: int) -> list[Any] | None:
 
 
 def _texts(rows: list[tuple[int, int, str]], path: Path) -> list[str]:
-    """Return the texts of all records. Raises RunDatabaseError for one that is not what was written, or missing."""
+    """Return the texts of all records.
+
+    Raises RunDatabaseError for one that is missing or damaged.
+    """
     for due, (number, crc, text) in enumerate(rows, rows[0][0] if rows else 0):
         if number != due or crc != _crc(number, text):
             raise RunDatabaseError(_DAMAGED.format(what=f"record {due} of {path}", error="its CRC-32 does not match"))
@@ -479,9 +503,10 @@ def _former(folder: Path) -> tuple[list[tuple[int, int, str]], list[HistoryRow]]
 
 
 def _former_records(path: Path) -> Iterator[tuple[int, str, list[dict[str, Any]]]]:
-    """Iterate over ``journal.jsonl``: number and text of each record, with the history that it told of open rounds.
+    """Iterate over ``journal.jsonl``: number, text and history notes of each record.
 
-    A line is ``<CRC-32 of the rest, 8 hexadecimal digits> <number> <record>``. The last one may be torn, and was never acted on.
+    The notes are of open rounds. A line is ``<CRC-32 of the rest, 8 hexadecimal digits> <number> <record>``. The last
+    one may be torn, and was never acted on.
     """
     due = None
     lines = path.read_bytes().splitlines(keepends=True)
@@ -507,7 +532,7 @@ def _former_records(path: Path) -> Iterator[tuple[int, str, list[dict[str, Any]]
 
 
 def _former_history(path: Path) -> list[HistoryRow]:
-    """Read ``history.jsonl`` up to its first damaged line: the journal tells of later rounds."""
+    """Read ``history.jsonl`` up to its first damaged line; the journal has later rounds."""
     rows: list[HistoryRow] = []
     with path.open("rb") as file:
         for line in file:

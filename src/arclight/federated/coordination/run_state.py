@@ -1,4 +1,4 @@
-"""Hold a run's durable state, and apply the journal's records to it: a function of them alone.
+"""Hold a run's durable state, a function of the journal's records alone.
 
 Only `coordinator` applies records; the rules read the state. It is saved in ``run.db``, and a restart replays the journal of an older
 version: a new field needs a default, and applying a record must stay deterministic.
@@ -73,7 +73,10 @@ class RoundEvaluation:
 
 @dataclass
 class RunState:
-    """The durable state of a run. Only `RecordApplier` changes it. Its size grows with the clients of a round, not of the run."""
+    """Durable state of a run, changed by `RecordApplier` alone.
+
+    Only `RecordApplier` changes it. Its size grows with the clients of a round, not of the run.
+    """
 
     run: str = ""
     settings: str = ""
@@ -130,11 +133,17 @@ class RecordApplier:
         self.state = RunState()
 
     def quorum(self, wanted: int) -> int:
-        """Return the updates with which a round for ``wanted`` may close by today's settings, at least as many as can be aggregated."""
+        """Return the quorum of a round for ``wanted`` clients, at least what can be aggregated.
+
+        It follows today's settings, which a resumed run may have changed.
+        """
         return max(self.settings.waiting.need(wanted), self.settings.least_folded)
 
     def need(self, open: RoundState) -> int:
-        """Return the updates with which a round may close, at least as many as its clients divided its noise by."""
+        """Return the updates with which a round may close.
+
+        They are at least as many as its clients divided their noise by.
+        """
         return max(self.quorum(open.wanted), open.least)
 
     def apply(self, record: Record) -> None:
@@ -170,11 +179,11 @@ class RecordApplier:
 
     @property
     def gathering(self) -> RoundState | None:
-        """Return the round that collects updates in buffered mode, whichever round they started from."""
+        """Round that collects updates in buffered mode, whichever round they started from."""
         return next((open for open in self.state.open.values() if open.closed is None), None)
 
     def collecting(self, started: int) -> RoundState | None:
-        """Return the round that takes an update started in round ``started``; None if that is closed."""
+        """Return the round that takes an update started in round ``started``; None if closed."""
         if self.settings.buffered:
             return self.gathering
         open = self.state.open.get(started)
@@ -322,7 +331,7 @@ class RecordApplier:
                 measuring.sums[name] = measuring.sums.get(name, 0.0) + record.samples * value
 
     def _forget(self) -> None:
-        """Drop rounds that nobody works on any more."""
+        """Drop rounds that no client works on any more."""
         state = self.state
         for old in [round for round, clients in state.assigned.items() if not clients and round not in state.open]:
             del state.assigned[old]

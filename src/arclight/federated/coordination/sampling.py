@@ -1,4 +1,4 @@
-"""Sample the clients of a round: a function of (seed, round, attempt), so that a resumed run draws the same.
+"""Sample the clients of a round, a function of (seed, round, attempt).
 
 Draws are without replacement and cost what is drawn, whatever the number of clients. Nothing is kept between rounds.
 """
@@ -76,9 +76,10 @@ class Sampler:
     def draw(
         self, round: int, *, count: int | None = None, attempt: int = 0, without: Collection[str] = ()
     ) -> tuple[str, ...]:
-        """Draw a round's clients: ``asked`` or ``count``, none of ``without``; dropouts are left out, but never all.
+        """Draw a round's clients: ``count`` of them, by default ``asked``, none of ``without``.
 
-        Fewer if there are no more. All of them come in their own order, a sample in that of the draw.
+        Dropouts are left out, but never all. Fewer if there are no more. All of them come in their own order, a sample
+        in that of the draw.
         """
         count = self.asked if count is None else count
         avoided = {index for name in without if (index := self.roster.index(name)) is not None}
@@ -113,7 +114,7 @@ class Sampler:
 
 
 def _pieces(first: int, size: int) -> list[tuple[int, int]]:
-    """Split [0, size) in at most two parts, of which the first usually suffices."""
+    """Split [0, size) into at most two parts, the first of which usually suffices."""
     first = min(first, size)
     return [(0, first)] if first == size else [(0, first), (first, size)]
 

@@ -37,7 +37,7 @@ class Hours(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Checked):
-    """Sample the clients of a round by the run's seed and the round's number, so that a resumed run draws the same."""
+    """Settings of client sampling, by the run's seed and the round, so that resuming repeats it."""
 
     per_round: PositiveInt | None = None
     """Clients per round; none for all."""
@@ -107,7 +107,10 @@ class Waiting(Checked):
 @former_names(most_stale="max_staleness")
 @dataclass(frozen=True, kw_only=True)
 class Buffered(Checked):
-    """Asynchronous rounds (FedBuff, Nguyen et al. 2022): step after every ``size`` updates; stale ones have less weight."""
+    """Settings of asynchronous rounds (FedBuff, Nguyen et al. 2022).
+
+    The server steps after every ``size`` updates; stale ones have less weight.
+    """
 
     size: PositiveInt = 10
     """Buffered updates per server step."""
@@ -117,10 +120,11 @@ class Buffered(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Checked):
-    """Exchange in fragments while training goes on (streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512).
+    """Settings of streaming DiLoCo: exchange fragments while training goes on.
 
-    A round is ``local_steps / fragments`` steps long and exchanges one fragment, so each fragment's turn comes every
-    ``local_steps`` steps: that of round r is ``r % fragments`` (as `arclight.optim.outer.due`).
+    Douillard et al. 2025, arXiv 2501.18512. A round is ``local_steps / fragments`` steps long and exchanges one
+    fragment, so each fragment's turn comes every ``local_steps`` steps: that of round r is ``r % fragments`` (as
+    `arclight.optim.outer.due`).
     """
 
     fragments: PositiveInt = 4

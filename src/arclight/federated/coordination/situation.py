@@ -1,4 +1,4 @@
-"""Hold what a decision depends on (settings, run state, cluster): the argument of every rule."""
+"""Hold all that a decision depends on (settings, run state, cluster), for the rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from arclight.federated.settings import Federation
 
 @dataclass(frozen=True)
 class Situation:
-    """A run at this moment. Rules read it and change nothing: what is to change goes into their `Decision`."""
+    """State of a run at this moment, read-only for rules.
+
+    What is to change goes into their `Decision`.
+    """
 
     settings: Federation
     run: str

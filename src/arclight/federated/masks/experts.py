@@ -46,7 +46,10 @@ def assign_experts(experts: Experts, count: int, seed: int, client: int, round: 
 
 
 def check_per_client(experts: Experts, count: int) -> None:
-    """Raise SettingsError where a client is to have more experts than the ``count`` of the model, or of each head."""
+    """Raise SettingsError if clients are to have more experts than there are.
+
+    There are ``count``, of the model or of each head.
+    """
     if experts.per_client > count:
         what, whole = ("head_experts", "each head") if isinstance(experts, HeadExperts) else ("experts", "the model")
         raise SettingsError(
@@ -55,7 +58,10 @@ def check_per_client(experts: Experts, count: int) -> None:
 
 
 def unassigned_experts(experts: Experts, count: int, clients: int) -> tuple[int, ...]:
-    """Return the experts, of ``count``, that a fixed assignment gives to none of the ``clients``."""
+    """Return the experts, of ``count``, that a fixed assignment gives to no client.
+
+    ``clients``: their number.
+    """
     if experts.assign != "fixed":
         return ()
     assigned = {number for client in range(clients) for number in assign_experts(experts, count, 0, client, 1)}
@@ -63,13 +69,16 @@ def unassigned_experts(experts: Experts, count: int, clients: int) -> tuple[int,
 
 
 def assign_head_experts(experts: HeadExperts, count: int, seed: int, client: int, round: int) -> tuple[int, ...]:
-    """Return the rising numbers of the (head, expert) pairs that a client has: `assign_experts` of ``count``, of every head."""
+    """Return a client's (head, expert) pairs, by rising number.
+
+    They are those of `assign_experts`, of every head.
+    """
     own = assign_experts(experts, count, seed, client, round)
     return tuple(head * count + number for head in range(experts.heads) for number in own)
 
 
 class ExpertParts(Mapping[str, "torch.Tensor"]):
-    """Look experts up in stacked tensors as keys of their own, ``model/w1[3]``.
+    """Mapping of experts in stacked tensors to keys of their own, ``model/w1[3]``.
 
     Iterate over whole ones.
     """
@@ -77,7 +86,10 @@ class ExpertParts(Mapping[str, "torch.Tensor"]):
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], numbers: Callable[[str], Sequence[int] | None] | None = None
     ) -> None:
-        """``numbers``: which experts a stack holds, by its key, if they are those of a smaller model."""
+        """Initialise the parts of ``tensors``.
+
+        ``numbers``: which experts a stack holds, by its key, if they are those of a smaller model.
+        """
         self._tensors, self._numbers = tensors, numbers
         self._newest: tuple[str, torch.Tensor] | None = None
 

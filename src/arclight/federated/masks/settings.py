@@ -1,4 +1,4 @@
-"""Define the settings of masks, and patterns on names; no torch here, since recipes are read without it.
+"""Define the settings of masks, and patterns on names (no torch).
 
 They are the recipe's table ``[federation.masks]``: names of fields are public. `transfer_mask` applies them; `matches` decides what a pattern
 means.
@@ -43,7 +43,10 @@ class Experts(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadExperts(Experts):
-    """The same of experts that each head of attention has of its own (SwitchHead): a client has those of its numbers of every head."""
+    """Split of the experts of each attention head (SwitchHead) among clients.
+
+    A client has those of its numbers of every head.
+    """
 
     tensors: tuple[str, ...] = ("*.wv.experts", "*.wo.experts")
     """Patterns on names of tensors that hold all of them, first dimension the (head, expert) pair, head by head."""
@@ -99,7 +102,10 @@ class Masks(Checked):
             raise ValueError('personal_from = "client" is of personal tensors: name them in personal')
 
     def begins_at_client(self, name: str) -> bool:
-        """Return True for a tensor that each client initialises itself; the server's value means nothing to it."""
+        """Return True for a tensor that each client initialises itself.
+
+        The server's value means nothing to it.
+        """
         return self.personal_from == "client" and matches(name, self.personal)
 
     @property

@@ -1,4 +1,4 @@
-"""Compute which tensors a client uploads and downloads in a round, alike on server and client.
+"""Compute which tensors a client uploads and downloads in a round, alike on both sides.
 
 Keys are those of manifests: ``model/<name>`` and ``<state>/<name>`` for local moments. The server aggregates what is uploaded;
 a client loads what it downloads. The two differ: frozen weights are only downloaded, private ones neither, and
@@ -149,7 +149,10 @@ class TransferMask:
         return _stacked(key, self.masks.experts) or _stacked(key, self.masks.head_experts)
 
     def numbers(self, key: str) -> tuple[int, ...] | None:
-        """Return this client's experts, or (head, expert) pairs, in a tensor that stacks them; None: all, or it stacks none."""
+        """Return this client's experts in a stack, or None: all, or it is no stack.
+
+        For experts of attention heads they are (head, expert) pairs.
+        """
         if _stacked(key, self.masks.head_experts):
             return self.head_experts
         return self.experts if _stacked(key, self.masks.experts) else None
@@ -229,7 +232,7 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 
 def _unknown(table: Mapping[str, Any], made: Any) -> str | None:
-    """Return a name in the table that is no field of what was made from it."""
+    """Return a name in the table that is no field of the object made from it."""
     known = {one.name for one in fields(made)}
     for name, value in table.items():
         inner = getattr(made, name) if name in known else None
@@ -272,7 +275,7 @@ class ServerMasks:
         return self._whole
 
     def unassigned(self, weights: Manifest, clients: int) -> dict[str, tuple[tuple[int, ...], int]]:
-        """Return the experts that none of the ``clients`` ever has, and the number of all, by the mask that splits them."""
+        """Return experts assigned to no client, and the number of all, by the mask that splits them."""
         masks = self.whole(weights).masks
         found = {
             what: (unassigned_experts(experts, self._counts[what], clients), self._counts[what])
@@ -299,7 +302,7 @@ class ServerMasks:
 
 
 def expert_counts(masks: Masks, weights: Manifest) -> dict[str, int]:
-    """Count the experts of a model, and those of each of its heads, for the masks that split them.
+    """Count the experts of a model, and those of each of its heads, for the masks.
 
     Raises SettingsError where ``heads`` does not divide the pairs, or a client would have more than there are.
     """
@@ -320,7 +323,10 @@ def expert_counts(masks: Masks, weights: Manifest) -> dict[str, int]:
 
 
 def expert_count(what: str, experts: Experts, weights: Manifest) -> int:
-    """Count the first dimension of a model's stacks of ``masks.<what>``. Raises SettingsError where they do not agree."""
+    """Count the experts in a model's stacks of ``masks.<what>``.
+
+    Raises SettingsError if the stacks' first dimensions differ.
+    """
     counts = {entry.shape[0] if entry.shape else 0: k for k, entry in weights.tensors.items() if _stacked(k, experts)}
     if len(counts) > 1 or 0 in counts:
         counted = ", ".join(f"{key} has {count}" for count, key in counts.items())

@@ -1,4 +1,4 @@
-"""Differential privacy (DP-FedAvg): clip updates, add Gaussian noise to their sum, account epsilon.
+"""Apply differential privacy (DP-FedAvg): clip updates, add noise, account epsilon.
 
 DP-FedAvg (McMahan et al. 2018, arXiv 1710.06963): with every change of norm at most S, a client moves the sum of changes by
 at most S, and noise of standard deviation z S on the sum hides it as the Gaussian mechanism of multiplier z does. The privacy
@@ -151,7 +151,7 @@ def clip_and_add_noise(
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """One published mean with noise: what one round has spent."""
+    """One published mean with noise: the privacy spent by one round."""
 
     multiplier: float
     """Standard deviation of the noise that was on the sum of changes, over the clip."""
@@ -176,7 +176,7 @@ class Ledger:
         return bool(self.releases)
 
     def after(self, one: Release, times: int = 1) -> Ledger:
-        """Return what is spent after so many rounds more."""
+        """Return the ledger after ``times`` more rounds."""
         made = Ledger({**self.releases, one: self.releases.get(one, 0) + times})
         if self._composed is not None:
             made._composed = copy.deepcopy(self._composed)
@@ -184,12 +184,13 @@ class Ledger:
         return made
 
     def epsilon(self, delta: float) -> float:
-        """Compose what was spent. Raises MissingExtraError without dp-accounting.
+        """Compute the epsilon spent at ``delta``.
 
-        How well the weights of all rounds hide whether a client's changes counted or were zero. Where a round drew some of the
-        clients by chance, without replacement, this protects in return. It is counted as for a client that is replaced by
-        another, which moves the sum by up to twice the clip and covers the case above (Wang et al. 2019, arXiv 1808.00087). As
-        what holds without any chance holds too, the smaller of both is returned.
+        How well the weights of all rounds hide whether a client's changes counted or were zero. Where a round drew some
+        of the clients by chance, without replacement, this protects in return. It is counted as for a client that is
+        replaced by another, which moves the sum by up to twice the clip and covers the case above (Wang et al. 2019,
+        arXiv 1808.00087). As what holds without any chance holds too, the smaller of both is returned. Raises
+        MissingExtraError without dp-accounting.
         """
         if not self.releases:
             return 0.0
@@ -218,7 +219,7 @@ def _compose(accountants: tuple[Any, Any], one: Release, times: int) -> None:
 
 
 def spent_before(trees: Mapping[str, Any], number: int) -> Ledger:
-    """Return what the rounds up to a checkpoint have spent, also before a fork.
+    """Return the privacy spent by the rounds up to a checkpoint, also before a fork.
 
     Checkpoints of older versions do not say it: then each of their rounds counts with the least noise that it can have had.
     """
@@ -240,7 +241,7 @@ def spent_before(trees: Mapping[str, Any], number: int) -> Ledger:
 
 
 def privacy_budget(federation: Federation, clients: int) -> Budget | None:
-    """Return what a run's noise is counted by; None without noise."""
+    """Return the privacy budget of a run; None without noise."""
     if federation.noise is None:
         return None
     sampling, waiting = federation.sampling, federation.waiting
@@ -251,7 +252,7 @@ def privacy_budget(federation: Federation, clients: int) -> Budget | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Predict what rounds cost by the settings, and count what a round has cost as it went."""
+    """Privacy budget: predicts the cost of rounds, and counts what each has cost."""
 
     noise: Noise
     clients: int
@@ -261,9 +262,10 @@ class Budget:
     """Whether those of a round are a sample of the fixed size ``per_round``; not so if the first to answer are taken."""
 
     def release(self, multiplier: float, drawn: int, *, all_drawn: bool) -> Release:
-        """Return what a round has spent. all_drawn: just those that chance drew first are in it.
+        """Return the release of a round.
 
-        Where others answered in their place, who took part hangs on who could be reached, and chance does not count.
+        all_drawn: just those that chance drew first are in it. Where others answered in their place, who took part
+        hangs on who could be reached, and chance does not count.
         """
         if all_drawn and self.by_chance and self.per_round < self.clients:
             return Release(multiplier=multiplier, clients=self.clients, drawn=drawn)

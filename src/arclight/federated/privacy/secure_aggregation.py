@@ -1,4 +1,4 @@
-"""Secure aggregation: sum masked updates, so that the server learns no single client's update.
+"""Sum masked updates by secure aggregation, hiding single clients' updates from the server.
 
 The server learns the sum modulo 2^64, and of a single client only that it took part.
 

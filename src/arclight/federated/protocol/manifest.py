@@ -44,7 +44,10 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A set of named tensors. Keys are ``model/<parameter name>`` and, for local moments, ``<state>/<parameter name>`` (``exp_avg/...``)."""
+    """Set of named tensors: ``model/<parameter name>``, and ``<state>/<parameter name>``.
+
+    The latter are local moments (``exp_avg/...``).
+    """
 
     kind: Kind
     """Weights; the change from ``base`` to the next weights, sent down; or a client's update, sent up."""
@@ -71,7 +74,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:
-        """Parse a manifest; inverse of `to_json`. Raises ProtocolError for an invalid one, or another version."""
+        """Parse a manifest; inverse of `to_json`.
+
+        Raises ProtocolError for an invalid one, or another version.
+        """
         return cls.from_dict(_json(text))
 
     @classmethod

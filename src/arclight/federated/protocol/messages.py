@@ -33,7 +33,10 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Base of all messages; a subclass is registered under its name in lower case. `read` is the inverse of `to_json`."""
+    """Base of all messages; a subclass is registered under its lower-case name.
+
+    `read` is the inverse of `to_json`.
+    """
 
     kinds: ClassVar[dict[str, type[Message]]] = {}
     kind: ClassVar[str]
@@ -102,7 +105,7 @@ class HeldRound:
 
 @dataclass(frozen=True, kw_only=True)
 class ActiveWork:
-    """Work of a node for a client, from the arrival of the order until its outcome is acknowledged."""
+    """Work of a node for a client, from the arrival of the order until it is acknowledged."""
 
     client: str
     round: int

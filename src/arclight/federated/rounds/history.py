@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 
 
 def read_history(run: str | Path) -> list[dict[str, Any]]:
-    """Read the history of the run in a folder, also while it is served. Raises FileNotFoundError if it has none."""
+    """Read the history of the run in a folder, also while it is served.
+
+    Raises FileNotFoundError if it has none.
+    """
     return run_database.read_history(to_path(run))
 
 
@@ -41,7 +44,10 @@ def read_rounds(run: str | Path) -> list[Round]:
 
 
 def copy_history(source: str | Path, target: str | Path, until: int) -> None:
-    """Copy the history of rounds up to ``until`` to a new run, as JSON lines; nothing if the source has none, or a damaged one."""
+    """Copy the history of rounds up to ``until`` to a new run, as JSON lines.
+
+    Nothing is copied if the source has none, or a damaged one.
+    """
     try:
         lines = [json.dumps(asdict(here)) + "\n" for here in read_rounds(source) if here.round <= until]
     except RunDatabaseError as error:
@@ -55,7 +61,7 @@ def copy_history(source: str | Path, target: str | Path, until: int) -> None:
 
 
 def export_metrics(run: str | Path) -> None:
-    """Write ``metrics.csv`` in the run's folder: a row for each round, and a column for each value that any of them has."""
+    """Write ``metrics.csv`` in the run's folder: rows are rounds, columns are metrics."""
     rows = [metrics_row(here) for here in read_rounds(run)]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
@@ -109,7 +115,7 @@ class Round:
 
     @property
     def loss(self) -> float | None:
-        """Return the validation loss if measured, else the mean of the clients' training losses, by samples."""
+        """Validation loss if measured, else the mean training loss of clients, by samples."""
         return _loss(self.metrics, self.train, self.samples)
 
     @property
@@ -184,7 +190,7 @@ class History:
             return sum(self.at(number).bytes_down.values())
 
     def note(self, record: r.Record) -> None:
-        """Note a record, once or again."""
+        """Apply a record to the history; repeating it changes nothing."""
         with self._lock:
             if getattr(record, "round", self._over) >= self._over:
                 self._note(record)
@@ -232,7 +238,7 @@ class History:
 
     @staticmethod
     def _anew(here: Round) -> Round:
-        """Return what is kept of a round that is asked for again."""
+        """Return the fields of a round that are kept when it is requested again."""
         kept = {
             name: getattr(here, name) for name in ("round", "clock", "bytes_down", "refused", "failed", "discarded")
         }
@@ -252,7 +258,7 @@ class History:
             self._rounds = {here.round: here for here in stored if here.round <= newest}
 
     def add_missing(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Add what a checkpoint keeps of rounds: all of those that nothing else tells of, else what records lack."""
+        """Add rounds of a checkpoint that no record has, and fields that records lack."""
         with self._lock:
             for entry in entries:
                 here = self._rounds.get(entry["round"])
@@ -262,9 +268,9 @@ class History:
                     setattr(here, name, getattr(here, name) or entry.get(name) or getattr(here, name))
 
     def write(self, settled: int, state: StateSaved | None = None) -> None:
-        """Write all rounds; those below ``settled`` leave memory. state: it replaces the journal's records in the same commit.
+        """Write all rounds, and drop those below ``settled`` from memory.
 
-        Raises RunDatabaseError, and nothing is changed.
+        state: it replaces the journal's records in the same commit. Raises RunDatabaseError, and nothing is changed.
         """
         with self._lock:
             rows = [(here.round >= settled, asdict(here)) for here in self._in_memory()]
@@ -285,7 +291,10 @@ _KNOWN = frozenset(one.name for one in fields(Round))
 
 
 def metrics_row(here: Round) -> dict[str, Any]:
-    """Return a round as a row of metrics.csv; a metric named like one of the run's own columns is renamed."""
+    """Return a round as a row of metrics.csv.
+
+    A metric named like one of the run's own columns is renamed.
+    """
     own: dict[str, Any] = {
         "round": here.round,
         "step": here.clock,

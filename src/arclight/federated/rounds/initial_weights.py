@@ -1,4 +1,4 @@
-"""Read a run's initial weights: of a module, or of a centralised run with its optimizer states."""
+"""Read a run's initial weights: of a module, or of a centralised run with optimizer states."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ def steps_of(path: str | Path) -> int:
 
 
 def moments_of(path: str | Path, kinds: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return optimizer states (``exp_avg``) of a checkpoint by ``<kind>/<parameter name>``; none if it has none.
+    """Return a checkpoint's optimizer states by ``<kind>/<parameter name>``.
 
-    Raises FederatedError if it keeps optimizers that do not say which parameter a state is of, or have none of a kind.
+    ``kinds``: such as ``exp_avg``. Empty for a checkpoint without optimizers. Raises FederatedError if it keeps
+    optimizers that do not say which parameter a state is of, or have none of a kind.
     """
     if not kinds or not to_path(path).is_dir() or "optimizers" not in checkpoint.inspect(path).entries:
         return {}

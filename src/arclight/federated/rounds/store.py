@@ -27,7 +27,7 @@ _NAME = re.compile(r"\d{6,}")
 
 @dataclass(frozen=True, kw_only=True)
 class RoundFolder:
-    """The folder of one round, and what is wrong with it."""
+    """Folder of one round, and its problems."""
 
     number: int
     path: Path
@@ -37,7 +37,10 @@ class RoundFolder:
 
 
 class Rounds:
-    """The rounds below ``<run>/rounds``. Round 0 holds the initial weights; round n, those after n server steps."""
+    """Rounds below ``<run>/rounds``.
+
+    Round 0 holds the initial weights; round n, those after n server steps.
+    """
 
     def __init__(self, run: str | Path) -> None:
         self.run = to_path(run)
@@ -65,7 +68,10 @@ class Rounds:
         return [self.check_round(number) for number in self.numbers()]
 
     def newest(self, *, verify: bool = False) -> int | None:
-        """Return the newest complete round, with ``verify`` also of sound content; None if there is none."""
+        """Return the newest complete round, or None.
+
+        ``verify``: also check the content of its files.
+        """
         for number in reversed(self.numbers()):
             found = self.check_round(number)
             if not found.problems and not (verify and checkpoint.verify(found.path)):
@@ -88,7 +94,7 @@ class Rounds:
         return writer.weights_manifest(layout_of(manifest), manifest.files)
 
     def trees(self, number: int, *names: str) -> dict[str, Any]:
-        """Read the entries without tensors, or those that are named; entries that the round lacks are left out."""
+        """Read the entries ``names``, by default all without tensors, if the round has them."""
         there = self.open(number).entries
         wanted = names or (*TREE_ENTRIES, *CARRIED_ENTRIES)
         return checkpoint.load(self.path(number), only=[name for name in wanted if name in there])

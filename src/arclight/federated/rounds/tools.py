@@ -1,4 +1,4 @@
-"""List, inspect, validate, edit, fork and prune rounds: the functions behind ``arclight checkpoint``.
+"""List, inspect, validate, edit, fork and prune rounds, for ``arclight checkpoint``.
 
 Nothing is changed before its replacement is complete, and ``dry_run`` changes nothing at all.
 """
@@ -122,7 +122,10 @@ def list_rounds(run: str | Path) -> list[RoundSummary]:
 
 
 def inspect_round(run: str | Path, number: int | None = None) -> RoundInspection:
-    """Inspect one round, by default the newest complete one. Raises FederatedError if it is incomplete."""
+    """Inspect one round, by default the newest complete one.
+
+    Raises FederatedError if it is incomplete.
+    """
     rounds = Rounds(run)
     number = _chosen(rounds, number)
     trees = rounds.trees(number)
@@ -150,7 +153,7 @@ def validate(run: str | Path, number: int | None = None) -> dict[int, list[str]]
 
 
 def edit(run: str | Path, number: int, wanted: Edit, *, dry_run: bool = True, backup: bool = True) -> EditReport:
-    """Set values in a round that no journal speaks for: of a fork, or of rounds that were copied.
+    """Set values in a round of a run without a journal: of a fork, or of copied rounds.
 
     The round as it was is kept beside it unless ``backup`` is False. Raises FederatedError for a run with a journal, whose word
     counts (fork the round first), for an unknown client, and for numbers that cannot be.
@@ -196,10 +199,11 @@ def edit(run: str | Path, number: int, wanted: Edit, *, dry_run: bool = True, ba
 def fork(
     run: str | Path, target: str | Path, number: int | None = None, *, name: str | None = None, dry_run: bool = False
 ) -> Path:
-    """Start a new run from a round of another, by default the newest complete one; return the round's path.
+    """Fork a new run from a round of another, by default the newest complete one.
 
-    A `Server` in the target's folder begins there, with the same or other settings: weights, moments, the strategy's states,
-    history and clock are those of the round. Either may be at an address. Raises FederatedError if the target has something.
+    Returns the path of the new run's round. A `Server` in the target's folder begins there, with the same or other
+    settings: weights, moments, the strategy's states, history and clock are those of the round. Either may be at an
+    address. Raises FederatedError if the target has something.
     """
     source, new = Rounds(run), Rounds(target)
     number = _chosen(source, number)
@@ -297,7 +301,10 @@ def _wrong(rounds: Rounds, number: int) -> list[str]:
 
 
 def _rewrite(source: Rounds, number: int, target: Path, trees: dict[str, Any]) -> None:
-    """Write a round again, tensor by tensor, with other trees. Raises FederatedError if it is damaged."""
+    """Write a round again, tensor by tensor, with other trees.
+
+    Raises FederatedError if it is damaged.
+    """
     from arclight.federated.rounds.writer import RoundWriter
 
     described = source.open(number)

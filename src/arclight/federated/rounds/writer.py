@@ -52,9 +52,10 @@ class WrittenCheckpoint:
 
 
 class RoundWriter:
-    """Write checkpoint ``path``: a context within which tensors are added and `publish` is called.
+    """Writer of checkpoint ``path``: a context in which tensors are added and published.
 
-    layout: for each entry of tensors, what comes in which order; see `in_order`. Left without `publish`, nothing remains.
+    `publish` must be called. layout: for each entry of tensors, what comes in which order; see `in_order`. Left without
+    `publish`, nothing remains.
     """
 
     def __init__(self, path: str | Path, layout: Mapping[str, TensorLayout]) -> None:
@@ -90,10 +91,11 @@ class RoundWriter:
     def add(
         self, entry: str, name: str, tensor: torch.Tensor, done: Callable[[torch.Tensor], None] | None = None
     ) -> None:
-        """Add the next tensor of an entry. Raises FederatedError for one that is not next, or of another type or shape.
+        """Add the next tensor of an entry.
 
-        It is written while the next ones are made: it must not change before ``done(tensor)`` is called, or `finished` returns.
-        Raises OSError if there was no room for this one or an earlier one.
+        It is written while the next ones are made: it must not change before ``done(tensor)`` is called, or `finished`
+        returns. Raises OSError if there was no room for this one or an earlier one. Raises FederatedError for one that
+        is not next, or of another type or shape.
         """
         due = self._left[entry][0] if self._left[entry] else None
         given = (tensor.dtype, tuple(tensor.shape))
@@ -106,7 +108,10 @@ class RoundWriter:
         del self._left[entry][0]
 
     def finished(self) -> dict[str, FileRecord]:
-        """Finish writing; return the record of each file. Raises FederatedError if tensors are missing."""
+        """Finish writing; return the record of each file.
+
+        Raises FederatedError if tensors are missing.
+        """
         if lost := [f"{entry}.{names[0]}" for entry, names in self._left.items() if names]:
             raise FederatedError(f"round {self.path.name} cannot be written: {lost[0]} was not given")
         self._behind.finish()
@@ -117,7 +122,10 @@ class RoundWriter:
         }
 
     def publish(self, trees: Mapping[str, Any]) -> WrittenCheckpoint:
-        """Publish the complete round. trees: the entries without tensors. Raises OSError if the disk is full."""
+        """Publish the complete round.
+
+        Raises OSError if the disk is full.
+        """
         records = self.finished()
         encoded = tree.encode(trees)
         if encoded.files:
@@ -145,7 +153,10 @@ def _tensors(entry: str, tensors: TensorLayout) -> dict[str, Any]:
 
 
 def in_order(tensors: Mapping[str, torch.Tensor]) -> TensorLayout:
-    """Return the order of tensors in a round's files: widest types first, so that all are aligned, then by name."""
+    """Return the order of tensors in a round's files: widest types first, then by name.
+
+    So all are aligned.
+    """
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     return {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in order}
 
@@ -172,14 +183,20 @@ _AHEAD = 2
 
 
 class BackgroundWriter:
-    """Write tensors in order, on a thread. An error is raised by a later call, by `finish` at the latest."""
+    """Writer of tensors in order, on a thread.
+
+    An error is raised by a later call, by `finish` at the latest.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="arclight-round")
         self._waiting = deque[Future[None]]()
 
     def write(self, file: HashedFile, tensor: torch.Tensor, done: Callable[[torch.Tensor], None] | None) -> None:
-        """Queue a tensor, which must not change until ``done(tensor)`` is called. Waits while enough others are queued."""
+        """Queue a tensor, which must not change until ``done(tensor)`` is called.
+
+        Waits while enough others are queued.
+        """
         while len(self._waiting) >= _AHEAD:
             self._waiting.popleft().result()
         self._waiting.append(self._pool.submit(_write, file, tensor, done))

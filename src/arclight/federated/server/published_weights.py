@@ -1,4 +1,4 @@
-"""Publish the weights of recent rounds to clients, and delete blobs that no round references.
+"""Publish the weights of recent rounds to clients; delete blobs that no round references.
 
 `server_run` makes one `PublishedWeights` and calls ``publish`` after each round, ``restore`` after a restart; `service` looks weights up
 to offer and serve them. A resumed run must find the same manifest digests: what is written to ``chains/<round>.json`` stays readable.
@@ -35,7 +35,7 @@ KEPT_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a round that clients may start from: what they decode after a lossy download, not the server's own values."""
+    """Weights of a round as clients decode them, lossy or not, and the server's own."""
 
     round: int
     chain: DeltaChain
@@ -52,7 +52,10 @@ class Weights:
 
 
 class PublishedWeights:
-    """Look up published weights by the digest of their manifest; delta chains are kept in ``chains/<round>.json``."""
+    """Published weights by the digest of their manifest.
+
+    Delta chains are kept in ``chains/<round>.json``.
+    """
 
     def __init__(self, folder: Path, rounds: Rounds, blobs: FolderStore, federation: Federation) -> None:
         self._folder, self._rounds, self._blobs, self._federation = folder / "chains", rounds, blobs, federation
@@ -69,12 +72,13 @@ class PublishedWeights:
         return found
 
     def publish(self, number: int, *, all_changed: bool = False) -> Weights:
-        """Publish a round's weights: link its files as blobs without reading them, and append a link to the delta chain.
+        """Publish a round's weights as blobs, and append a link to the delta chain.
 
-        Nodes are offered the blobs of that chain alone: a round's own files are put at no other address where a lossy chain leads past
-        them. Tensors that each client initialises itself are left out; the others of the same file are then written as blobs of their
-        own. So are, where weights come whole, tensors that clients keep after the first round: their blob stays the same, and nodes
-        fetch it once. all_changed: every tensor differs from the round before, so that they need not be compared.
+        Files are linked as blobs without reading them. Nodes are offered the blobs of that chain alone: a round's own
+        files are put at no other address where a lossy chain leads past them. Tensors that each client initialises
+        itself are left out; the others of the same file are then written as blobs of their own. So are, where weights
+        come whole, tensors that clients keep after the first round: their blob stays the same, and nodes fetch it once.
+        all_changed: every tensor differs from the round before, so that they need not be compared.
         """
         own = self._rounds.weights(number)
         had = {digest for digest in own.blobs if self._blobs.here.size(digest) is not None}
@@ -100,7 +104,10 @@ class PublishedWeights:
         return found
 
     def restore(self, number: int, base: str) -> Weights:
-        """Publish a committed round's weights again after a restart. Raises FederatedError if the folder lacks them."""
+        """Publish a committed round's weights again after a restart.
+
+        Raises FederatedError if the folder lacks them.
+        """
         own, file = self._rounds.weights(number), self._file(number)
         if own.digest == base:  # with tensors that clients initialise themselves, as older versions published them
             chain = DeltaChain(weights=own)
@@ -138,9 +145,11 @@ class PublishedWeights:
         uploading: Iterable[str],
         remove: Callable[[str], None],
     ) -> None:
-        """Drop weights that are not ``needed``, and ``remove`` their blobs, those of ``done`` updates, and old unreferenced ones.
+        """Drop weights that are not ``needed``, and blobs that nothing references.
 
-        done, spooled: digests of updates' manifests; blobs of the latter are kept. uploading: blobs of updates that are being uploaded.
+        Blobs of these weights, of ``done`` updates, and old unreferenced ones go through ``remove``. done, spooled:
+        digests of updates' manifests; blobs of the latter are kept. uploading: blobs of updates that are being
+        uploaded.
         """
         dropped = [self._weights.pop(digest) for digest in list(self._weights) if digest not in needed]
         deletable = {digest for weights in dropped for digest in weights.chain.blobs}
@@ -164,7 +173,7 @@ class PublishedWeights:
                 self._file(number).unlink(missing_ok=True)
 
     def _link_blobs(self, number: int, own: Manifest) -> Manifest:
-        """Link a round's files as blobs, and return the manifest to publish: without tensors that each client initialises itself.
+        """Link a round's files as blobs; return the manifest without tensors clients initialise.
 
         The other tensors of a file with such tensors are written as blobs of their own.
         """
@@ -173,12 +182,15 @@ class PublishedWeights:
         return self._write_without(number, own, left_out) if left_out else own
 
     def _split(self, number: int, own: Manifest, kept: Set[str]) -> Manifest:
-        """Write a round's weights as blobs in which no ``kept`` tensor is beside others, and return their manifest."""
+        """Write a round's weights with ``kept`` tensors in blobs of their own; return the manifest."""
         rest, kept_once = (self._write_without(number, own, out) for out in (kept, own.tensors.keys() - kept))
         return Manifest(kind="weights", tensors=rest.tensors | kept_once.tensors, blobs=rest.blobs | kept_once.blobs)
 
     def _write_without(self, number: int, own: Manifest, left_out: Set[str]) -> Manifest:
-        """Return the manifest of a round's weights but those ``left_out``: the others of their files are written as blobs."""
+        """Return the manifest of a round without tensors ``left_out``.
+
+        The others of their files are written as blobs.
+        """
         cut = {own.tensors[key].blob for key in left_out}
         stored = {MODEL + name: tensor for name, tensor in self._rounds.stored(number, "model").items()}
         stored |= self._rounds.stored(number, "moments")
@@ -194,7 +206,7 @@ class PublishedWeights:
         return {key for key in own.tensors if self._federation.masks.begins_at_client(key.partition("/")[2])}
 
     def _kept_by_clients(self, own: Manifest) -> set[str]:
-        """Return the tensors that clients keep after the first round, if they are large enough to be written separately.
+        """Return the tensors that clients keep after the first round, if worth a separate blob.
 
         Lossy chains need no such blobs: a node's first weights come whole, and then changes, of which these are none.
         """
@@ -211,7 +223,7 @@ class PublishedWeights:
                 self._blobs.here.adopt(record.sha256, self._rounds.path(number) / entry)
 
     def _put(self, blobs: Iterable[str]) -> None:
-        """Put blobs where nodes get them, if that is not this machine's folder."""
+        """Put blobs into the store of nodes, if that is not this machine's folder."""
         for digest in blobs:
             if self._blobs.here.size(digest) is not None:
                 self._blobs.put(digest, self._blobs.here.file(digest))

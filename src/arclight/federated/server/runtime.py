@@ -1,4 +1,4 @@
-"""Drive the coordinator: clock, journal, held requests, a timer thread and an aggregation thread.
+"""Drive the coordinator: clock, journal, held requests, timer and aggregation threads.
 
 Every event goes through `Runtime.handle`: it is decided, journaled, then executed. Only that is under the lock; aggregation and
 checkpoints run beside it, one at a time, so that nodes are answered meanwhile.
@@ -46,10 +46,11 @@ class PausedError(LinkError):
 
 
 class Runtime:
-    """Drive ``coordinator``; ``execute`` does its aggregations and evaluations and returns what they report.
+    """Driver of ``coordinator``; ``execute`` does its aggregations and evaluations.
 
-    after: called once the report of a task is journaled. on_record, on_command: called with every record that was journaled and
-    every command, under the lock: they must be quick. disk_full_timeout_s: how long a full disk or locked database is waited for before the run ends.
+    What ``execute`` returns is reported to the coordinator. after: called once the report of a task is journaled.
+    on_record, on_command: called with every record that was journaled and every command, under the lock: they must be
+    quick. disk_full_timeout_s: how long a full disk or locked database is waited for before the run ends.
     """
 
     def __init__(
@@ -81,7 +82,10 @@ class Runtime:
     # -- public methods ----------------------------------------------------------------------------------------------
 
     def start(self, first: events.Event) -> None:
-        """Start with `RunStarted` or `RunResumed`; a run that is over stays so, and nodes are told."""
+        """Start with `RunStarted` or `RunResumed`.
+
+        A run that is over stays so, and nodes are notified.
+        """
         self.handle(first)
         state = self.coordinator.state
         if state.ended is not None and self.ended is None:
@@ -92,11 +96,11 @@ class Runtime:
             thread.start()
 
     def now(self) -> float:
-        """Return the run's time in seconds; it stands still while the disk is full or this process is suspended."""
+        """Return the run's time in seconds; it stops while the disk is full or after a suspension."""
         return time.monotonic() - self._paused_for
 
     def request(self, event: Callable[[str], events.NodeMessage], wait_s: float = 0.0) -> Plan:
-        """Handle a node's message and return the answer to it, which may be held for ``wait_s`` seconds.
+        """Handle a node's message; return the answer, held for up to ``wait_s`` seconds.
 
         Raises PausedError if nothing can be written just now, LinkError if the server stops meanwhile, FederatedError if the
         run has ended by an error.
@@ -120,7 +124,7 @@ class Runtime:
             return self._answers.pop(to)
 
     def refusal(self, update: Update, digest: str) -> tuple[Reason, str] | None:
-        """Return the reason why an update would be refused; None for one that is to be validated, or is here already."""
+        """Return the reason to refuse an update; None for one to validate, or accepted already."""
         with self._lock:
             return self.coordinator.refusal(update.session, update, digest)
 
@@ -163,7 +167,7 @@ class Runtime:
             return tuple(self.coordinator.state.recent)
 
     def save(self, write: Callable[[StateSaved], None]) -> None:
-        """If the journal has become long, replace it by the state that it leads to.
+        """Replace a long journal by the state that it leads to.
 
         write: writes the state, and the history that the journal told. Raises RunDatabaseError, and nothing has changed.
         """
@@ -172,12 +176,15 @@ class Runtime:
                 write(self.coordinator.saved())
 
     def handle(self, event: events.Event) -> None:
-        """Handle one event: decide, journal, apply, execute; repeat until the coordinator has nothing more to do."""
+        """Handle an event: decide, journal, apply, execute; repeat until nothing is due."""
         with self._lock:
             self._handle(event)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the run has ended; False if it has not within ``timeout`` seconds. Raises the error that has ended it."""
+        """Wait until the run has ended; False if it has not within ``timeout`` seconds.
+
+        Raises the error that has ended it.
+        """
         with self._lock:
             self._lock.wait_for(lambda: self.error is not None or self.ended is not None, timeout)
             if self.error is not None:
@@ -220,7 +227,7 @@ class Runtime:
         self._lock.notify_all()
 
     def _compensate_for_stall(self) -> None:
-        """If this process was suspended, shift the clock so that nodes are not declared lost for our pause."""
+        """Shift the clock after a suspension, so that nodes are not declared lost for our pause."""
         due, waiting = self.coordinator.next_alarm(), self.coordinator.settings.waiting
         late = 0.0 if due is None else self.now() - due
         if due is None or late <= _STALL_S or self._paused:  # a pause counts by itself
@@ -242,7 +249,7 @@ class Runtime:
             self._compensated_until = due + more
 
     def _journal_records(self, records: Sequence[Record]) -> None:
-        """Journal records; while that cannot be, wait: nothing of the step has happened, and time stands still."""
+        """Journal records; while that fails, pause the run and its clock, and try again."""
         began, until = time.monotonic(), time.monotonic() + self._disk_full_timeout_s
         while True:
             try:
@@ -319,9 +326,9 @@ class Runtime:
 def retry_while_disk_full(
     do: Callable[[], T], what: str, pause: Callable[[], bool], seconds: float = DISK_FULL_TIMEOUT_S
 ) -> T:
-    """Return what ``do`` returns; while the disk is full, try again. pause: waits a moment; True to try no more.
+    """Return the result of ``do``, trying again while the disk is full.
 
-    Raises the OSError once the disk was full for so many ``seconds``.
+    pause: waits a moment; True to try no more. Raises the OSError once the disk was full for so many ``seconds``.
     """
     until, warned = time.monotonic() + seconds, False
     while True:

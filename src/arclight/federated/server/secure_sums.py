@@ -1,4 +1,4 @@
-"""Run a round's secure sum on the server: relay public keys and encrypted shares, name survivors, unmask the sum.
+"""Relay a round's secure sum: public keys and encrypted shares; unmask the sum.
 
 All that it holds is public or encrypted. It is kept in a file, so that a server that is killed after a round was closed can still
 unmask its sum; clients send their shares again on request.
@@ -77,7 +77,10 @@ _FORMER_FIELDS = {
 
 
 class _SumFile:
-    """The file of a round's state: a line of all of it, then a line for each change. A torn last line is ignored."""
+    """File of a secure sum's state: a line of all of it, then a line per change.
+
+    A torn last line is ignored.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.state = path, _State()
@@ -129,7 +132,7 @@ class _SumFile:
 
 
 class SecureSumRelay:
-    """Relay public keys and encrypted shares of a run's secure sums, one round at a time; announce the survivors.
+    """Relay of a run's secure sums, one round at a time: keys, encrypted shares, survivors.
 
     A message costs what it brings, whatever the number of clients, and its answer is held until there is one.
     """
@@ -147,13 +150,13 @@ class SecureSumRelay:
         self._closed = False
 
     def close(self) -> None:
-        """Answer all held requests: the server stops."""
+        """Answer all held requests, as the server stops."""
         with self._settled:
             self._closed = True
             self._settled.notify_all()
 
     def handle(self, message: SecureSumRequest) -> SecureSumReply:
-        """Handle a client's message; answer what it waits for once that is settled, or its time is over."""
+        """Handle a client's message; hold the reply until it is settled, or time is over."""
         until = time.monotonic() + min(max(message.hold_s, 0.0), _LONGEST_HELD)
         wanted = (message.round, message.attempt)
         with self._settled:
@@ -183,7 +186,10 @@ class SecureSumRelay:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _take(self, message: SecureSumRequest) -> bool:
-        """Write what is new in a message; True if anything is. A client that sends invalid values is dropped."""
+        """Record what is new in a message; return True if anything is.
+
+        A client that sends invalid values is dropped.
+        """
         state, client, write = self._book.state, message.client, self._book.write
         keys = {**(message.keys or {}), "node": message.node}
         if client in state.dropped:
@@ -263,7 +269,10 @@ class SecureSumRelay:
     # -- stages of a sum -----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Close the stage that all clients have reached, or that the first has waited long enough in."""
+        """Close the stage that all clients have reached, or that has timed out.
+
+        The time counts from the first client in it.
+        """
         now, state, write = time.monotonic(), self._book.state, self._book.write
         if now < self._look_at or state.maskers is not None:
             return
@@ -310,7 +319,7 @@ class SecureSumRelay:
         return gone or client in state.dropped or client in state.revealed
 
     def _reply_to(self, client: str, until: str | None) -> SecureSumReply | None:
-        """Return what a client waits for; None while that is not settled."""
+        """Return the reply that a client waits for; None while it is not settled."""
         state = self._book.state
         match until:
             case "cohort" if state.cohort is not None:
@@ -417,14 +426,17 @@ def most_clients(federation: Federation) -> int:
 
 
 def secure_sum_for_clients(federation: Federation, attempt: int) -> dict[str, Any]:
-    """Return the settings of a round's secure sum for its clients, as JSON values; nothing without secure sums."""
+    """Return the secure sum's settings for a round's clients, as JSON values.
+
+    Empty without secure sums.
+    """
     if federation.secure is None:
         return {}
     return {"secure": {**former_table(federation.secure), "clients": most_clients(federation), "attempt": attempt}}
 
 
 def refuse_unmasked_updates(federation: Federation) -> None:
-    """Refuse secure sums if clients' changes arrive on this machine in the clear. Raises FederatedError."""
+    """Raise FederatedError for secure sums if changes arrive on this machine unmasked."""
     if federation.secure is not None or (federation.noise is not None and federation.noise.by == "clients"):
         raise FederatedError(
             "Flower's own messages carry changes as they are: masks and noise of clients would be made on this machine; "
@@ -444,9 +456,9 @@ def _keys(client: str, keys: dict[str, str]) -> PublicKeys:
 
 
 class SecureFold(Fold):
-    """Average masked values, which `SecureSumRelay.open` unmasks. Nothing is known of single changes.
+    """Average of masked values, which `SecureSumRelay.open` unmasks.
 
-    held: what is to hold of a key's mean, which is made of it.
+    Nothing is known of single changes. held: what is to hold of a key's mean, which is made of it.
     """
 
     def __init__(

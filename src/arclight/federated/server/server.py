@@ -1,4 +1,4 @@
-"""Define the public ``Server``: initial weights, a run folder, clients in-process or over HTTP."""
+"""Define the public ``Server``: initial weights, a run folder, clients here or over HTTP."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ class Server:
         return Rounds(self.folder)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the newest round's weights by parameter name. Raises FederatedError if there is none."""
+        """Return the newest round's weights by parameter name.
+
+        Raises FederatedError if there is none.
+        """
         newest = self.rounds.newest()
         if newest is None:
             raise FederatedError(f"{self.folder} has no complete round yet")
@@ -94,7 +97,7 @@ class Server:
 
     @contextmanager
     def opened(self) -> Iterator[ServerRun]:
-        """Start or resume the run: transports carry messages to its ``service`` until the block ends.
+        """Start or resume the run; yield it for transports to serve until the block ends.
 
         Raises FederatedError if the folder is another run's, in use, or damaged.
         """
@@ -119,7 +122,7 @@ class Server:
                 self._run = None
 
     def run(self, clients: Iterable[Client]) -> list[Round]:
-        """Train ``clients`` in this process, one after another, until the run is over; returns its history.
+        """Train ``clients`` in this process, one after another, until the end; return the history.
 
         If the server was not given names, these are theirs. Raises FederatedError if the run or a client's node fails.
         """

@@ -74,7 +74,10 @@ class InitialState:
 
 
 class ServerRun:
-    """Open a run for serving; use as a context. Raises FederatedError if this run cannot go on with what the folder holds."""
+    """Open run, served as a context.
+
+    Raises FederatedError if this run cannot go on with what the folder holds.
+    """
 
     def __init__(
         self,
@@ -190,7 +193,10 @@ class ServerRun:
         return self
 
     def _identity(self) -> str:
-        """Return what nodes know the run by: runs of one name are different runs, and so is what nodes keep of them."""
+        """Return the unique identity of the run, which nodes keep their state by.
+
+        Runs of one name have different identities.
+        """
         path = self.folder / "identity"
         if not path.exists():
             replace_text(path, f"{self.name}-{secrets.token_hex(4)}")
@@ -217,13 +223,16 @@ class ServerRun:
             self._database.close()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the run is over, or for some time. Raises its error, FederatedError if it could not go on."""
+        """Wait until the run is over, or for some time.
+
+        Raises its error, FederatedError if it could not go on.
+        """
         self.runtime.wait(seconds)
         if self.runtime.ended is not None and self.runtime.ended.failed:
             raise FederatedError(f"run {self.name} could not continue: {self.runtime.ended.why}")
 
     def wait_for_nodes(self) -> None:
-        """Wait until the run is over and nodes have been told how it ended."""
+        """Wait until the run is over and nodes have been notified of its end."""
         try:
             self.wait()
         finally:
@@ -231,7 +240,7 @@ class ServerRun:
                 self.notify_nodes()
 
     def notify_nodes(self, seconds: float = 7.0) -> None:
-        """Give every node the time to ask and be told that the run is over.
+        """Wait so that every node can request work and learn that the run is over.
 
         After a restart also to nodes that are not back yet: a node that found no server tries again within 5 s.
         """
@@ -309,7 +318,7 @@ class ServerRun:
         self._carry(trees, number)
 
     def _carry(self, trees: Mapping[str, Any], number: int) -> None:
-        """Carry on the entries about the module, and the privacy budget that earlier rounds have spent."""
+        """Restore the module's entries and the privacy budget spent from a checkpoint's trees."""
         self._module = {name: trees[name] for name in MODULE_ENTRIES if name in trees}
         self._spent = noise.spent_before(trees, number)
         if self._spent and "privacy" not in trees:
@@ -321,7 +330,10 @@ class ServerRun:
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def _check_masks(self, weights: Weights) -> Weights:
-        """Return the weights. Raises SettingsError if the federation's masks do not fit them; warns of experts that nobody trains."""
+        """Check that the masks fit the weights; return the weights.
+
+        Raises SettingsError if they do not; warns of experts that nobody trains.
+        """
         clients = len(self.coordinator.roster)
         for what, (unassigned, count) in self._masks.unassigned(weights.own, clients).items():
             log.warning(
@@ -335,7 +347,10 @@ class ServerRun:
         return self._aggregate(task) if isinstance(task, events.Aggregate) else self._measure(task)
 
     def _aggregate(self, fold: events.Aggregate) -> events.Event:
-        """Aggregate a closed round. Any failure is reported, so that the round is discarded and retried; a full disk is raised."""
+        """Aggregate a closed round; report a failure, so that the round is retried.
+
+        A full disk is raised.
+        """
         try:
             return self._step(fold)
         except Exception as error:
@@ -406,7 +421,7 @@ class ServerRun:
         )
 
     def _spent_with(self, fold: events.Aggregate, given: Sequence[AcceptedUpdate]) -> noise.Ledger:
-        """Return the privacy budget spent once this round is published, by what its updates really are."""
+        """Return the privacy budget spent with this round, by its actual updates."""
         if self._budget is None or not given:  # a round that is skipped publishes nothing
             return self._spent
         multiplier, clients = self._budget.noise.multiplier, {update.client for update in fold.updates}
@@ -470,7 +485,7 @@ class ServerRun:
         self.weights.collect_garbage(self.runtime.bases(), done, self.runtime.spooled(), coming, self._quota.remove)
 
     def _shorten(self) -> None:
-        """Shorten a long journal; only the history still tells of what is removed."""
+        """Shorten a long journal; only the history still has what is removed."""
         self.runtime.save(lambda state: self.history.write(state.state.oldest, state))
 
     def _write_history(self) -> None:
@@ -510,7 +525,7 @@ class ServerRun:
 def recover(
     database: RunDatabase, coordinator: Coordinator, history: History, is_here: Callable[[r.UpdateAccepted], bool]
 ) -> bool:
-    """Restore the durable state and the history of its rounds from a journal; False if nothing has been committed yet.
+    """Restore the state and its history from the journal; False if nothing was committed.
 
     is_here: tells if an accepted update is on disk. It was not synced: a power failure loses it, and it is asked for again.
     """
@@ -529,9 +544,10 @@ def recover(
 
 
 def has_blobs(blobs: FolderStore, update: r.UpdateAccepted) -> bool:
-    """Return True if an update's manifest and blobs are here. Blobs of another size are deleted, to be uploaded again.
+    """Return True if an update's manifest and blobs are here.
 
-    Those that a power failure has damaged without changing their size were deleted when the folder was opened.
+    Blobs of another size are deleted, to be uploaded again. Those that a power failure has damaged without changing
+    their size were deleted when the folder was opened.
     """
     try:
         needed = manifest_of(blobs, update.digest).blobs
@@ -545,7 +561,7 @@ def has_blobs(blobs: FolderStore, update: r.UpdateAccepted) -> bool:
 
 
 def remove_damaged(blobs: FolderStore, updates: Iterable[r.UpdateAccepted]) -> None:
-    """Read updates that could not be aggregated again, and delete blobs that the disk has damaged."""
+    """Verify the blobs of updates that could not be aggregated, and delete damaged ones."""
     for update in updates:
         for digest in (update.digest, *_needed(blobs, update)):
             try:

@@ -88,7 +88,7 @@ class ServerStep:
         given: Sequence[AcceptedUpdate],
         trees: Callable[[Statistics, dict[str, int]], dict[str, Any]],
     ) -> WrittenRound:
-        """Aggregate the updates, step the weights of round ``before``, and write them as round ``number``.
+        """Aggregate the updates, step the weights of round ``before``, and write round ``number``.
 
         ``trees`` makes the other entries of the checkpoint from the fold's statistics and each tensor's count of steps.
         Raises FederatedError if updates cannot be folded, OSError if there is no room; nothing is left behind then.
@@ -178,7 +178,7 @@ class _PreviousRound:
         return {f"{kind}/{name}": model[name] for kind in ("model", *sorted(kinds)) for name in model}
 
     def moments_after(self, given: Sequence[AcceptedUpdate], stacks: ExpertStacks) -> TensorLayout:
-        """Return the layout of the next round's moments: those there are, and those that clients send for the first time."""
+        """Return the layout of the next round's moments: present ones, and new ones of clients."""
         found = dict(self.layout.get("moments", {}))
         for one in given:
             for part, entry in one.manifest.tensors.items():
@@ -232,7 +232,10 @@ def repeat_round(
 
 @dataclass(frozen=True)
 class ExpertStacks:
-    """Split tensors that stack experts, and stack them again. counts: experts of each such tensor, by whole key."""
+    """Tensors that stack experts: split, and stacked again.
+
+    counts: experts of each such tensor, by whole key.
+    """
 
     counts: Mapping[str, int]
 
@@ -250,7 +253,10 @@ class ExpertStacks:
         return [expert_key(key, number) for number in range(self.counts[key])] if key in self.counts else [key]
 
     def split(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Split tensors by the keys that they are averaged under. Stored ones stay in their files until used."""
+        """Split tensors by the keys that they are averaged under.
+
+        Stored ones stay in their files until used.
+        """
         found: dict[str, torch.Tensor] = {}
         for key, tensor in tensors.items():
             if key not in self.counts:

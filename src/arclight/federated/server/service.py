@@ -1,4 +1,4 @@
-"""Answer nodes: validate their messages, pass them to the coordinator, turn its plans into orders.
+"""Answer nodes: validate their messages, ask the coordinator, turn its plans into orders.
 
 Transports call `Service.answer` with a message and return what it gives. A message of a new kind needs a case in ``_answer``, its
 check in `validation`, and a rule in `coordination.message_rules`; nothing here decides about clients or rounds.
@@ -120,7 +120,10 @@ class Service:
         return self._limits_now()[1]
 
     def _limits_now(self) -> tuple[Manifest, int, int]:
-        """Return the newest weights, and the bytes of the largest message and update for them, computed once for each weights."""
+        """Return the newest weights, and the largest sizes in bytes of a message and an update.
+
+        They are computed once per weights.
+        """
         newest, known = self._weights.all()[-1], self._limits
         weights = newest.manifest
         if known is None or known[0] is not weights:
@@ -143,7 +146,10 @@ class Service:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def answer(self, message: Message) -> Message:
-        """Answer a node. Raises ProtocolError for a message that no node sends, PausedError while the disk is full."""
+        """Answer a node.
+
+        Raises ProtocolError for a message that no node sends, PausedError while the disk is full.
+        """
         validate_message(message)
         try:
             return self._answer(message)
@@ -175,7 +181,7 @@ class Service:
         )
 
     def _forward(self, message: Heartbeat | Evaluated | Failed | Leave) -> Message:
-        """Let the coordinator answer a message as it is."""
+        """Forward a message to the coordinator unchanged."""
         return self._request(lambda to: NodeMessage(to=to, message=message, session=message.session))
 
     def _request(self, event: Callable[[str], NodeMessage], wait_s: float = 0.0) -> Message:
@@ -261,7 +267,10 @@ class Service:
             return self._take_update(message, text)
 
     def _take_update(self, update: Update, text: bytes) -> Message:
-        """Validate an update, which takes a while and needs no lock, unless it would be refused or is here; then report it."""
+        """Validate an update without the lock, then report it to the coordinator.
+
+        One that would be refused, or is here already, is not validated.
+        """
         digest, blobs = digest_of(text), update.manifest.blobs
         if (refused := self._runtime.refusal(update, digest)) is not None:
             reason, why = refused
@@ -334,7 +343,10 @@ class Service:
         return Receipt(accepted=False, reason=reason, message=why) if known else receipt
 
     def _count_sent(self, client: str, number: int, base: str, session: str) -> None:
-        """Count the bytes that a node has to fetch for an order: not blobs of the weights that it was sent before."""
+        """Count the bytes that a node has to download for an order.
+
+        Blobs of the weights that it was sent before do not count.
+        """
         weights = self._weights.known(base)
         with self._lock:
             had, blobs = self._sent.pop(session, (None, frozenset()))
@@ -378,7 +390,10 @@ class _Upload:
 
 
 class UploadQuota:
-    """Limit what each node has uploaded and no accepted update refers to. Blobs of accepted updates are the server's own."""
+    """Quota of each node's blobs that no accepted update refers to.
+
+    Blobs of accepted updates are the server's own.
+    """
 
     def __init__(self, blobs: FolderStore) -> None:
         self._blobs, self._lock = blobs, threading.Lock()
@@ -391,7 +406,7 @@ class UploadQuota:
 
     @contextmanager
     def reserve_upload(self, node: str, digest: str, size: int, room: int) -> Iterator[None]:
-        """Make room for the upload of a blob, or a part of it, by removing the node's unused ones, the oldest first.
+        """Reserve room for an upload by removing the node's unused blobs, the oldest first.
 
         room: bytes that all of them may take. Raises RefusedError for a blob beyond it, LinkError while other uploads of the
         node have taken it.
@@ -406,7 +421,10 @@ class UploadQuota:
                 upload.open, upload.heard = upload.open - 1, time.monotonic()
 
     def _begin(self, node: str, digest: str, size: int, room: int) -> _Upload | None:
-        """Return None for a blob that is the server's own: it is not removed with the node that uploads it again."""
+        """Register an upload; return None for a blob that is the server's own.
+
+        Such a blob is not removed with the node that uploads it again.
+        """
         if size > room:
             raise RefusedError(
                 "too_large",
@@ -434,7 +452,10 @@ class UploadQuota:
 
     @contextmanager
     def reading(self, digests: list[str]) -> Iterator[None]:
-        """Protect the blobs of an update during its validation: an older update with the same ones may end now."""
+        """Protect the blobs of an update during its validation.
+
+        An older update with the same ones may end now.
+        """
         with self._lock:
             self._read.update(digests)
             self._since.update(digests)
@@ -446,7 +467,7 @@ class UploadQuota:
                 self._read = +self._read
 
     def remove(self, digest: str) -> None:
-        """Remove a blob that was not needed at the last call of `kept`, unless an update with it was sent since."""
+        """Remove a blob not needed at the last call of `kept`, unless an update of it came since."""
         with self._lock:
             if digest not in self._since:
                 self._blobs.remove(digest)
@@ -467,7 +488,7 @@ class UploadQuota:
                     del mine[digest]
 
     def kept(self, silent: float) -> set[str]:
-        """Return the blobs of nodes that uploaded within the last ``silent`` seconds; delete those of others."""
+        """Return the blobs of nodes that uploaded in the last ``silent`` seconds; delete others."""
         since, found, left = time.monotonic() - silent, set[str](), set[str]()
         with self._lock:
             self._since = set(self._read)

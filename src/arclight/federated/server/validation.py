@@ -39,7 +39,7 @@ _FASTEST = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedUpdate:
-    """All that an update must match: what the server has asked its client for."""
+    """All that an update must match, as the server requested it of its client."""
 
     base: Manifest
     """The weights that the client began with."""
@@ -108,7 +108,7 @@ def validate_message(message: Message) -> None:
 
 
 def _check_name(what: str, name: str) -> None:
-    """Check a name: it goes into logs, tables and digests of paths, so it must be short and printable."""
+    """Check that a name is short and printable, for logs, tables and digests of paths."""
     if len(name) > _LONGEST_NAME:
         raise ProtocolError(f"the name of a {what} has at most {_LONGEST_NAME} characters, got {len(name):,}")
     if not name.isprintable():
@@ -186,7 +186,7 @@ def _check_numbers(who: str, update: Update, expected: ExpectedUpdate, seen: Bas
 
 
 def too_many_metrics(metrics: Mapping[str, float]) -> str | None:
-    """Return what is wrong with metrics that would fill the journal; None if nothing is."""
+    """Return the problem of metrics that would fill the journal; None if there is none."""
     if len(metrics) > _VALUES:
         return f"logs {len(metrics):,} values: {_VALUES:,} are taken"
     if long := [name for name in metrics if len(name) > _NAME]:
@@ -229,7 +229,10 @@ def most_bytes(weights: Manifest, federation: Federation) -> int:
 
 
 def largest_message(weights: Manifest, federation: Federation, transfer_mask: TransferMask, per_round: int) -> int:
-    """Return the bytes of a node's largest message: an update's manifest, or a client's part in a secure sum."""
+    """Return the size in bytes of a node's largest message.
+
+    It is an update's manifest, or a client's part in a secure sum.
+    """
     parts = {
         key: entry.shape[0] if entry.shape and transfer_mask.is_stack(key) else 1
         for key, entry in weights.tensors.items()
@@ -243,7 +246,10 @@ def _bytes_of(entry: Entry) -> int:
 
 
 def _fits(given: torch.dtype | None, weight: torch.dtype, form: str) -> bool:
-    """Return True if a tensor of this type may be sent for a weight; changes may be of any floating point type."""
+    """Return True if a tensor of this type may be sent for a weight.
+
+    Changes may be of any floating point type.
+    """
     change = given is not None and given.is_floating_point and weight.is_floating_point and form == "delta"
     return given == weight or change
 

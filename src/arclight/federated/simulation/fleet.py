@@ -173,7 +173,10 @@ class Pipe:
     """Share a line among transfers, first come first served, each no faster than its own end."""
 
     def __init__(self, rate: float) -> None:
-        """rate: bits per second."""
+        """Initialise an idle pipe.
+
+        rate: bits per second.
+        """
         self._rate, self._free = rate, 0.0
 
     def send(self, now: float, bytes: int, rate: float) -> float:

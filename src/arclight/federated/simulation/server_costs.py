@@ -1,4 +1,4 @@
-"""Measure a server's costs on this machine: a few rounds of a real server without training nodes."""
+"""Measure a server's costs on this machine, by rounds of a real server without training."""
 
 from __future__ import annotations
 

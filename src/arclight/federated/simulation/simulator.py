@@ -184,7 +184,7 @@ class Simulator:
         return int(name)
 
     def _ask(self, device: Device) -> None:
-        """Request work as nodes do: one request at a time, while the client has fewer rounds than it may."""
+        """Request work as nodes do: one request at a time, up to the client's rounds in flight."""
         if not device.asking and not device.gone and len(device.jobs) <= self._overlap:
             to = f"ask {next(self._numbers)}"
             self._held_requests[to] = device
@@ -295,7 +295,10 @@ class Simulator:
         self._at(self.now + self.fleet.links.latency_s, lambda: self._free(device))
 
     def _free(self, device: Device) -> None:
-        """Ask for more once the server has a result; in a large fleet leave until drawn again."""
+        """Request more work once the server has a result.
+
+        In large fleets the device leaves until it is drawn again.
+        """
         if device.gone:
             return
         if self._all_connected or device.jobs:
@@ -307,7 +310,10 @@ class Simulator:
         del self._devices[device.name]
 
     def _beat(self, device: Device) -> None:
-        """Send a node's heartbeat; only those that change anything are simulated, not one every `Waiting.heartbeat_interval_s`."""
+        """Send a node's heartbeat.
+
+        Only those that change anything are simulated, not one every `Waiting.heartbeat_interval_s`.
+        """
         if device.gone or device.session not in self._sessions:
             return
         device.beats += 1
@@ -322,7 +328,10 @@ class Simulator:
             self._free(device)
 
     def _beat_in_time(self, following: float) -> bool:
-        """Let living nodes be heard that would soon count as silent; ``following``: when the next thing happens."""
+        """Send heartbeats of living nodes before they count as silent.
+
+        ``following``: when the next thing happens.
+        """
         every = self.federation.waiting.heartbeat_interval_s
         if following <= self._last_heartbeat + every:
             return False

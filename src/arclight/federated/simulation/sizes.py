@@ -1,4 +1,4 @@
-"""Compute the size of uploads and downloads from shapes, exactly as encoding them would give."""
+"""Compute the size of uploads and downloads from shapes, exactly as encoding gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server optimizers (FedAvg, FedAdam, ...): step by the clients' mean update (no torch here)."""
+"""Define server optimizers (FedAvg, FedAdam, ...), which step by the mean update (no torch)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Checked):
-    """Move the server's weights by the clients' mean change, tensor by tensor. Pure: inputs are not changed."""
+    """Server optimizer: moves weights by the clients' mean change, tensor by tensor.
+
+    Pure: inputs are not changed.
+    """
 
     state_keys: ClassVar[tuple[str, ...]] = ()
     """Tensors that are kept for each weight from round to round, of its shape and in float32 (float64 for float64 weights)."""
@@ -27,7 +30,7 @@ class Strategy(Checked):
 
     @property
     def goes_to_mean(self) -> bool:
-        """Return True if the new weight is the clients' mean: if weights are sent, that is taken as it is."""
+        """True if the new weight is the clients' mean, which is then taken as it is."""
         return False
 
     def step(
@@ -43,7 +46,10 @@ class Strategy(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvg(Strategy):
-    """Move to the mean of the clients' weights (McMahan et al. 2017, arXiv 1602.05629), or by the share ``lr``."""
+    """Step to the clients' mean weights, or by the share ``lr`` (McMahan et al. 2017).
+
+    arXiv 1602.05629.
+    """
 
     lr: PositiveFloat = 1.0
     """Server learning rate; 1 takes the mean."""
@@ -72,7 +78,10 @@ class SparseLoCo(FedAvg):
 
 @dataclass(frozen=True, kw_only=True)
 class FedNesterov(Strategy):
-    """Gradient descent with Nesterov's momentum on the pseudo-gradient, as torch's SGD: m <- mu m + g; w <- w - lr (g + mu m)."""
+    """SGD with Nesterov momentum on the pseudo-gradient, as torch's.
+
+    m <- mu m + g; w <- w - lr (g + mu m).
+    """
 
     state_keys: ClassVar[tuple[str, ...]] = ("velocity",)
 
@@ -93,7 +102,10 @@ class FedNesterov(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(FedNesterov):
-    """The outer optimizer of DiLoCo (Douillard et al. 2023, arXiv 2311.08105): Nesterov's momentum with its paper's values."""
+    """DiLoCo's outer optimizer: Nesterov momentum with its paper's values.
+
+    Douillard et al. 2023, arXiv 2311.08105.
+    """
 
     lr: PositiveFloat = 0.7
     """Server learning rate."""
@@ -103,7 +115,10 @@ class DiLoCo(FedNesterov):
 
 @dataclass(frozen=True, kw_only=True)
 class FedMomentum(Strategy):
-    """FedMom (Huo et al. 2020, arXiv 2002.02090): v' <- w - lr g; w' <- v' + mu (v' - v), where v begins as w."""
+    """FedMom (Huo et al. 2020, arXiv 2002.02090): server momentum.
+
+    v' <- w - lr g; w' <- v' + mu (v' - v), where v begins as w.
+    """
 
     state_keys: ClassVar[tuple[str, ...]] = ("stepped",)
 
@@ -123,7 +138,10 @@ class FedMomentum(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class _Adaptive(Strategy):
-    """m <- b1 m + (1 - b1) g; v <- as the class says; w <- w - lr m / (sqrt(v) + tau)."""
+    """Base of adaptive server optimizers: m <- b1 m + (1 - b1) g; v by the class.
+
+    w <- w - lr m / (sqrt(v) + tau).
+    """
 
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
@@ -169,7 +187,10 @@ class FedAdam(_Adaptive):
 
 @dataclass(frozen=True, kw_only=True)
 class FedYogi(_Adaptive):
-    """Yogi on the pseudo-gradient: v <- v - (1 - b2) g^2 sign(v - g^2), so that v never falls faster than g^2 says."""
+    """Yogi on the pseudo-gradient: v <- v - (1 - b2) g^2 sign(v - g^2).
+
+    So v never falls faster than g^2 says.
+    """
 
     def _squares(self, squares: torch.Tensor, square: torch.Tensor, share: float) -> torch.Tensor:
         return squares - share * square * (squares - square).sign()
