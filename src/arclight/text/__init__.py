@@ -1,4 +1,4 @@
-"""Build and train language models: families, tokenizers, corpora, pre-training, generation, evaluation.
+"""Build and train language models: families, tokenizers, corpora, generation, evaluation.
 
 Text comes in through `data`; `families` are built from the parts in `model` (and in `vision_language`, beside `diffusion` for images);
 `language_model` trains them on `loss`, as `settings` say, observed by `callbacks`; `heads` fine-tune them for labels and spans;

@@ -1,7 +1,8 @@
-"""Export and run embedding programs: texts in, a unit vector for each out, the normalised mean of its last hidden states.
+"""Export and run embedding programs: texts in, unit vectors out.
 
-``arclight export`` of a recipe's task (`LanguageModel.configure_deployment`) and `export_embedding_model` write one; ``arclight serve``
-runs it through `Embedder`. Names and shapes of inputs and outputs and ``metadata["task"]`` are stored in exported files and stay.
+A vector is the normalised mean of a text's last hidden states. ``arclight export`` of a recipe's task
+(`LanguageModel.configure_deployment`) and `export_embedding_model` write one; ``arclight serve`` runs it through
+`Embedder`. Names and shapes of inputs and outputs and ``metadata["task"]`` are stored in exported files and stay.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ class PooledDecoder(nn.Module):
 def embedding_deployment(
     decoder: Decoder, batches: Sequence[Tensor], tokenizer: Tokenizer | None, metadata: Mapping[str, Any] | None = None
 ) -> Deployment:
-    """Describe how to export ``decoder`` as an embedding program; ``batches``: token ids (B, T) int64 of real text, to compare and calibrate on.
+    """Describe the export of ``decoder`` as an embedding program.
 
-    The program takes any number of texts, of any length up to the model's positions; see `PooledDecoder`. ``tokenizer`` is stored in it.
+    ``batches``: token ids (B, T) int64 of real text, to compare and calibrate on. The program takes any number of
+    texts, of any length up to the model's positions; see `PooledDecoder`. ``tokenizer`` is stored in it.
     """
     from arclight.deploy.deployment import EXAMPLES, Deployment
     from arclight.text.model.moe import BaseRouter
@@ -99,7 +101,10 @@ def export_embedding_model(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Program:
-    """Write ``model``, a `LanguageModel` or its decoder, as one embedding program; see `embedding_deployment`, and `ship` for options and errors."""
+    """Export ``model``, a `LanguageModel` or its decoder, as an embedding program.
+
+    See `embedding_deployment`, and `ship` for options and errors.
+    """
     from arclight.deploy.deployment import ship
 
     deployment = deployment_by(embedding_deployment, model, batches, tokenizer)
@@ -111,7 +116,10 @@ class Embedder:
     """Embed texts by a program; thread-safe."""
 
     def __init__(self, program: Program) -> None:
-        """Raises ProgramError for a program of another task, or without a tokenizer."""
+        """Open ``program``.
+
+        Raises ProgramError for a program of another task, or without a tokenizer.
+        """
         self.program = program
         self.tokenizer = tokenizer_of(program, TASK)
         self.vocab_size: int = program.metadata["vocab_size"]
@@ -126,7 +134,10 @@ class Embedder:
         """Elements of an embedding."""
 
     def encode(self, text: str | Sequence[int]) -> list[int]:
-        """Return the token ids of a text, or check given ids. Raises ValueError for an empty or too long text, and for ids outside the vocabulary."""
+        """Encode a text to token ids, or check given ids.
+
+        Raises ValueError for an empty or too long text, and for ids outside the vocabulary.
+        """
         ids = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
         if not ids:
             raise ValueError("a text is empty, and so has no embedding: leave it out")
@@ -139,7 +150,10 @@ class Embedder:
         return ids
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Array:
-        """Return the embeddings (B, D) float32 of at most `BATCH` texts, given as token ids by `encode`."""
+        """Compute the embeddings (B, D) float32 of at most `BATCH` texts.
+
+        Texts are given as token ids by `encode`.
+        """
         lengths = np.array([len(text) for text in texts], np.int64)
         tokens = np.zeros((len(texts), int(lengths.max())), np.int64)
         for row, text in zip(tokens, texts, strict=True):

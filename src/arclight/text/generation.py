@@ -1,4 +1,4 @@
-"""Generate text token by token with a cache, greedily or by sampling, streamed in whole characters."""
+"""Generate text token by token with a KV cache, greedily or by sampling, or streamed."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ def generate(
     model: Decoder | Program, tokenizer: Tokenizer, prompts: str | list[str] | list[list[int]] | Tensor, max_new_tokens: int = 128, *, stream: bool = False,
     **options: Unpack[Options],
 ) -> Any:  # fmt: skip
-    """Continue a prompt, or several computed together (texts or token ids); prompts are not repeated.
+    """Generate continuations of one or several prompts (texts or token ids).
 
-    ``model`` is a model, or a language program (`arclight.text.language_program`), whose tokenizer `tokenizer_of` returns.
+    Several are computed together; prompts are not repeated in the answers. ``model`` is a model, or a language program
+    (`arclight.text.language_program`), whose tokenizer `tokenizer_of` returns.
 
     An answer ends with the tokenizer's ``eos``, a text of ``stop``, or ``max_new_tokens`` tokens. See `Options`; by default tokens are
     chosen as likely as they are (temperature 1). Ids may be a tensor (B, T). With ``stream`` an iterator of pieces comes back, for several prompts of
@@ -140,7 +141,10 @@ class _Run(Protocol):
     device: torch.device
 
     def start(self, padding_B: Tensor, length: int) -> None:
-        """Begin sequences of at most ``length`` tokens, of which ``padding_B`` at the left have no meaning."""
+        """Start sequences of at most ``length`` tokens with ``padding_B`` tokens at the left.
+
+        Padding has no meaning.
+        """
 
     def logits(self, tokens_BT: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Append tokens; give the logits (B, V) behind them."""
@@ -175,7 +179,7 @@ class _DecoderRun:
 
 
 def check_lengths(ids: list[list[int]], run: _Run, new: int) -> None:
-    """Raise ValueError for tokens that the model does not know, and for more tokens than it has positions."""
+    """Raise ValueError for unknown tokens, and for more tokens than the model has positions."""
     for number, prompt in enumerate(ids):
         unknown = next((token for token in prompt if not 0 <= token < run.vocab_size), None)
         if unknown is not None:
@@ -194,7 +198,10 @@ _COLD = 1e-3
 
 
 def choose(logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, chance_B: Tensor) -> Tensor:
-    """Choose each row's token: where cumulated probabilities, likeliest first, pass ``chance_B`` in [0, 1)."""
+    """Sample each row's token by temperature, top-k and top-p, from ``chance_B`` in [0, 1).
+
+    It is the token, likeliest first, at which cumulated probabilities pass ``chance_B``.
+    """
     if not bool(logits_BV.isfinite().any(-1).all() & ~logits_BV.isnan().any()):  # one wait for the device
         raise FloatingPointError("the model's logits are not numbers: its weights or inputs are broken")
     if temperature == 0:

@@ -1,4 +1,4 @@
-"""Define the Module that trains language models, and its callbacks (throughput, text samples)."""
+"""Define the Module that trains language models, and callbacks for throughput and samples."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ class LanguageModel(Module):
             self.unigrams = UnigramLoss(data.unigram_counts(), unigram.smoothing)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Take ``tokenizer`` for text in and out. Raises ValueError for one the model was not made for."""
+        """Set ``tokenizer`` for text in and out.
+
+        Raises MisconfigurationError for one that the model was not made for.
+        """
         size, known = tokenizer.vocab_size, self.hparams["vocab_size"]
         if known is not None and size > known:
             raise MisconfigurationError(
@@ -212,7 +215,10 @@ class LanguageModel(Module):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def split_batch(self, batch: dict[str, Tensor]) -> Split:
-        """Split a batch into the model's inputs and the loss's targets; see `arclight.parallel.step_protocol`."""
+        """Split a batch into the model's inputs and the loss's targets, for pipelines.
+
+        See `arclight.parallel.step_protocol`.
+        """
         tokens = batch["tokens"]
         kwargs: dict[str, Any] = {name: batch[name] for name in ("positions", "documents") if name in batch}
         if self.runner is not None and "positions" not in kwargs:
@@ -230,9 +236,10 @@ class LanguageModel(Module):
         return (batch["labels"] != IGNORED).sum()
 
     def scale_losses(self, share: Tensor, batch: dict[str, Tensor]) -> None:
-        """Weigh the balance losses of a pipeline's micro-batches, whose backward runs on sums over valid labels times ``share``.
+        """Scale the balance losses of a pipeline's micro-batches as the loss is scaled.
 
-        Beside their mean counts the mean over all tokens, those without a label too.
+        Their backward runs on sums over valid labels times ``share``. Beside their mean counts the mean over all
+        tokens, those without a label too.
         """
         valid = self.batch_weight(batch) / batch["labels"].numel()
         scale_balance_loss(self.model, share * valid.to(share), per_token=True)
@@ -279,15 +286,19 @@ class LanguageModel(Module):
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Count the operations of forward and backward for one token of a training sequence, in the whole model."""
+        """Floating-point operations of forward and backward for one token, in the whole model.
+
+        The token is of a training sequence.
+        """
         return flops_per_token(self.model, self.sequence_length)
 
     # -- text ------------------------------------------------------------------------------------------------------
 
     def configure_deployment(self, data: Any, batches: int) -> Deployment:
-        """Return what the model ships, with ``batches`` of the training texts of ``data``, a `TextDataModule` (default: its own).
+        """Return the deployment of the model, with ``batches`` of the training texts of ``data``.
 
-        Its metric is the mean log-likelihood of the next token in held-out texts, nats.
+        ``data``: a `TextDataModule` (default: its own). Its metric is the mean log-likelihood of the next token in
+        held-out texts, nats.
         """
         from arclight.text.language_program import language_deployment
 
@@ -297,7 +308,10 @@ class LanguageModel(Module):
         return language_deployment(self.model, tokens, self.tokenizer, {"model": self.settings.model}, held_out)
 
     def configure_embedding(self, data: Any, batches: int) -> Deployment:
-        """Return what the model ships as one that embeds texts; ``data`` and ``batches`` as for `configure_deployment`."""
+        """Return the deployment of the model as an embedding program.
+
+        ``data`` and ``batches``: as for `configure_deployment`.
+        """
         from arclight.text.embedding_program import embedding_deployment
 
         tokens = self._texts(self._loaded(data), batches)
@@ -401,7 +415,7 @@ class TokenThroughput(Callback):
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Time the fastest of a few square products that fill the device: floating-point operations per second."""
+    """Measure the fastest of a few matmuls that fill the device, in operations per second."""
     size, best, spent = (8192 if device.type == "cuda" else 1024), float("inf"), 0.0
     a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     for turn in range(6):
@@ -448,9 +462,9 @@ def _check_experts(module: LanguageModel, weights: Mapping[str, Any], source: Pa
 
 
 class TextSamples(Callback):
-    """Let the model write after each validation, into the run's log, as far as its positions go.
+    """Callback that logs texts generated by the model after each validation.
 
-    Where weights are sharded over processes it does not.
+    Texts end where the model's positions do. Nothing is generated where weights are sharded over processes.
     """
 
     def __init__(self, settings: Sampling) -> None:

@@ -1,4 +1,7 @@
-"""Export and run language programs: the cache goes in and out, from call to call; description and tokenizer are inside."""
+"""Export and run language programs, whose KV cache goes in and out from call to call.
+
+Description and tokenizer are inside the program.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class CachedDecoder(nn.Module):
 
 
 class _PassedCache(KVCache):
-    """Cache of one call: earlier tokens are passed in, and joined with the new ones in ``present``."""
+    """KV cache of one call: earlier tokens are passed in; ``present`` joins them with new ones."""
 
     def __init__(self, past: Sequence[Tensor], padding: Tensor) -> None:
         super().__init__(padding.shape[0], 0, padding)
@@ -82,11 +85,13 @@ def language_deployment(
     metadata: Mapping[str, Any] | None = None,
     validation: Iterable[Tensor] | None = None,
 ) -> Deployment:
-    """Return what ``decoder`` ships, compared and calibrated on ``batches``: token ids (B, T) int64 of real text, T at least 4.
+    """Return the deployment of ``decoder`` as a language program.
 
-    The program takes any number of sequences, of any length up to the model's positions; see `CachedDecoder` for its inputs. It is compared
-    with the model where it reads prompts, where it adds single tokens, and where sequences of different lengths go on. ``tokenizer`` is stored in
-    the program. ``validation``: texts that models are scored on (default: the batches), read only for that; see `evaluation_of`.
+    It is compared and calibrated on ``batches``: token ids (B, T) int64 of real text, T at least 4. The program takes
+    any number of sequences, of any length up to the model's positions; see `CachedDecoder` for its inputs. It is
+    compared with the model where it reads prompts, where it adds single tokens, and where sequences of different
+    lengths go on. ``tokenizer`` is stored in the program. ``validation``: texts that models are scored on (default: the
+    batches), read only for that; see `evaluation_of`.
     """
     from arclight.deploy.deployment import EXAMPLES, Deployment
 
@@ -118,7 +123,7 @@ def language_deployment(
 def evaluation_of(
     texts: Iterable[Tensor], empty: Callable[[int], Sequence[Tensor]], tokenizer: Tokenizer | None
 ) -> Evaluation:
-    """Return what two language models, or programs, are compared by: how likely they find texts, token by token.
+    """Return the evaluation of language models and programs on texts, by their likelihood.
 
     texts: batches of token ids (B, T) int64, of which the first `SCORED_TEXTS` texts are read, when they are needed. empty: makes a cache that
     holds no token of as many sequences. Scores: mean log-likelihood of the next token, nats, and the share of tokens that are the likeliest.
@@ -166,9 +171,10 @@ def _scored_texts(texts: Iterable[Tensor]) -> list[Tensor]:
 
 
 def program_evaluation(program: Program, source: str) -> Evaluation:
-    """Return what programs are compared by on the texts of ``source``, a file or folder; see `evaluation_of`.
+    """Return the evaluation of programs on the texts of ``source``, a file or folder.
 
-    Documents are joined, and cut into texts of equal length. Raises SourceError for what cannot be read.
+    See `evaluation_of`. Documents are joined, and cut into texts of equal length. Raises SourceError for what cannot be
+    read.
     """
     from arclight.text.data.sources import documents
 
@@ -198,7 +204,10 @@ def export_language_model(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Program:
-    """Write ``model``, a `LanguageModel` or its decoder, as one program; see `language_deployment`, and `ship` for options and errors."""
+    """Export ``model``, a `LanguageModel` or its decoder, as a language program.
+
+    See `language_deployment`, and `ship` for options and errors.
+    """
     from arclight.deploy.deployment import ship
 
     deployment = deployment_by(language_deployment, model, batches, tokenizer)
@@ -209,7 +218,10 @@ def export_language_model(
 def deployment_by(
     make: Callable[..., Deployment], model: Any, batches: Sequence[Tensor], tokenizer: Tokenizer | None
 ) -> Deployment:
-    """Let ``make`` describe what ``model`` ships, a `LanguageModel`, by its name and tokenizer, or a decoder alone."""
+    """Return ``make``'s deployment of a decoder, or of a `LanguageModel`.
+
+    Of the latter, name and tokenizer are passed on.
+    """
     if isinstance(model, Decoder):
         return make(model, batches, tokenizer)
     return make(model.model, batches, tokenizer or model.tokenizer, {"model": model.settings.model})
@@ -232,7 +244,7 @@ def _inputs(cached: CachedDecoder, tokens_BT: Tensor) -> dict[str, tuple[Tensor,
 
 
 def described(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Describe a language program: what `ProgramRun` needs, and the files of its tokenizer, compressed."""
+    """Return a language program's metadata: what `ProgramRun` needs, and tokenizer files."""
     described: dict[str, Any] = {
         "task": TASK,
         "vocab_size": decoder.config.vocab_size,
@@ -248,7 +260,10 @@ def described(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def tokenizer_of(program: Program, task: str = TASK) -> Tokenizer:
-    """Return the tokenizer stored in a program of ``task``; ProgramError where there is none, or it is another one."""
+    """Return the tokenizer stored in a program of ``task``.
+
+    Raises ProgramError if there is none, or it is another one.
+    """
     _check(program, task)
     packed = program.metadata.get("tokenizer_files")
     if not packed:
@@ -273,7 +288,10 @@ def tokenizer_of(program: Program, task: str = TASK) -> Tokenizer:
 
 
 def _unpacked(path: Path, name: str, content: Any, limit: int) -> bytes:
-    """Decompress a file of a tokenizer, of at most ``limit`` bytes: a short text may stand for any number of them."""
+    """Decompress a file of a tokenizer, of at most ``limit`` bytes.
+
+    A short text may stand for any number of bytes.
+    """
     try:
         stream = zlib.decompressobj()
         file = stream.decompress(base64.b64decode(content), limit + 1)
@@ -287,7 +305,10 @@ def _unpacked(path: Path, name: str, content: Any, limit: int) -> bytes:
 
 
 class ProgramRun:
-    """Generation by one program: tokens of a batch in, logits out; the cache is kept from step to step."""
+    """Generation by one program: tokens of a batch in, logits out.
+
+    The cache is kept from step to step.
+    """
 
     def __init__(self, program: Program) -> None:
         _check(program)
@@ -300,7 +321,7 @@ class ProgramRun:
         self._past: list[Tensor] = []
 
     def start(self, padding_B: Tensor, length: int) -> None:
-        """Begin with as many sequences as ``padding_B`` has; the cache grows as far as it must."""
+        """Start sequences, one for each of ``padding_B``; the cache grows as needed."""
         del length
         self._padding = padding_B
         shapes = [spec.shape for spec in self._program.inputs[2:]]
@@ -322,7 +343,7 @@ _SIZES = ("vocab_size", "max_positions")
 
 
 def _check(program: Program, task: str = TASK) -> None:
-    """Raise ProgramError for a program of another task, or whose description has other types than an exporter writes."""
+    """Raise ProgramError for a program of another task, or with a malformed description."""
     about = program.metadata
     if about.get("task") != task:
         raise ProgramError(f"{program.path} is no {task} program: export a language model with arclight export")

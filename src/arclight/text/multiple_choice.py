@@ -139,5 +139,5 @@ def score_choices(
 
 
 def is_best(values: Sequence[float], answer: int) -> bool:
-    """Return whether a choice alone has the greatest value: a tie is no answer."""
+    """Return True if a choice alone has the greatest value; a tie is no answer."""
     return values[answer] == max(values) and values.count(values[answer]) == 1

@@ -50,7 +50,10 @@ class Experts(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Unigram(Checked):
-    """Log losses minus the unigram cross-entropy of the same labels, by counts of the training text: comparable between tokenizers."""
+    """Log losses minus the unigram cross-entropy of the same labels.
+
+    Unigrams are counted in the training text, so that losses are comparable between tokenizers.
+    """
 
     smoothing: PositiveFloat = 1.0
     """Added to the count of each token, so that one that the text lacks costs a finite amount (Laplace)."""
@@ -109,13 +112,19 @@ class LanguageTask(Checked):
         personal_from_client: bool,
         complete: bool,
     ) -> None:
-        """Raise MisconfigurationError for vocabularies of sites that do not fit; see `arclight.text.site_vocabularies`."""
+        """Raise MisconfigurationError for vocabularies of sites that do not fit.
+
+        See `arclight.text.site_vocabularies`.
+        """
         from arclight.text.site_vocabularies import check_site_vocabularies
 
         check_site_vocabularies(self, sites, personal, personal_from_client=personal_from_client, complete=complete)
 
     def with_vocabulary(self) -> LanguageTask:
-        """Return the task with the digest of its tokenizer, which other data must then have too; itself while it has to be learned."""
+        """Return the task with the digest of its tokenizer, to which other data must conform.
+
+        A task whose tokenizer is still to be learned is returned itself.
+        """
         from arclight.text.site_vocabularies import vocabulary_of_task
 
         digest = vocabulary_of_task(self).digest or None
@@ -138,7 +147,10 @@ class LanguageTask(Checked):
         )
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what is trained and saved, by name, of a model without memory; no data is read."""
+        """Return the shapes of the trained parameters by name, without allocating a model.
+
+        No data is read.
+        """
         import torch
 
         from arclight.text.language_model import LanguageModel

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer's vocabulary. digest: its SHA-256; empty for one that is still to be learned: from whose text, ``learned_from`` says."""
+    """Vocabulary of a tokenizer; ``digest`` is its SHA-256.
+
+    That is empty for one that is still to be learned: from whose text, ``learned_from`` says.
+    """
 
     digest: str = ""
     learned_from: Literal["", "all", "site"] = ""
@@ -36,7 +39,10 @@ class Vocabulary:
 
 
 def vocabulary_of_task(task: LanguageTask) -> Vocabulary:
-    """Return the vocabulary of a task's data. Raises FileNotFoundError where its tokenizer is not there."""
+    """Return the vocabulary of a task's data.
+
+    Raises FileNotFoundError where its tokenizer is not there.
+    """
     from arclight.text.data.data_module import TextDataModule
 
     data = TextDataModule(task.data)
@@ -53,7 +59,7 @@ def check_site_vocabularies(
     personal_from_client: bool,
     complete: bool,
 ) -> None:
-    """Raise MisconfigurationError for vocabularies of sites that the masks do not allow for, with what to change.
+    """Raise MisconfigurationError for vocabularies of sites that the masks do not allow.
 
     server: the run's task; its ``data.vocabulary`` is compared with if it is set, else its tokenizer. sites: tasks by client;
     complete: these are all of the run's. personal: whether a client keeps a tensor, by name; personal_from_client: it initialises it, too.
@@ -137,7 +143,10 @@ def _masks(server: LanguageTask) -> str:
 
 
 def _check_counts(name: str, task: LanguageTask) -> None:
-    """Raise MisconfigurationError for a corpus on disk without counts. Others are counted as they are tokenized, or looked up at the site."""
+    """Raise MisconfigurationError for a corpus on disk without unigram counts.
+
+    Others are counted as they are tokenized, or looked up at the site.
+    """
     from arclight.data.token_shards import TokenShards
     from arclight.data.unigrams import UNIGRAMS, has_unigrams
     from arclight.text.data.data_module import TextDataModule

@@ -54,7 +54,10 @@ def _batch(samples: int, sequence: int) -> dict[str, Tensor]:
 
 
 def _moments(optimizer: Any) -> int:
-    """Float32 tensors that the optimizer keeps of each parameter; of mixed ones the most."""
+    """Count the float32 tensors that the optimizer keeps of each parameter.
+
+    Of mixed optimizers the most are taken.
+    """
     if isinstance(optimizer, AdamW):
         return 1 if optimizer.state_dtype == "bfloat16" else 2
     if isinstance(optimizer, SGD):

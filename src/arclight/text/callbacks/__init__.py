@@ -1,1 +1,4 @@
-"""Callbacks of language runs that recipes switch on: ``suite_evaluation`` while training, ``expert_monitor`` for choices of experts."""
+"""Callbacks of language runs in recipes: evaluation suites, and monitors of experts.
+
+They are ``suite_evaluation`` and ``expert_monitor``.
+"""

@@ -1,4 +1,4 @@
-"""Measure how layers choose their experts, and how alike experts and their routers' rows are."""
+"""Monitor the choices of experts, and the similarity of experts and of their routers' rows."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ CAPTION = "Share of the choices that each expert got, by layer (in attention: of
 
 
 class ExpertMonitor(StepMonitor):
-    """Log ``experts/<layer>/max_share``, ``min_share``, ``router_similarity`` and ``expert_similarity`` of every n-th optimizer step.
+    """Callback that logs load shares and similarities of experts every n-th optimizer step.
 
-    Layers are those of feed-forward parts, and attention's maps to values and to outputs. Shares are of all choices of a layer in the step,
-    over all ranks, and of a head's in attention; their histograms by layer are ``plots/experts.svg``, which the report shows. Similarities
-    are mean absolute cosines over pairs of experts, of one head in attention: of their rows in the router's weight, and of all their maps.
-    Training keeps its bits. Raises MisconfigurationError before the first step for a model without layers of experts, and where weights are
-    sharded or cut into stages.
+    They are ``experts/<layer>/max_share``, ``min_share``, ``router_similarity`` and ``expert_similarity``. Layers are
+    those of feed-forward parts, and attention's maps to values and to outputs. Shares are of all choices of a layer in
+    the step, over all ranks, and of a head's in attention; their histograms by layer are ``plots/experts.svg``, which
+    the report shows. Similarities are mean absolute cosines over pairs of experts, of one head in attention: of their
+    rows in the router's weight, and of all their maps. Training keeps its bits. Raises MisconfigurationError before the
+    first step for a model without layers of experts, and where weights are sharded or cut into stages.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -84,12 +85,15 @@ class ExpertMonitor(StepMonitor):
 
 
 def layers_of_experts(module: torch.nn.Module) -> dict[str, MoE | HeadMaps]:
-    """Return the layers of experts by name: feed-forward parts, and attention's maps to values and to outputs."""
+    """Return the layers of experts by name: feed-forward parts, and attention's maps.
+
+    The latter are maps to values and to outputs.
+    """
     return {name: part for name, part in module.named_modules() if isinstance(part, MoE | HeadMaps)}
 
 
 def _similarity_within_heads(rows: Tensor, heads: int) -> float:
-    """Return the mean over ``heads``, equal parts of ``rows``, of the `similarity` of their rows."""
+    """Return the mean `similarity` of rows within ``heads``, equal parts of ``rows``."""
     return sum(similarity(part) for part in rows.chunk(heads)) / heads
 
 
@@ -102,7 +106,10 @@ def similarity(rows: Tensor) -> float:
 
 
 def histograms(shares: Mapping[str, Sequence[Sequence[float]]], step: int) -> str:
-    """Draw a row of bars for each layer, an expert each, on one scale; heads, if there are several, side by side."""
+    """Draw a row of bars per layer, a bar per expert, on one scale.
+
+    Heads, if there are several, stand side by side.
+    """
     height, left, width = 36.0, 200.0, 520.0
     top = max(max(head) for row in shares.values() for head in row) or 1.0
     marks = []

@@ -1,4 +1,4 @@
-"""Evaluate a suite of question files every n steps of a run: the recipe's table ``[task.evaluation]``."""
+"""Evaluate a suite of question files every n steps (``[task.evaluation]`` of a recipe)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 class SuiteEvaluation(Callback):
-    """Log ``suite/<task>/accuracy``, its ``stderr`` and, for likelihoods, ``accuracy_normalised`` after every n-th optimizer step.
+    """Callback that evaluates a suite after every n-th optimizer step and logs its scores.
 
-    Processes that each hold the whole model divide the questions among them; with sharded weights all answer every question together.
-    Training is not changed: no random numbers are drawn. Raises MisconfigurationError before the first step for a plan with pipeline
-    stages or context parallelism, for a model without a tokenizer, and whatever `load_suite` raises.
+    They are ``suite/<task>/accuracy``, its ``stderr`` and, for likelihoods, ``accuracy_normalised``. Processes that
+    each hold the whole model divide the questions among them; with sharded weights all answer every question together.
+    Training is not changed: no random numbers are drawn. Raises MisconfigurationError before the first step for a plan
+    with pipeline stages or context parallelism, for a model without a tokenizer, and whatever `load_suite` raises.
     """
 
     def __init__(self, settings: Evaluation) -> None:

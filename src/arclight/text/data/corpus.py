@@ -1,4 +1,4 @@
-"""Write and open corpora: text tokenized in order into shards, by several processes if need be.
+"""Write and open corpora: text tokenized in order into shards, by one or more processes.
 
 A corpus is a folder: ``tokenizer/`` as `Tokenizer.load` reads it, and a folder of shards for each split (``train``,
 ``val``), with counts of tokens by source beside the shards. What is in it depends on documents and tokenizer alone, not on the number of processes.
@@ -94,7 +94,10 @@ def write_corpus(
 
 
 def held_out(share: float) -> Callable[[Document], str]:
-    """Send about ``share`` of the documents to ``val``, by text alone: equal texts never lie on both sides."""
+    """Return a function that splits documents: about ``share`` of them are ``val``.
+
+    It goes by text alone: equal texts never lie on both sides.
+    """
     if not 0 <= share < 1:
         raise MisconfigurationError(f"held_out is a share in [0, 1), got {share}")
 
@@ -116,9 +119,10 @@ class Tail(Document):
 
 
 def with_tails(documents: Iterable[Document], share: float) -> Iterator[Document]:
-    """Cut the last ``share`` off each document, if there are so few that all would lie on one side.
+    """Split off the last ``share`` of each document, if there are few documents.
 
-    Those of larger corpora, of which some are held out and some not, pass as they are.
+    There are few if all would lie on one side. Those of larger corpora, of which some are held out and some not, pass
+    as they are.
     """
     found, split, sides, first = iter(documents), held_out(share), set[str](), list[Document]()
     for document in found:
@@ -134,7 +138,10 @@ def with_tails(documents: Iterable[Document], share: float) -> Iterator[Document
 
 
 def _cut(document: Document, share: float) -> Iterator[Document]:
-    """Yield both parts of a document, cut at the end of a line if one is near; all of a short one."""
+    """Yield both parts of a document, cut at the end of a line if one is near.
+
+    A short document is yielded whole.
+    """
     text = document.text
     place = round(len(text) * (1 - share))
     line = text.rfind("\n", place - max(1, round(0.2 * share * len(text))), place) + 1
@@ -192,7 +199,10 @@ def retokenize(
 
 
 def shards_in(folder: str | Path, reader: BlockReader | None = None) -> dict[str, TokenShards]:
-    """Open the splits of a corpus, or the one that ``folder`` is; at an address through ``reader``. Raises FileNotFoundError for none."""
+    """Open the splits of a corpus, or the one that ``folder`` is, also at an address.
+
+    An address is read through ``reader``. Raises FileNotFoundError for no corpus.
+    """
     if is_address(folder):
         return _shards_at(str(folder).rstrip("/"), reader)
     folder = Path(folder)
@@ -219,7 +229,10 @@ def _shards_at(address: str, reader: BlockReader | None) -> dict[str, TokenShard
 
 
 def is_corpus(folder: str | Path) -> bool:
-    """Return True if ``folder`` is a corpus that `write_corpus` wrote, or an address, which can be nothing else."""
+    """Return True if ``folder`` is a corpus by `write_corpus`, or an address.
+
+    An address can be nothing else.
+    """
     if is_address(folder):
         return True
     return (Path(folder) / "tokenizer").is_dir() and any((Path(folder) / name / INDEX).is_file() for name in SPLITS)
@@ -261,7 +274,10 @@ _TOKENIZER_BYTES = 2**28
 
 
 def open_tokenizer(folder: str | Path, reader: BlockReader) -> Tokenizer:
-    """Load the tokenizer of a corpus, also of one at an address. Raises FileNotFoundError where it has none."""
+    """Load the tokenizer of a corpus, also of one at an address.
+
+    Raises FileNotFoundError if it has none.
+    """
     if not is_address(folder):
         return Tokenizer.load(Path(folder) / "tokenizer")
     address = f"{str(folder).rstrip('/')}/tokenizer"
@@ -282,7 +298,7 @@ _Job = tuple[Path, _Texts, int]
 def _counted(
     documents: Iterable[Document], split: Callable[[Document], str] | None, sources: dict[str, dict[str, int]]
 ) -> Iterator[tuple[str, Document]]:
-    """Yield the split of each document and the document, counting in ``sources`` those of each source by split."""
+    """Yield each document with its split, counting those of each source in ``sources``."""
     for document in documents:
         name = split(document) if split else SPLITS[0]
         counts = sources.setdefault(name, {})
@@ -299,7 +315,7 @@ def _jobs(
     documents: Iterable[tuple[str, Document]], shard_bytes: int, folder: Path, names: dict[str, list[str]],
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[_Job]:  # fmt: skip
-    """Yield the file, the texts and the bytes of each shard, noting the shards of each split in ``names``."""
+    """Yield file, texts and bytes of each shard, adding its name to the split's in ``names``."""
     waiting: dict[str, _Texts] = {}
     sizes: dict[str, int] = {}
     count = total = 0
@@ -353,7 +369,10 @@ def _write_in_worker(path: Path, texts: _Texts, text_bytes: int) -> None:
 
 
 def _in_processes(jobs: Iterator[_Job], staging: Path, workers: int) -> None:
-    """No more shards are read ahead than processes are at work on."""
+    """Write shards in ``workers`` processes.
+
+    No more shards are read ahead than processes are at work on.
+    """
     context = multiprocessing.get_context("spawn")  # threads of libraries do not survive a fork
     running: deque[Future[None]] = deque()
     with ProcessPoolExecutor(workers, context, _begin_worker, (staging / "tokenizer",)) as pool:
@@ -370,7 +389,10 @@ def _in_processes(jobs: Iterator[_Job], staging: Path, workers: int) -> None:
 
 
 def _on_ray(jobs: Iterator[_Job], staging: Path, workers: int) -> None:
-    """Tokenize on a Ray cluster: text goes there, files of shards come back. Nodes need no file of this machine."""
+    """Tokenize on a Ray cluster: text goes there, files of shards come back.
+
+    Nodes need no file of this machine.
+    """
     files = {path.name: path.read_bytes() for path in (staging / "tokenizer").iterdir()}
     paths: deque[Path] = deque()
 

@@ -1,4 +1,4 @@
-"""Define the data module of text: tokenize once, cache, read batches with document boundaries."""
+"""Define the data module of text: tokenize once, cache, read batches of packed documents."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class TextDataModule(DataModule):
     # -- once, on one process of each node -----------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Learn the tokenizer and write the shards, unless they are there; check the shards that changed."""
+        """Learn the tokenizer and write the shards that are missing or changed."""
         if self.learns and not self._learned.is_dir():
             self._learn(self.learns)
         share = self.settings.held_out if self.settings.val is None else 0.0
@@ -172,7 +172,10 @@ class TextDataModule(DataModule):
                 self._packed_remote |= {packed.folder} if isinstance(folder, str) else set()
 
     def _divided(self, found: Iterator[Document]) -> Iterator[Document]:
-        """Hold out the ends of documents where they are few. A site keeps whole ones, as it would beside others."""
+        """Hold out the ends of documents if there are few documents.
+
+        A site keeps whole ones, as it would beside others.
+        """
         share = self.settings.held_out if self.settings.val is None and self.settings.share is None else 0.0
         return corpus.with_tails(found, share) if share else found
 
@@ -247,7 +250,10 @@ class TextDataModule(DataModule):
         return self._loader(samples, order)
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """Load the held-out samples in order, filled up to whole batches on all ranks; None without any."""
+        """Return the loader of held-out samples, in order, padded to whole batches on all ranks.
+
+        Without held-out samples it is an empty list.
+        """
         return [] if self.val is None else self._loader(self.val, EpochOrder(len(self.val), shuffle=False))
 
     test_dataloader = val_dataloader  # text that nobody trained on
@@ -287,11 +293,14 @@ class TextDataModule(DataModule):
         return count_tokens(layout.shards for layout in self._opened(self.train).layouts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Save the digests of vocabulary and tokens, and the state that the order of samples follows."""
+        """Return the digests of vocabulary and tokens, and the state of the sample order."""
         return {"vocabulary": self.tokenizer.digest, "tokens": self._digests(), "order": self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise TokenizerError for another vocabulary in the checkpoint; warn of other text or order."""
+        """Check that the vocabulary is the checkpoint's; warn of other text or sample order.
+
+        Raises TokenizerError for another vocabulary.
+        """
         if state_dict["vocabulary"] != self.tokenizer.digest:
             raise TokenizerError(
                 f"the checkpoint was trained with another tokenizer (vocabulary {state_dict['vocabulary'][:12]}, this one is "

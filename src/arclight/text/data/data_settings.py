@@ -1,4 +1,4 @@
-"""Define the settings of text data, the recipe's table ``[task.data]`` of language models; no torch here, since recipes are read without it.
+"""Define the settings of text data, the recipe's ``[task.data]`` (no torch).
 
 Field names are public and stay; docstrings are the texts of ``arclight train --help``. `Text.build` makes the `TextDataModule`.
 """

@@ -1,4 +1,4 @@
-"""Read folders of Mosaic data shards (MDS, version 2), as the package ``streaming`` writes them, without that package.
+"""Read folders of Mosaic data shards (MDS, version 2) without the package ``streaming``.
 
 ``index.json`` lists the shards with the name, the encoding and the size of each column. A shard is the number of its samples
 (uint32), their places and the end of the last (uint32 each, from the start of the file), a copy of its settings (JSON), and the samples;
@@ -28,7 +28,7 @@ _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: 
 
 
 class MDSError(ValueError):
-    """A folder of MDS shards that cannot be read; the message names the file and what is wrong with it."""
+    """Error of a folder of MDS shards that cannot be read, naming the file and the fault."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,10 @@ def is_mds(folder: Path) -> bool:
 
 
 def shards_of(folder: Path) -> list[Shard]:
-    """Read the index of a folder. Raises MDSError for another version or format, compressed shards and names of files elsewhere."""
+    """Read the index of a folder of MDS shards.
+
+    Raises MDSError for another version or format, compressed shards and names of files elsewhere.
+    """
     path = folder / INDEX
     try:
         index = json.loads(path.read_bytes())
@@ -134,7 +137,10 @@ def read_column(shard: Shard, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _places(file: BinaryIO, shard: Shard) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the places of the samples and the end of the last, all of them in the file and ascending."""
+    """Return the offsets of the samples in a shard, and the end of the last, checked.
+
+    All lie in the file and ascend.
+    """
     size, header = os.fstat(file.fileno()).st_size, 4 * (shard.samples + 2)
     if size < header:
         raise MDSError(
@@ -190,7 +196,10 @@ def _number(data: bytes, dtype: np.dtype[Any]) -> int | float:
 
 
 def _array_decoder(settings: str, place: str) -> Callable[[bytes], np.ndarray[Any, Any]]:
-    """Return a decoder of arrays; settings: ``dtype:shape``, of which what is missing stands before each array."""
+    """Return a decoder of arrays for settings ``dtype:shape``.
+
+    What is missing in the settings stands before each array.
+    """
     dtype_name, _, shape_text = settings.partition(":")
     if dtype_name and dtype_name not in _DTYPES.values():
         raise MDSError(f"{place} has arrays of {dtype_name!r}; {', '.join(_DTYPES.values())} are read")

@@ -1,7 +1,8 @@
-"""Describe public corpora: licence, files, columns and checksums. Nothing is ever fetched: the steps are printed.
+"""Describe public corpora: licence, files, columns and checksums.
 
-The facts are in public_corpora.json, as the publishers state them; one that is not known is null. Each is a Git repository whose large
-files are Git LFS pointers: these hold the SHA-256 of every file, with which what arrives is compared.
+Nothing is ever fetched: the steps are printed. The facts are in public_corpora.json, as the publishers state them; one
+that is not known is null. Each is a Git repository whose large files are Git LFS pointers: these hold the SHA-256 of
+every file, with which what arrives is compared.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class PublicCorpus:
         return [*commands, *self.prepare, "cd .."]
 
     def tokenize_step(self) -> list[str]:
-        """Return the command that tokenizes what was fetched; none where its rows hold no text."""
+        """Return the command that tokenizes the downloaded corpus; empty if its rows hold no text."""
         places = " ".join(f"{self.name}/{source}" for source in self.sources)
         return [f"arclight data tokenize {places} --field text --out corpora/{self.name}"] if places else []
 

@@ -42,7 +42,10 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteShare(Numbered):
-    """One site's share of the documents. A tokenizer is trained on all text, so that every site has the same, unless it is ``by_site``."""
+    """One site's share of the documents.
+
+    A tokenizer is trained on all text, so that every site has the same, unless it is ``by_site``.
+    """
 
     partition: Source | IID | Dirichlet | Size = dataclasses.field(default_factory=IID)
     """Partition of the documents."""
@@ -80,7 +83,7 @@ class SiteSplit:
         return list(self.parts)
 
     def _check_tokens(self) -> None:
-        """Raise MisconfigurationError for tokens that are to be divided by what only text would tell."""
+        """Raise MisconfigurationError if tokens are to be divided by properties of their text."""
         from arclight.fabric.errors import MisconfigurationError
         from arclight.text.data.corpus import is_corpus
 
@@ -157,7 +160,7 @@ class SiteSplit:
         )
 
     def _enough(self, sources: Iterable[str]) -> None:
-        """Raises MisconfigurationError where these are fewer than sites."""
+        """Raise MisconfigurationError if there are fewer sources than sites."""
         from arclight.fabric.errors import MisconfigurationError
 
         assert self.site is not None
@@ -189,7 +192,10 @@ class SiteSplit:
         return pack_sources(sizes, self.site.count)
 
     def _sizes(self, name: str) -> Iterator[tuple[str, int]]:
-        """Yield every source of a part, in pieces, with their sizes; reads only if nothing else tells."""
+        """Yield the sources of a part, in pieces, with their sizes.
+
+        Text is read only if nothing else tells.
+        """
         if self._by == "field":
             yield from ((source, document.bytes) for source, document in self._sourced_documents(name))
             return
@@ -226,7 +232,7 @@ class SiteSplit:
             yield f"{name}\0{row[field]}", Document(place, text, len(text.encode()))
 
     def _source(self, name: str, order: int, path: Path) -> str:
-        """Return the source that a file belongs to: part, number of the place in it, and the path below.
+        """Return the source that a file belongs to: part, number of its place, and path below.
 
         Nothing in it says where the text lies.
         """

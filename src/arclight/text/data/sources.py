@@ -73,10 +73,11 @@ def documents(where: str | Path, field: str = "text") -> Iterator[Document]:
 
 
 def token_documents(where: str | Path, field: str, tokenizer: Tokenizer) -> Iterator[Document]:
-    """Yield the documents of a folder of MDS shards whose rows hold ids of ``tokenizer``, which are taken as they are.
+    """Yield the documents of a folder of MDS shards that holds ids of ``tokenizer``.
 
-    The rows (arrays of integers, or their bytes as int64) are one stream, cut behind each end of text: so were they written. Without such
-    a token, each row is a document. Raises SourceError for other columns and for ids that are no tokens.
+    Ids are taken as they are. The rows (arrays of integers, or their bytes as int64) are one stream, cut behind each
+    end of text: so were they written. Without such a token, each row is a document. Raises SourceError for other
+    columns and for ids that are no tokens.
     """
     if where == STDLIB or not is_mds(Path(where)):
         raise SourceError(f"{where} is no folder of MDS shards, of which alone token ids are read")
@@ -156,7 +157,7 @@ def rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def fingerprint(where: str | Path) -> list[list[Any]]:
-    """List name, size and time of change of every file of a source, to recognise a corpus made of it."""
+    """List name, size and time of change of every file of a source, to recognise changes."""
     found = []
     for path in files(where):
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:

@@ -1,4 +1,4 @@
-"""Train, load and apply tokenizers: byte-level BPE through HF tokenizers, or plain bytes with nothing to install.
+"""Train, load and apply tokenizers: byte-level BPE through HF tokenizers, or plain bytes.
 
 ``arclight.text.Tokenizer``; corpora, models and programs store one and compare its ``digest``. Files are tokenizer.json as Hugging Face has
 it; ids of a stored tokenizer must never change.
@@ -54,10 +54,11 @@ class Tokenizer:
 
     @staticmethod
     def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Learn byte-level BPE from ``documents``; equal documents in equal order give equal vocabularies.
+        """Train byte-level BPE on ``documents``, deterministically.
 
-        Three of the ``vocab_size`` tokens are special, 256 are single bytes: any text can be written, whatever was
-        learned. Raises TokenizerError where the text is too small for so many tokens, or the number is.
+        Equal documents in equal order give equal vocabularies. Three of the ``vocab_size`` tokens are special, 256 are
+        single bytes: any text can be written, whatever was learned. Raises TokenizerError where the text is too small
+        for so many tokens, or the number is.
         """
         return _train(documents, vocab_size)
 
@@ -86,18 +87,21 @@ class Tokenizer:
     # -- what kinds differ in --------------------------------------------------------------------------------------
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """Encode each text, on several threads if the kind can; special tokens in a text are ordinary text."""
+        """Encode each text, in parallel if the kind can; special tokens are ordinary text."""
         raise NotImplementedError(type(self).__name__)
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False, specials: bool = False) -> list[int]:
-        """Encode a text; with ``specials``, what is spelt like a special token is one, as in a chat template."""
+        """Encode a text; with ``specials``, text spelt like a special token becomes that token.
+
+        Chat templates need that.
+        """
         ids = self._encode(text, specials)
         return [*self._one(self.bos, bos, "bos"), *ids, *self._one(self.eos, eos, "eos")]
 
     def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
-        """Return the text of token ids; ``specials`` shows special tokens. Half a character becomes U+FFFD.
+        """Decode token ids to text; ``specials`` shows special tokens.
 
-        Raises TokenizerError for an id that is no token.
+        Half a character becomes U+FFFD. Raises TokenizerError for an id that is no token.
         """
         raise NotImplementedError(type(self).__name__)
 
@@ -106,7 +110,10 @@ class Tokenizer:
         raise NotImplementedError(type(self).__name__)
 
     def publish(self, folder: Path) -> None:
-        """Write what `load` reads into ``folder``, which appears when all is written; another process may have been quicker."""
+        """Save into ``folder`` atomically, unless another process was quicker.
+
+        The folder holds what `load` reads.
+        """
         staging = folder.with_name(f".{folder.name}.{os.getpid()}.saving")
         self.save(staging)
         try:
@@ -132,7 +139,10 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Return the digest of the vocabulary and of the rules that cut text: tokenizers with equal fingerprints give equal tokens."""
+        """Digest of the vocabulary and of the rules that split text.
+
+        Tokenizers with equal fingerprints give equal tokens.
+        """
         return self.digest
 
     @cached_property
@@ -151,12 +161,12 @@ class Tokenizer:
         return np.array(lengths, np.int32)
 
     def bytes_per_token(self, texts: Sequence[str]) -> float:
-        """UTF-8 bytes of the texts for each token they become; 0 for no text."""
+        """Compute the mean UTF-8 bytes per token of the texts; 0 for no text."""
         tokens = sum(ids.size for ids in self.encode_batch(texts))
         return sum(len(text.encode()) for text in texts) / tokens if tokens else 0.0
 
     def stream(self, after: Sequence[int] = ()) -> StreamDecoder:
-        """Decodes tokens as they come behind ``after``, whole characters only."""
+        """Return a decoder of tokens as they come behind ``after``, in whole characters."""
         return StreamDecoder(self, after)
 
     def _one(self, token: int | None, wanted: bool, role: str) -> list[int]:
@@ -273,7 +283,10 @@ _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}" * 4
 
 
 class StreamDecoder:
-    """Text from tokens one by one: what `push` gives is never taken back, and never half a character."""
+    """Streaming decoder: text from tokens one by one.
+
+    What `push` gives is never taken back, and never half a character.
+    """
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -315,7 +328,10 @@ _ENDLESS = 2**32
 
 
 def _known(ids: Iterable[int], size: int) -> list[int]:
-    """Return token ids as a list. Raises TokenizerError for an id outside ``size``, as masked labels are."""
+    """Return token ids as a list.
+
+    Raises TokenizerError for an id outside ``size``, as masked labels are.
+    """
     known = [int(token) for token in ids]
     for token in known:
         if not 0 <= token < size:
@@ -369,7 +385,10 @@ def _tokenizers() -> Any:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Map letters to bytes as byte-level vocabularies do: printable bytes are themselves, others from U+0100."""
+    """Map letters to bytes as byte-level vocabularies do: printable ones to themselves.
+
+    Other bytes have letters from U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

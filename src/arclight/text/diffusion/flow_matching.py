@@ -13,9 +13,9 @@ from arclight.text.diffusion.flux import Conditions, Flux
 
 
 def to_tokens(latents_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut latents into tokens (B, N, 4 C), squares of two by two, row by row; and their places (N, 3).
+    """Split latents into tokens (B, N, 4 C), two by two, and their places (N, 3).
 
-    A place is 0, row, column.
+    Tokens go row by row. A place is 0, row, column.
     """
     batch, channels, height, width = latents_BCHW.shape
     if height % 2 or width % 2:
@@ -51,9 +51,10 @@ def flow_loss(
 
 
 def schedule(steps: int, tokens: int, shifted: bool = True) -> list[float]:
-    """List ``steps`` + 1 times from 1 to 0; ``shifted`` ones stay near noise longer for larger images.
+    """Return ``steps`` + 1 times from 1 to 0.
 
-    As FLUX.1 dev: e^m / (e^m + 1 / t - 1), with m on the line through 0.5 at 256 and 1.15 at 4096 tokens.
+    ``shifted`` ones stay near noise longer for larger images. As FLUX.1 dev: e^m / (e^m + 1 / t - 1), with m on the
+    line through 0.5 at 256 and 1.15 at 4096 tokens.
     """
     times = [1 - step / steps for step in range(steps + 1)]
     if not shifted:

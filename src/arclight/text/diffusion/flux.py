@@ -1,4 +1,4 @@
-"""FLUX.1's transformer (Black Forest Labs 2024), from noisy image tokens and conditions to a velocity.
+"""Define FLUX.1's transformer (Black Forest Labs 2024): noisy image tokens to a velocity.
 
 Text and image tokens attend to one another, first with weights of their own, then with the same; time and a summary of the text
 scale, shift and gate every part. Letters: B batch, N image tokens, L text tokens, S both, D width, H heads, C width of a head,
@@ -69,7 +69,10 @@ def _linear(module: nn.Module, names: dict[str, float], biases: bool = True) -> 
 
 
 def waves(times_B: Tensor, width: int) -> Tensor:
-    """Cosines and sines of 1000 * time at frequencies from 1 down to 1 / 10000, (B, width) float32."""
+    """Embed times: cosines and sines of 1000 * time, (B, width) float32.
+
+    Frequencies go from 1 down to 1 / 10000.
+    """
     frequencies = torch.exp(-math.log(10_000) * torch.arange(width // 2, device=times_B.device) / (width // 2))
     angles = 1000 * times_B.float()[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), -1)
@@ -87,7 +90,10 @@ class Embedder(nn.Module):
 
 
 class Modulation(nn.Module):
-    """Shifts, scales and gates (B, 1, D) from the conditions; all 0 at first, so blocks begin as identity."""
+    """Shifts, scales and gates (B, 1, D) from the conditions.
+
+    All are 0 at first, so that blocks begin as identity.
+    """
 
     def __init__(self, dim: int, count: int) -> None:
         super().__init__()
@@ -120,7 +126,7 @@ class Heads(nn.Module):
 
 
 def attend(inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, rotation: RotaryEmbedding) -> Tensor:
-    """Everybody to everybody: (B, S, H, C) three times to (B, S, D)."""
+    """Attend without a mask: q, k, v (B, S, H, C) to (B, S, D)."""
     q, k = rotation.apply_interleaved(q), rotation.apply_interleaved(k)
     out: Tensor = inner(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), Mask(causal=False))
     return out.transpose(1, 2).flatten(2)
@@ -203,7 +209,11 @@ class Flux(nn.Module):
         self.initial = _linear(self, {"image_in": config.std, "text_in": config.std, "output": 0.0})
 
     def forward(self, image_BNI: Tensor, places_NA: Tensor, times_B: Tensor, conditions: Conditions) -> Tensor:
-        """places: (N, axes) coordinates of image tokens (text tokens are at 0); times: (B,) from 0, the image, to 1, noise."""
+        """Return the velocity of each image token.
+
+        places: (N, axes) coordinates of image tokens (text tokens are at 0); times: (B,) from 0, the image, to 1,
+        noise.
+        """
         modulation_BD = self.time_in(waves(times_B, 256)) + self.summary_in(conditions.summary)
         if (self.guidance_in is None) != (conditions.guidance is None):
             needs = "required" if conditions.guidance is None else "not taken"

@@ -12,10 +12,11 @@ _LETTER = (
 
 
 def letter(text: str, choices: int) -> str | None:
-    """Extract the letter of a choice by the three rules of MMLU-Pro (Wang et al. 2024); None where none applies.
+    """Extract the letter of a choice by MMLU-Pro's three rules; None if none applies.
 
-    They are, in order: "answer is (X)", "answer: X", and the last single letter of the text. Where the authors would guess then,
-    the question counts as not answered, as it does for a letter beyond the first ``choices``.
+    Wang et al. 2024. They are, in order: "answer is (X)", "answer: X", and the last single letter of the text. Where
+    the authors would guess then, the question counts as not answered, as it does for a letter beyond the first
+    ``choices``.
     """
     for pattern in _LETTER:
         if (found := pattern.search(text)) is not None:
@@ -24,9 +25,10 @@ def letter(text: str, choices: int) -> str | None:
 
 
 def after_answer_is(text: str) -> str | None:
-    """Extract what follows "answer is" in BBH's chains of thought (Suzgun et al. 2022), without its full stop.
+    """Extract the text after "answer is" of a BBH answer, without its full stop.
 
-    Text without these words is an answer by itself, up to the end of its first line. None for an empty one.
+    Suzgun et al. 2022. Text without these words is an answer by itself, up to the end of its first line. None for an
+    empty one.
     """
     _, found, rest = text.partition("answer is ")
     lines = (rest if found else text).strip().splitlines()
@@ -35,15 +37,19 @@ def after_answer_is(text: str) -> str | None:
 
 
 def after_hashes(text: str) -> str | None:
-    """Extract the number behind "####", as in GSM8K (Cobbe et al. 2021), without commas; None where there is none."""
+    """Extract the number after "####" of a GSM8K answer, without commas; None without one.
+
+    Cobbe et al. 2021.
+    """
     found = re.search(r"#### (\-?[0-9\.\,]+)", text)
     return None if found is None else found.group(1).replace(",", "")
 
 
 def boxed(text: str) -> str | None:
-    r"""Extract what the last ``\boxed{...}`` (or ``\fbox``) of MATH holds (Hendrycks et al. 2021); None where there is none.
+    r"""Extract the content of the last ``\boxed{...}`` (or ``\fbox``) of a MATH answer.
 
-    ``\boxed 5`` holds what follows up to a dollar sign; a box that is never closed holds nothing.
+    Hendrycks et al. 2021. None if there is no box. ``\boxed 5`` holds what follows up to a dollar sign; a box that is
+    never closed holds nothing.
     """
     start = text.rfind(r"\boxed")
     if start < 0:
@@ -62,7 +68,10 @@ def boxed(text: str) -> str | None:
 
 
 def same_mathematics(one: str, other: str) -> bool:
-    """Return whether two LaTeX answers are spelt alike after MATH's normalisation: spaces, units, fractions, roots."""
+    """Return True if two LaTeX answers are equal after MATH's normalisation.
+
+    It unifies spaces, units, fractions and roots.
+    """
     return _normalised(one) == _normalised(other)
 
 
@@ -88,7 +97,10 @@ def _normalised(text: str) -> str:
 
 
 def _braced_fractions(text: str) -> str:
-    r"""Write \frac12 and \frac1{72} with braces; leave all as it is where one has no two arguments."""
+    r"""Write \frac12 and \frac1{72} with braces.
+
+    All is left as it is if one has no two arguments.
+    """
     head, *parts = text.split(r"\frac")
     if any(len(part) < 2 and not part.startswith("{") for part in parts):
         return text

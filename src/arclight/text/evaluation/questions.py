@@ -1,4 +1,4 @@
-"""Read question sets in their authors' layouts, and write them as prompts: by likelihood or to be answered in words."""
+"""Read question sets in their authors' layouts, and write them as prompts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def read_items(path: Path, kind: Format) -> list[Item]:
 
 
 def read_questions(path: str | Path, kind: Format) -> list[Question]:
-    """Read questions to be answered by likelihood, without examples, each in its kind's usual way.
+    """Read questions to score by likelihood, zero-shot, in their kind's usual way.
 
     Raises ValueError for a kind that has only generated answers; as `read_items` for files of another kind.
     """
@@ -82,7 +82,7 @@ def read_questions(path: str | Path, kind: Format) -> list[Question]:
 
 
 def prompt(item: Item, kind: Format, mode: Mode, examples: Sequence[Item] = (), head: str = "") -> str:
-    """Write what stands before an answer: ``head``, the ``examples`` with theirs, and the question."""
+    """Build the prompt before an answer: ``head``, ``examples`` with answers, the question."""
     shown = [_question_text(example, kind, mode) + " " + _answer_text(example, mode) for example in examples]
     return "\n\n".join([*([head] if head else []), *shown, _question_text(item, kind, mode)])
 
@@ -138,7 +138,7 @@ def _rows(file: Path, kind: Format) -> Iterator[tuple[str, Any]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
-    """Rows as tables where the first line names the columns, as lists where it does not."""
+    """Yield rows of a CSV file: mappings if the first line names the columns, else lists."""
     with path.open(encoding="utf-8", newline="") as file:
         lines = list(csv.reader(file))
     names = lines[0] if lines and "question" in lines[0] else None
@@ -147,7 +147,10 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _group(file: Path, kind: Format) -> str:
-    """Return what a file's name says of its questions' group: anatomy_test.csv of MMLU, navigate.json of BBH."""
+    """Return the group of questions by a file's name, or "".
+
+    It is anatomy of MMLU's anatomy_test.csv, navigate of BBH's navigate.json.
+    """
     if kind == "bbh" or (kind == "mmlu" and file.suffix == ".csv"):
         return re.sub(r"_(test|dev|val)$", "", file.stem)
     return ""
@@ -163,12 +166,15 @@ def _hellaswag(row: Any) -> dict[str, Any]:
 
 
 def _without_marks(text: str) -> str:
-    """WikiHow's articles have marks such as [title] and [step], which stand for the end of a heading."""
+    """Remove marks such as [title] and [step] from WikiHow's articles (HellaSwag).
+
+    They stand for the end of a heading.
+    """
     return re.sub(r" {2,}", " ", re.sub(r"\[.*?\]", "", text.replace(" [title]", ". "))).strip()
 
 
 def _labelled(row: Any) -> dict[str, Any]:
-    """ARC and CommonsenseQA, nested as published or in columns."""
+    """Read a row of ARC or CommonsenseQA, nested as published or in columns."""
     nested = isinstance(row["question"], dict)
     stem = row["question"]["stem"] if nested else row["question"]
     choices = row["question"]["choices"] if nested else row["choices"]
@@ -192,7 +198,10 @@ def _mmlu(row: Any) -> dict[str, Any]:
 
 
 def _mmlu_pro(row: Any) -> dict[str, Any]:
-    """Read a question without its options N/A, which fill up to ten; the right answer's letter counts those that are left."""
+    """Read a row of MMLU-Pro without its options N/A, which fill up to ten.
+
+    The right answer's letter counts those that are left.
+    """
     options, letter, given = _texts(row["options"]), row["answer"], row["answer_index"]
     if letter not in [*_LETTERS] or isinstance(given, bool) or _LETTERS.index(letter) != given:
         raise ValueError(f"answer {letter!r}, answer_index {given!r}")
@@ -253,9 +262,10 @@ def _math(row: Any) -> dict[str, Any]:
 
 
 def read_head(path: Path, group: str) -> str:
-    """Read the text before a group's questions: of BBH's prompts what follows the line of dashes.
+    """Read the text before a group's questions.
 
-    Raises FileNotFoundError where a folder has no file of the group.
+    Of BBH's prompts it is what follows the line of dashes. Raises FileNotFoundError where a folder has no file of the
+    group.
     """
     file = path / f"{group}.txt" if path.is_dir() else path
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""Run an evaluation suite on a language model: likelihoods and generated answers, with bootstrap errors.
+"""Evaluate a suite on a language model: likelihoods, generated answers, bootstrap errors.
 
 ``arclight test RUN --suite FILE`` and the callback `SuiteEvaluation` call `load_suite`, then `run_suite`. Prompts and rules of extraction
 follow each benchmark's authors, since scores are compared with published ones; `arclight.text.evaluation.questions` has them.
@@ -82,7 +82,7 @@ class TaskScore:
 
 
 def load_suite(path: Path) -> tuple[Suite, list[LoadedTask]]:
-    """Read a suite with all of its files, so that errors in any of them are raised before the model answers.
+    """Read a suite with all of its files, so that errors are raised before the model answers.
 
     Raises RecipeError, FileNotFoundError, SourceError (with file and row), and MisconfigurationError for too few examples.
     """
@@ -136,7 +136,10 @@ def run_suite(
 def _gather(
     loaded: LoadedTask, answer: Callable[[], Iterator[Outcome]], rank: int, gather: Callable[[Any], list[Any]]
 ) -> list[Outcome]:
-    """Gather the outcomes of all processes, or raise on all of them; if only one raised, the others would wait for it."""
+    """Gather the outcomes of all processes, or raise on all of them.
+
+    If only one raised, the others would wait for it.
+    """
     outcomes: list[Outcome] = []
     raised: Exception | None = None
     try:
@@ -226,9 +229,10 @@ _GENERATED: dict[str, tuple[Callable[[str, Item], str | None], str]] = {
 def bootstrap(
     correct: int, count: int, resamples: int, confidence: float, generator: np.random.Generator
 ) -> tuple[float, tuple[float, float]]:
-    """Return the standard error of the share ``correct / count`` and its percentile interval, by resampling the questions.
+    """Return standard error and percentile interval of ``correct / count``, by bootstrap.
 
-    The number of correct answers among ``count`` drawn with replacement is binomial, so it is drawn directly (Efron & Tibshirani 1993).
+    Questions are resampled. The number of correct answers among ``count`` drawn with replacement is binomial, so it is
+    drawn directly (Efron & Tibshirani 1993).
     """
     shares: npt.NDArray[np.float64] = generator.binomial(count, correct / count, resamples) / count
     low, high = np.quantile(shares, [(1 - confidence) / 2, (1 + confidence) / 2])

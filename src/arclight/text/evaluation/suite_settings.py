@@ -100,7 +100,10 @@ class Evaluation(Checked):
 
 
 def read_suite(path: Path) -> Suite:
-    """Read a suite, with its files beside it; RecipeError with all that is wrong, FileNotFoundError for files that are missing."""
+    """Read a suite; files are relative to it.
+
+    Raises RecipeError with all that is wrong, FileNotFoundError for files that are missing.
+    """
     suite = read(Suite, path)
     tasks = []
     for task in suite.tasks:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (Liu et al. 2024): latent keys and values, experts chosen within groups of nodes.
+"""Define DeepSeek-V3 (Liu et al. 2024): latent attention, experts in groups of nodes.
 
 Beside the dimensions of `layers`: R width of a latent.
 """
@@ -38,7 +38,7 @@ class Yarn:
     mscale_all_dim: float = 1.0
 
     def frequencies(self, width: int, theta: float) -> Tensor:
-        """Angles per position (width / 2,)."""
+        """Return the angles per position (width / 2,)."""
         plain = rope_frequencies(width, theta)
         low, high = (
             width * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))

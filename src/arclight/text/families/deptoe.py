@@ -1,8 +1,9 @@
-"""DEPToE: a group of blocks that runs several times with the same weights, with experts in attention and in feed-forward parts.
+"""Define DEPToE: a group of blocks repeated with shared weights, with experts in both parts.
 
-That is a mixture-of-experts universal transformer (MoEUT, Csordas et al. 2024). Blocks are MPT's, with its options (peri-LN, normalised queries
-and keys, a norm of embeddings); experts of attention are SwitchHead's (Csordas et al. 2024), those of feed-forward parts sigma-MoE's (Csordas
-et al. 2023). Each run of a block computes with the same tensors, whose gradients autograd sums; a cache holds keys and values of each run.
+Experts are in attention and in feed-forward parts. That is a mixture-of-experts universal transformer (MoEUT, Csordas
+et al. 2024). Blocks are MPT's, with its options (peri-LN, normalised queries and keys, a norm of embeddings); experts
+of attention are SwitchHead's (Csordas et al. 2024), those of feed-forward parts sigma-MoE's (Csordas et al. 2023). Each
+run of a block computes with the same tensors, whose gradients autograd sums; a cache holds keys and values of each run.
 Without repeats, and with experts in attention alone, it is the family ``switch-head-``.
 """
 
@@ -78,9 +79,10 @@ class Rotation(RotaryEmbedding):
 
 
 def xpos_decay(positions: Tensor, pairs: int, centre: int) -> Tensor:
-    """Return xPos's factors of queries (B or 1, T, pairs) at ``positions``, whose inverses are those of keys: zeta_i^((n - centre) / 512).
+    """Return xPos's factors of queries (B or 1, T, pairs): zeta_i^((n - centre) / 512).
 
-    zeta_i = (i / pairs + 0.4) / 1.4. Products have zeta_i^((n - m) / 512), whatever the centre, which keeps both small.
+    n are ``positions``. Those of keys are their inverses. zeta_i = (i / pairs + 0.4) / 1.4. Products have zeta_i^((n -
+    m) / 512), whatever the centre, which keeps both small.
     """
     zeta = (torch.arange(pairs, device=positions.device, dtype=torch.float32) / pairs + XPOS_GAMMA) / (1 + XPOS_GAMMA)
     places = positions if positions.ndim == 2 else positions[None]
@@ -103,7 +105,10 @@ class SwitchHead(Attention):
 
 
 class DEPToE(MPT):
-    """``layers`` runs of ``group`` blocks. Losses of routers count once for all runs of a block: each run adds its part."""
+    """DEPToE: ``layers`` runs of ``group`` blocks.
+
+    Losses of routers count once for all runs of a block: each run adds its part.
+    """
 
     config: DEPToEConfig
 
@@ -139,7 +144,10 @@ class DEPToE(MPT):
 def _sizes(
     dim: int, layers: int, group: int, heads: int, head_dim: int, ff: tuple[int, int], attention: int
 ) -> DEPToEConfig:
-    """Return a configuration of MoEUT. ff: experts, and those of a token. attention: experts of a head."""
+    """Return a configuration of MoEUT.
+
+    ff: experts, and those of a token. attention: experts of a head.
+    """
     moe = MoEConfig(
         experts=ff[0], top_k=ff[1], hidden=128, score="sigmoid", activation="relu", entropy_loss=0.01
     )  # fmt: skip

@@ -1,6 +1,7 @@
-"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU, biases everywhere; embeddings and output share their weights.
+"""Define GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU, biases.
 
-Queries, keys and values are three maps where the published weights have one, so that each can be cut by heads.
+Embeddings and output share their weights. Queries, keys and values are three maps where the published weights have one,
+so that each can be cut by heads.
 """
 
 from __future__ import annotations

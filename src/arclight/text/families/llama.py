@@ -1,4 +1,4 @@
-"""Llama 3 (Grattafiori et al. 2024): grouped-query attention, SwiGLU, rotary embeddings, RMSNorm."""
+"""Define Llama 3 (Grattafiori et al. 2024): grouped-query attention, SwiGLU, RoPE, RMSNorm."""
 
 from __future__ import annotations
 

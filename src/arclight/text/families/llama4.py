@@ -1,6 +1,6 @@
-"""Llama 4's text model (Meta 2025): chunked attention, every fourth layer whole and without rotation.
+"""Define Llama 4's text model (Meta 2025): chunked attention, every fourth layer full.
 
-One expert of many and a shared one compute each token.
+Full layers are without rotary embeddings. One expert of many and a shared one compute each token.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ class Llama4Attention(Attention):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.norm_eps)).to(x.dtype)
 
     def _growth(self, positions: Tensor, rate: float) -> Tensor:
-        """1 + rate * log(1 + floor((position + 1) / temperature_floor)), (B or 1, T, 1, 1) (Nakanishi 2025)."""
+        """Return the growth of queries with position (Nakanishi 2025), (B or 1, T, 1, 1).
+
+        It is 1 + rate * log(1 + floor((position + 1) / temperature_floor)).
+        """
         steps = ((positions.float() + 1) / self.config.temperature_floor).floor()
         growth = 1 + rate * steps.log1p()
         return (growth if growth.ndim == 2 else growth[None])[:, :, None, None]

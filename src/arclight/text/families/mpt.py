@@ -1,7 +1,8 @@
-"""MPT (MosaicML 2023): ALiBi or rotary embeddings, clipped or normalised queries and keys, LayerNorm without bias, GELU.
+"""Define MPT (MosaicML 2023): ALiBi or rotary embeddings, LayerNorm without bias, GELU.
 
-What Photon adds for rates that transfer and activations that stay bounded (peri-LN, a norm of embeddings, capped logits) is an option each,
-and so are experts: with those of sigma-MoE (Csordas et al. 2023) it is the family ``sigma-moe-``.
+Queries and keys may be clipped or normalised. What Photon adds for rates that transfer and activations that stay
+bounded (peri-LN, a norm of embeddings, capped logits) is an option each, and so are experts: with those of sigma-MoE
+(Csordas et al. 2023) it is the family ``sigma-moe-``.
 """
 
 from __future__ import annotations
@@ -98,7 +99,10 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
 
 
 def alibi_slopes(heads: int, maximum: int) -> Tensor:
-    """Return each head's slope (H,): powers of two from 2^(-maximum / H) to 2^-maximum; of heads that are no power of two, some of the next."""
+    """Return each head's slope (H,): powers of two from 2^(-maximum / H) to 2^-maximum.
+
+    Of heads that are no power of two, some are of the next.
+    """
     power = 2 ** math.ceil(math.log2(heads))
     slopes = 2.0 ** (-torch.arange(1, power + 1, dtype=torch.float32) * maximum / power)
     return slopes if power == heads else torch.cat((slopes[1::2], slopes[::2]))[:heads]
@@ -140,7 +144,10 @@ class Attention(nn.Module):
     def __init__(
         self, config: MPTConfig, layer: str, values: nn.Module | None = None, output: nn.Module | None = None
     ) -> None:
-        """values, output: what is in the place of the linear maps ``wv`` and ``wo``, with first weights of its own."""
+        """Initialise attention.
+
+        values, output: what is in the place of the linear maps ``wv`` and ``wo``, with first weights of its own.
+        """
         super().__init__()
         self.layer, self.width, self.clip, self.scale = layer, config.width, config.clip_qkv, config.query_scale
         inner = config.heads * config.width
@@ -177,7 +184,10 @@ class Attention(nn.Module):
         return self.combined(out_BHTC.transpose(1, 2).flatten(2), x_BTD)
 
     def combined(self, heads_BTF: Tensor, x_BTD: Tensor) -> Tensor:
-        """Map what the heads attended to (B, T, H * C) to the output; ``x_BTD`` is what attention was given."""
+        """Map the heads' results (B, T, H * C) to the output.
+
+        ``x_BTD`` is what attention was given.
+        """
         out: Tensor = self.wo(heads_BTF)
         return out
 
@@ -205,7 +215,10 @@ def feed_forward(config: MPTConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Add norm(f(norm(x))) to x for attention and feed-forward part; the outer norms with ``peri_norm`` only."""
+    """Transformer block with pre-norm, or with norms before and after both parts (peri-LN).
+
+    It adds norm(f(norm(x))) to x for attention and feed-forward part; the outer norms with ``peri_norm`` only.
+    """
 
     sharding: ClassVar[dict[str, str]] = {
         "attention_norm": "sequence", "attention_out_norm": "sequence", "feed_forward_norm": "sequence",
@@ -238,7 +251,7 @@ def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 class MPT(Decoder):
-    """MPT, whose ``embedding_norm`` stays with ``tok_embeddings`` where a pipeline cuts the model."""
+    """MPT; pipeline cuts keep ``embedding_norm`` with ``tok_embeddings``."""
 
     sharding: ClassVar[dict[str, str]] = Decoder.sharding | {"embedding_norm": "sequence"}
     config: MPTConfig

@@ -1,4 +1,7 @@
-"""Qwen3 (Yang et al. 2025): Llama's blocks with normalised queries and keys; and the same with mixtures of experts."""
+"""Define Qwen3 (Yang et al. 2025): Llama's blocks with normalised queries and keys.
+
+Also with mixtures of experts.
+"""
 
 from __future__ import annotations
 

@@ -222,7 +222,10 @@ def _takes_mup(model: Any, sizes: Mapping[str, Any]) -> bool:
 
 
 def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
-    """Replace fields of ``config``; a mapping for a field that is a configuration replaces fields of that."""
+    """Replace fields of ``config``, recursively for mappings.
+
+    A mapping for a field that is a configuration replaces fields of that.
+    """
     fields = [field.name for field in dataclasses.fields(config)]
     values = {}
     for key, value in overrides.items():
@@ -251,7 +254,7 @@ def _value(value: Any) -> Any:
 
 
 def build_model(name: str, **overrides: Any) -> nn.Module:
-    """Build the model called ``name`` (see :func:`model_names`), with ``overrides`` of its configuration.
+    """Build the model ``name`` (see :func:`model_names`), with configuration ``overrides``.
 
     Its weights are torch's defaults until `arclight.parallel.initialize` draws them or a checkpoint is loaded.
     """

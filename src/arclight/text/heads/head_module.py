@@ -1,4 +1,4 @@
-"""Fine-tune a language model's trunk with a linear head: classify sequences, tag words, extract answers.
+"""Fine-tune a language model with a linear head: classify, tag words, extract answers.
 
 The tasks of recipes (`arclight.text.heads.head_settings`) call `build_head`; the Trainer runs the `HeadModule` that it returns. A new
 kind of head overrides ``loss``, ``predictions`` and ``score``, and is added to `build_head`.
@@ -36,9 +36,10 @@ from arclight.trainer.throughput import compute_dtype
 def build_head(
     rows: HeadRows, optimizer: Any, schedule: Any, *, weights: Path | None, tokenizer: Path | None, model: str, overrides: dict[str, Any]
 ) -> tuple[HeadModule, HeadData]:  # fmt: skip
-    """Build module and data of a task from its fields (see `arclight.text.heads.head_settings.HeadTask`).
+    """Build module and data of a head task from its fields.
 
-    Raises MisconfigurationError for weights, tokenizer and lengths that do not fit each other.
+    See `arclight.text.heads.head_settings.HeadTask`. Raises MisconfigurationError for weights, tokenizer and lengths
+    that do not fit each other.
     """
     kind = {"sequence": SequenceClassifier, "token": TokenClassifier, "answer": AnswerExtractor}[rows.kind]
     start = None if weights is None else _checkpoint_in(weights)
@@ -47,10 +48,12 @@ def build_head(
 
 
 class HeadModule(Module):
-    """Base of the three heads: logits (B, T, labels) of each token, from the hidden states after the trunk's last norm.
+    """Base of the three heads: logits (B, T, labels) of each token.
 
-    Batches are those of `arclight.text.heads.rows.collate`. Experts of the trunk are balanced as in `LanguageModel`, without counting
-    padding. Validation gathers a prediction for each row from all processes and scores them together, so that no row counts twice.
+    They are computed from the hidden states after the trunk's last norm. Batches are those of
+    `arclight.text.heads.rows.collate`. Experts of the trunk are balanced as in `LanguageModel`, without counting
+    padding. Validation gathers a prediction for each row from all processes and scores them together, so that no row
+    counts twice.
     """
 
     def __init__(self, data: HeadData, trunk: Any, optimizer: Any, schedule: Any) -> None:
@@ -104,7 +107,7 @@ class HeadModule(Module):
         count_tokens(self.model, None)
 
     def batch_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """Count the labels that `loss` averages over, so that the batches of an update are weighted by them."""
+        """Count the labels that `loss` averages over, as the weight of the batch in an update."""
         return (batch["labels"] != IGNORED).sum()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -155,7 +158,10 @@ class HeadModule(Module):
 
 
 class SequenceClassifier(HeadModule):
-    """Classify texts by the logits of their last token. Logs ``accuracy`` and ``f1``, the mean over labels."""
+    """Classifier of texts, by the logits of their last token.
+
+    Logs ``accuracy`` and ``f1``, the mean over labels.
+    """
 
     def predictions(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Any]:
         last = batch["lengths"] - 1
@@ -177,7 +183,10 @@ class SequenceClassifier(HeadModule):
 
 
 class TokenClassifier(HeadModule):
-    """Tag words. Logs ``accuracy`` over words and ``f1`` over whole entities where labels are B-X, I-X and O."""
+    """Tagger of words.
+
+    Logs ``accuracy`` over words and ``f1`` over whole entities if labels are B-X, I-X and O.
+    """
 
     def predictions(self, logits: Tensor, batch: dict[str, Tensor]) -> dict[int, Any]:
         found = {}
@@ -201,7 +210,10 @@ class TokenClassifier(HeadModule):
 
 
 def entities(tags: list[str]) -> set[tuple[str, int, int]]:
-    """Return the entities (kind, from, to) of BIO tags as CoNLL's script does: I-X begins an entity unless one of kind X precedes it."""
+    """Return the entities (kind, from, to) of BIO tags, as CoNLL's script does.
+
+    I-X begins an entity unless one of kind X precedes it.
+    """
     found, kind, begin = set(), "", 0
     for position, tag in enumerate([*tags, "O"]):
         if kind and tag != f"I-{kind}":
@@ -213,7 +225,10 @@ def entities(tags: list[str]) -> set[tuple[str, int, int]]:
 
 
 class AnswerExtractor(HeadModule):
-    """Extract answers by logits of their first and last token. Logs SQuAD's ``exact_match`` and ``f1``, in [0, 1]."""
+    """Extractor of answers, by logits of their first and last token.
+
+    Logs SQuAD's ``exact_match`` and ``f1``, in [0, 1].
+    """
 
     def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """Average the cross-entropies of start and end over the tokens of each window."""
@@ -250,7 +265,10 @@ class AnswerExtractor(HeadModule):
 
 
 def _checkpoint_in(weights: Path) -> Path:
-    """Return the newest checkpoint of a run folder; a checkpoint or a Hugging Face folder itself."""
+    """Return the newest checkpoint of a run folder, or ``weights`` itself.
+
+    The latter for a checkpoint or a Hugging Face folder.
+    """
     if not weights.exists():
         raise MisconfigurationError(f"weights: {weights} does not exist")
     if not (weights / "checkpoints").is_dir():
@@ -269,7 +287,7 @@ def _tokenizer(given: Path | None, start: Path | None) -> Tokenizer:
 
 
 def _trunk(start: Path | None, tokenizer: Tokenizer, name: str, overrides: dict[str, Any]) -> Any:
-    """Build the model without its output layer: from a run's or folder's weights, or freshly initialised."""
+    """Build the model without output layer, from a run's or folder's weights, or fresh."""
     if start is not None and (start / "config.json").is_file():
         from arclight.text.hf.read import from_hf
 

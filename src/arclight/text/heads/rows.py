@@ -59,7 +59,10 @@ class QuestionRow(NamedTuple):
 
 
 def read_texts(path: Path) -> list[LabelledRow]:
-    """Read rows with ``text``, perhaps ``text_pair``, and ``label``. Raises SourceError, with the line, for other rows."""
+    """Read rows with ``text``, ``label`` and, optionally, ``text_pair``.
+
+    Raises SourceError, with the line, for other rows.
+    """
     found = []
     for place, row in _checked(path, {"text": str, "label": (str, int)}):
         pair = row.get("text_pair")
@@ -70,7 +73,10 @@ def read_texts(path: Path) -> list[LabelledRow]:
 
 
 def read_words(path: Path) -> list[LabelledRow]:
-    """Read rows with ``tokens``, words, and as many ``tags``. Raises SourceError, with the line, for other rows."""
+    """Read rows with ``tokens``, words, and as many ``tags``.
+
+    Raises SourceError, with the line, for other rows.
+    """
     found = []
     for place, row in _checked(path, {"tokens": list, "tags": list}):
         words, tags = tuple(map(str, row["tokens"])), tuple(map(str, row["tags"]))
@@ -89,7 +95,10 @@ def _checked(path: Path, fields: dict[str, Any]) -> Iterator[tuple[str, dict[str
 
 
 def read_squad(path: Path) -> list[QuestionRow]:
-    """Read the questions of a SQuAD file, 1.1 or 2.0. Raises SourceError, naming the question, for what is none."""
+    """Read the questions of a SQuAD file, 1.1 or 2.0.
+
+    Raises SourceError, naming the question, for what is none.
+    """
     place = str(path)
     try:
         found = []
@@ -118,7 +127,10 @@ def read_squad(path: Path) -> list[QuestionRow]:
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """Sequences of tokens with labels for each token; ``rows`` are the numbers of the rows they come from."""
+    """Data set of token sequences with labels for each token.
+
+    ``rows`` are the numbers of the rows they come from.
+    """
 
     def __init__(self, found: Sequence[tuple[int, list[int], list[int]]]) -> None:
         self.found = found
@@ -134,7 +146,10 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
 
 def collate(group: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack sequences, filled up on the right: ``tokens`` (B, T) with 0, ``labels`` (B, T) with -100; ``lengths`` (B,)."""
+    """Collate sequences, padded on the right: ``tokens`` (B, T), ``labels``, ``lengths`` (B,).
+
+    ``tokens`` are padded with 0, ``labels`` (B, T) with -100.
+    """
     length = max(len(one["tokens"]) for one in group)
     tokens = torch.zeros(len(group), length, dtype=torch.int64)
     labels = torch.full((len(group), length), IGNORED, dtype=torch.int64)
@@ -148,7 +163,10 @@ def collate(group: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class HeadData(DataModule):
-    """Batches for a head: rows of a task's files, tokenized. Raises SourceError for rows of another kind when they are first read."""
+    """Data module of a head: rows of a task's files, tokenized.
+
+    Raises SourceError for rows of another kind when they are first read.
+    """
 
     def __init__(self, task: HeadRows, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -231,7 +249,10 @@ class HeadData(DataModule):
         return ids, [*[IGNORED] * (len(ids) - 1), self.labels.index(row.labels[0])]
 
     def _words(self, row: LabelledRow) -> tuple[list[int], list[int]]:
-        """Encode words: a word's label is at its last token, before which a causal model has seen all of it."""
+        """Encode words; a word's label is at its last token.
+
+        Before that a causal model has seen all of the word.
+        """
         ids = self._begin()
         labels = [IGNORED] * len(ids)
         for word, tag in zip(row.texts, row.labels, strict=True):

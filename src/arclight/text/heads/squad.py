@@ -1,4 +1,4 @@
-"""Windows of long contexts, best spans and scores of extracted answers, as SQuAD's official script defines them."""
+"""Compute windows, best spans and scores of extractive answers, as SQuAD's script does."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def windows(
     row: int, prefix: Sequence[int], context: Sequence[int], token_bytes: Sequence[int], answer: tuple[int, int] | None,
     length: int, stride: int,
 ) -> list[Window]:  # fmt: skip
-    """Cut a context into windows of at most ``length`` tokens with the ``prefix``, each ``stride`` tokens after the one before.
+    """Split a context into windows of ``length`` tokens with ``prefix``, at ``stride``.
 
-    token_bytes: of each token of the context. answer: its bytes in the context, from and to; None for no answer. Each token is in a
-    window, and none but the last window is shorter than it could be. Raises ValueError where the prefix leaves no room.
+    A window has at most ``length`` tokens, and starts ``stride`` tokens after the one before. token_bytes: of each
+    token of the context. answer: its bytes in the context, from and to; None for no answer. Each token is in a window,
+    and none but the last window is shorter than it could be. Raises ValueError where the prefix leaves no room.
     """
     room = length - len(prefix)
     if room < 1:
@@ -80,7 +81,10 @@ class Span:
 
 
 def best_span(window: Window, start_T: Tensor, end_T: Tensor, max_answer: int) -> Span:
-    """Return the span of at most ``max_answer`` tokens with the greatest sum of logits, start not behind its end."""
+    """Return the span of at most ``max_answer`` tokens with the greatest sum of logits.
+
+    A span does not start behind its end.
+    """
     null = float(start_T[NO_ANSWER] + end_T[NO_ANSWER])
     count = len(window.offsets)
     if not count:
@@ -96,7 +100,10 @@ def best_span(window: Window, start_T: Tensor, end_T: Tensor, max_answer: int) -
 
 
 def answer_of(spans: Sequence[Span], context: str, may_be_none: bool) -> str:
-    """Choose the answer among the windows of a context; empty where no answer has more in every window, and ``may_be_none``."""
+    """Choose the answer among the windows of a context.
+
+    It is empty if ``may_be_none`` and no answer has more in every window.
+    """
     best = max(spans, key=lambda span: span.score)
     if may_be_none and best.score < min(span.null for span in spans):
         return ""
@@ -110,7 +117,10 @@ def normalised(text: str) -> str:
 
 
 def exact_match(predicted: str, truths: Sequence[str]) -> float:
-    """Return 1 if an answer is one of the true ones after normalisation, else 0; no true ones: the empty answer is right."""
+    """Return 1 if an answer equals a true one after normalisation, else 0.
+
+    Without true ones the empty answer is right.
+    """
     return float(any(normalised(predicted) == normalised(truth) for truth in _given(truths)))
 
 
@@ -120,7 +130,7 @@ def f1(predicted: str, truths: Sequence[str]) -> float:
 
 
 def _given(truths: Sequence[str]) -> Sequence[str]:
-    """Leave out answers of which normalisation leaves nothing, as SQuAD 2.0 does."""
+    """Leave out answers that normalisation leaves empty, as SQuAD 2.0 does."""
     return [truth for truth in truths if normalised(truth)] or [""]
 
 

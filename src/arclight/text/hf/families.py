@@ -52,7 +52,10 @@ class Family:
     write_more: Callable[[Any], Fields] = field(default=lambda config: {})
 
     def read(self, theirs: Fields) -> Fields:
-        """Return the arguments of our configuration. Raises ValueError for what our model does not do."""
+        """Return the arguments of our configuration for theirs.
+
+        Raises ValueError for what our model does not do.
+        """
         for name, value in self.fixed.items():
             if theirs.get(name, value) != value:
                 raise ValueError(
@@ -67,7 +70,10 @@ class Family:
         return ours | self.read_more(theirs)
 
     def write(self, config: Any) -> Fields:
-        """Fields of config.json. Raises ValueError for what a model there does not do."""
+        """Return the fields of config.json.
+
+        Raises ValueError for what a model there does not do.
+        """
         if getattr(config, "logit_cap", None):
             raise ValueError(f"a {self.model_type} model at Hugging Face caps no logits: keep a checkpoint instead")
         theirs = {other: getattr(config, name) for name, (other, _) in self.fields.items()}
@@ -78,7 +84,7 @@ class Family:
 
 
 def read_rope(theirs: Fields, theta: float) -> Fields:
-    """rope_theta and rope_scaling from their old places or from transformers 5's rope_parameters."""
+    """Read rope_theta and rope_scaling, also from transformers 5's rope_parameters."""
     rope = (theirs.get("rope_scaling") or {}) | (theirs.get("rope_parameters") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
     base = rope.get("rope_theta", theirs.get("rope_theta", theta))

@@ -73,7 +73,7 @@ def _write_qwen3_moe(config: Qwen3MoEConfig) -> Fields:
 
 
 def _expressible(moe: MoEConfig, **values: Any) -> None:
-    """Raises ValueError for experts that work otherwise than the family's at Hugging Face."""
+    """Raise ValueError for experts that the family at Hugging Face cannot express."""
     for name, value in {"activation": "swiglu", **values}.items():
         if getattr(moe, name) != value:
             raise ValueError(f"moe.{name} is {getattr(moe, name)!r}; the family at Hugging Face knows only {value!r}")

@@ -21,7 +21,7 @@ def from_hf(
     source: str | Path | nn.Module, model: nn.Module | None = None, *, dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
 ) -> nn.Module:  # fmt: skip
-    """Build the model of ``source``: a folder as Hugging Face writes them, or a model of transformers.
+    """Load a model from ``source``: a Hugging Face folder, or a model of transformers.
 
     Nothing is downloaded.
 
@@ -79,7 +79,10 @@ def _dtype_of(source: str | Path | nn.Module, theirs: dict[str, Any]) -> torch.d
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder; raises FileNotFoundError with what to do where there is none."""
+    """Read config.json of a folder.
+
+    Raises FileNotFoundError with what to do if there is none.
+    """
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder} is no folder; nothing is downloaded here: fetch the model's files yourself, then name their folder"
@@ -132,7 +135,10 @@ def _found(names: list[str], family: Family, shape: torch.Size, source: Folder) 
 
 
 def _missing_experts(names: list[str], family: Family, shape: torch.Size, source: Folder) -> str:
-    """Name the experts that the file lacks where it has a tensor for each, and has some of them; empty for other parameters."""
+    """Describe the experts that a file with a tensor for each lacks; empty if none or all.
+
+    Empty for other parameters, too.
+    """
     keys = (key for name in names for rule in family.keys if (key := rule.match(name)) is not None and key.per_expert)
     for key in keys:
         lacking = [str(expert) for expert, (theirs, _) in enumerate(key.files(shape)) if theirs not in source]
@@ -182,7 +188,10 @@ def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder, ig
 
 
 def _copies(names: list[str], used: Key, family: Family, shape: torch.Size, source: Folder) -> set[str]:
-    """List the file's copies of a parameter under other names; ValueError if a tied one's differ."""
+    """List the file's copies of a parameter under other names.
+
+    Raises ValueError if a tied one's differ.
+    """
     copies = set()
     for name in names:
         for rule in family.keys:
@@ -231,10 +240,11 @@ class InMemory:
 
 
 class Folder:
-    """Tensors of ``<stem>.safetensors``, of the shards that its index lists, or ``held`` in memory.
+    """Tensors of a Hugging Face folder, or ``held`` in memory.
 
-    prefix: names that lack it are found with it, because files of a family's trunk alone leave it out.
-    block: height and width of the blocks of 8-bit weights that share a scale, where the folder has such.
+    They are in ``<stem>.safetensors``, or in the shards that its index lists. prefix: names that lack it are found with
+    it, because files of a family's trunk alone leave it out. block: height and width of the blocks of 8-bit weights
+    that share a scale, where the folder has such.
     """
 
     def __init__(
@@ -281,7 +291,10 @@ class Folder:
 
 
 def dtype_named(name: str | None) -> torch.dtype:
-    """Return a type by its name in config.json; float32 without one. Raises ValueError for other types."""
+    """Return the dtype that config.json names; float32 without one.
+
+    Raises ValueError for other types.
+    """
     found = getattr(torch, (name or "float32").removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"config.json has the dtype {name!r}, which is no floating type")

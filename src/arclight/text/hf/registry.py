@@ -11,7 +11,10 @@ FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, GPT2_FAMILY, MPT_FAMILY, QWEN3_MOE
 
 
 def family_of_type(model_type: str) -> Family:
-    """Return the family that config.json calls ``model_type``; ValueError names those that are known."""
+    """Return the family that config.json calls ``model_type``.
+
+    Raises ValueError that names the known ones.
+    """
     for family in FAMILIES:
         if family.model_type == model_type:
             return family

@@ -63,7 +63,10 @@ class Key:
         return [(self.theirs.replace("{expert}", str(expert)), tuple(sizes)) for expert in range(experts)]
 
     def read(self, bounds: Bounds, shape: torch.Size, read: Callable[[str, Bounds], Tensor]) -> Tensor:
-        """Read the part ``bounds`` of our parameter of ``shape``; ``read`` gives parts of tensors in the file."""
+        """Read the part ``bounds`` of our parameter of ``shape``.
+
+        ``read`` gives parts of tensors in the file.
+        """
         places = list(bounds)
         if self.of > 1:
             start, stop = places[self.dim]

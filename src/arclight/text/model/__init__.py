@@ -1,4 +1,4 @@
-"""Parts that language models are made of: single-device code that declares how it may be sharded and initialised.
+"""Build language models from parts: single-device code that declares how it may be sharded.
 
 Token ids come in; `decoder` is the trunk that all families share, `layers` its norms, rotary embeddings and feed-forward part,
 `attention` its masks and kernels, `kv_cache` the keys and values kept while text is generated. `moe` has mixtures of

@@ -1,4 +1,4 @@
-"""Compute attention by one function: a `Mask` says who sees whom, a back end how it is computed."""
+"""Compute attention by one function: a `Mask` and a back end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Mask:
 
     @property
     def plain(self) -> bool:
-        """Return True for the lower triangle over equal places of queries and keys, or no mask at all."""
+        """True for a causal mask over equal places of queries and keys, or for no mask at all."""
         if not self.causal and self.window is None and self.chunk is None:
             return self.documents_q is None
         tensors = (self.index_q, self.index_k, self.documents_q)
@@ -76,9 +76,9 @@ class Mask:
         )
 
     def segments(self, batch: int, length: int, device: torch.device) -> tuple[Tensor, int]:
-        """Return where pieces that do not see one another begin, with the end, and the longest piece.
+        """Return the bounds of pieces that do not see one another, and the longest piece.
 
-        The places are among the ``batch * length`` tokens.
+        The last bound is the end. The places are among the ``batch * length`` tokens.
 
         Raises ValueError where queries and keys are not the same whole sequences.
         """
@@ -117,7 +117,7 @@ class Mask:
         return batch
 
     def _sees(self, device: torch.device) -> Callable[[Any, Any, Any, Any], Tensor]:
-        """Return a function of broadcast indices that tells if, in sequence b, query i sees key j."""
+        """Return a function of broadcast indices: True if, in sequence b, query i sees key j."""
 
         def at(ids: Tensor | None, row: Any, place: Any) -> Any:
             if ids is None:
@@ -127,7 +127,10 @@ class Mask:
         return lambda b, h, i, j: self._seen(lambda ids: at(ids, b, i), lambda ids: at(ids, b, j))
 
     def _seen(self, of_queries: Callable[[Tensor | None], Any], of_keys: Callable[[Tensor | None], Any]) -> Tensor:
-        """Tell which keys are seen; the functions take from ids of a place (None: 0, 1, 2, ...) those to be compared."""
+        """Return which keys each query sees.
+
+        The functions take from ids of a place (None: 0, 1, 2, ...) those to be compared.
+        """
         q, k = of_queries(self.index_q), of_keys(self.index_k)
         seen: Tensor = k <= q if self.causal else k == k  # noqa: PLR0124  all of them, as a tensor
         if self.window is not None:
@@ -181,7 +184,10 @@ def attention(
 
 
 def _grouped_queries(q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, dense: Tensor, scale: float | None) -> Tensor:
-    """Attend with the queries that share a key in one product: a program would copy keys and values for each of them."""
+    """Attend with grouped queries in one product per key, without copies of keys and values.
+
+    A program would copy keys and values for each query.
+    """
     shared = q_BHTC.shape[1] // k_BKSC.shape[1]
     q_BKRC = q_BHTC.unflatten(1, (-1, shared)).flatten(2, 3)
     mask = dense[:, :, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""Balance the loads of experts in training: by a bias that needs no loss, or by a weighed loss."""
+"""Balance the loads of experts in training, by a bias without a loss, or by a weighed loss."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def loss_routers(model: nn.Module) -> list[BaseRouter]:
 
 
 def count_tokens(model: nn.Module, valid_BT: Tensor | None) -> None:
-    """Let only the tokens that ``valid_BT`` (bool) marks count in balance losses and loads of the passes to come; None for all.
+    """Set the tokens that count in balance losses and expert loads, ``valid_BT``; None for all.
 
-    Call it before each pass, and again after its backward pass, with None. Tokens that do not count are routed as others are.
+    ``valid_BT`` is bool. Call it before each pass, and again after its backward pass, with None. Tokens that do not
+    count are routed as others are.
     """
     for module in model.modules():
         if isinstance(module, BaseRouter):
@@ -37,9 +38,9 @@ def count_tokens(model: nn.Module, valid_BT: Tensor | None) -> None:
 
 
 def share_tokens(model: nn.Module, strategy: Any) -> None:
-    """Let routers average choices over all processes of a ``strategy`` without a mesh, whose routers know theirs from the mesh.
+    """Average routers' choices over all processes of a ``strategy`` without a mesh.
 
-    Call it on all of them, before the first pass.
+    With a mesh routers know theirs from it. Call it on all of them, before the first pass.
     """
     if isinstance(getattr(strategy, "mesh", None), Mesh):
         return
@@ -49,7 +50,7 @@ def share_tokens(model: nn.Module, strategy: Any) -> None:
 
 
 def weigh_balance_loss(loss: Tensor, model: nn.Module) -> Tensor:
-    """Return ``loss``, in whose backward pass the balance losses of ``model`` take its gradient as theirs.
+    """Return ``loss``, whose gradient scales the balance losses of ``model``, too.
 
     So they count as the loss does, whatever it is multiplied by (weights of batches, a scaler). Stages of a pipeline run backward
     without seeing it: there `scale_balance_loss` says how they count.
@@ -62,7 +63,7 @@ def weigh_balance_loss(loss: Tensor, model: nn.Module) -> Tensor:
 
 
 def scale_balance_loss(model: nn.Module, scale: float | Tensor, per_token: bool = False) -> None:
-    """Let the balance losses of ``model`` count ``scale`` in the backward passes to come.
+    """Set the scale of the balance losses of ``model`` in later backward passes.
 
     per_token: times the tokens of a pass, as beside a loss that is a sum over tokens.
     """
@@ -85,7 +86,10 @@ class _Weigh(torch.autograd.Function):
 
 
 def balance_group(strategy: Any) -> dist.ProcessGroup | None:
-    """Return the processes of a strategy whose tokens differ, for `update_expert_bias`; None for one process."""
+    """Return the process group whose ranks have different tokens; None for one process.
+
+    `update_expert_bias` takes it.
+    """
     mesh = getattr(strategy, "mesh", None)
     everyone = dist.group.WORLD if strategy.world_size > 1 else None
     group: dist.ProcessGroup | None = mesh.loss_group if isinstance(mesh, Mesh) else everyone
@@ -94,7 +98,7 @@ def balance_group(strategy: Any) -> dist.ProcessGroup | None:
 
 @torch.no_grad()
 def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """Move every balancing bias one step towards equal loads; call it before each optimizer step.
+    """Move every balancing bias one step towards equal loads; call it before optimizer steps.
 
     The counts of all layers are summed up in one exchange over ``group``: the processes that read different tokens (data and
     context parallel), None for one process. Then bias += rate * sign(mean count - count), minus the mean of that step
@@ -131,7 +135,10 @@ def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None)
 
 
 def _of_all_heads(router: BaseRouter, counts: Tensor) -> Tensor:
-    """Sum the ``counts`` of processes that have other heads for the same tokens (tensor parallel)."""
+    """All-reduce ``counts`` over processes with other heads for the same tokens.
+
+    Those are of tensor parallelism.
+    """
     if router.heads > 1 and router.groups.same is not None:
         dist.all_reduce(counts, group=router.groups.same)
     return counts

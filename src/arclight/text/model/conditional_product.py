@@ -1,7 +1,8 @@
-"""The conditional product: rows times the matrix of their own expert, in a Triton kernel with backward, also in 8 bits.
+"""Multiply rows by their experts' matrices in a Triton kernel with backward, also in 8 bits.
 
-One of the paths of `moe`, beside torch's grouped product. Triton is imported when the first product is computed. A product is one opaque operator,
-so that compilers and recomputation see it as they see others.
+This is the conditional product. One of the paths of `moe`, beside torch's grouped product. Triton is imported when the
+first product is computed. A product is one opaque operator, so that compilers and recomputation see it as they see
+others.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class TokenOrder(NamedTuple):
 def conditional_product(
     x: Tensor, w_EOI: Tensor, ends: Tensor, order: TokenOrder | None = None, precision: Precision = "full"
 ) -> Tensor:  # fmt: skip
-    """Multiply rows in the order of their experts by each one's matrix: (R, O) in the type of ``x``, summed in float32.
+    """Multiply rows, sorted by expert, by each one's matrix: (R, O) in the type of ``x``.
 
-    x: rows (R, I), or with ``order`` tokens (N, I). w_EOI: (E, O, I). ends: (E,) int32 ends of each expert's rows, the last one R.
-    precision: with ``e4m3`` and ``int8`` each row of ``x`` and of a matrix is divided by a scale of its own and rounded to 8 bits.
-    Their gradient is straight-through: that of the product without rounding.
+    Sums are float32. x: rows (R, I), or with ``order`` tokens (N, I). w_EOI: (E, O, I). ends: (E,) int32 ends of each
+    expert's rows, the last one R. precision: with ``e4m3`` and ``int8`` each row of ``x`` and of a matrix is divided by
+    a scale of its own and rounded to 8 bits. Their gradient is straight-through: that of the product without rounding.
 
     Raises TypeError for types other than bfloat16, float16 and float32, and RuntimeError where no kernel runs: see `refusal`.
     """
@@ -53,7 +54,7 @@ def conditional_product(
 
 
 def refusal(device: torch.device, precision: Precision = "full") -> str | None:
-    """Say why the Triton product does not run on ``device``, and what to do; None where it does.
+    """Return the reason why the Triton product cannot run on ``device``, with a fix; or None.
 
     Raises MissingExtraError without Triton. On a CPU it runs in Triton's interpreter alone.
     """
@@ -84,7 +85,10 @@ def _kernels() -> ModuleType:
 
 
 def quantized(x: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
-    """Round ``x`` (..., I) to 8 bits, and return the scale (...) of each row, float32: values times scale are near ``x``."""
+    """Quantize ``x`` (..., I) to 8 bits; return it and the scale (...) of each row, float32.
+
+    Values times scale are near ``x``.
+    """
     wide = x.float()
     scale = wide.abs().amax(-1).clamp(min=1e-30) / LARGEST[precision]
     wide = wide / scale[..., None]
@@ -140,7 +144,10 @@ _product.register_autograd(_backward, setup_context=_save_operands)
 
 @register_flop_formula([torch.ops.arclight.conditional_product, torch.ops.arclight.conditional_weight_gradient])
 def _flops(left: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Count two operations for each row, output and input; shapes as both operators take and give them."""
+    """Count two operations for each row, output and input.
+
+    Shapes are as both operators take and give them.
+    """
     if len(out_shape) == 3:  # a gradient of weights, of as many rows as the gradient of the product has
         return int(2 * left[0] * out_shape[1] * out_shape[2])
     return int(2 * out_shape[0] * out_shape[1] * right[-1])

@@ -46,7 +46,7 @@ class DecoderConfig:
 
     @property
     def repeats(self) -> int:
-        """Return how often the blocks run one after the other with the same weights; ``layers`` counts every run."""
+        """Number of runs of the blocks with the same weights; ``layers`` counts every run."""
         return 1
 
     @property
@@ -55,7 +55,7 @@ class DecoderConfig:
         return self.dim / self.heads
 
     def keys(self, layer: int, sequence: int) -> int:
-        """Return how many keys a query of a layer may see in a ``sequence``, as operations are counted."""
+        """Return the number of keys a query of a layer sees in a ``sequence``, to count operations."""
         return sequence
 
     @property
@@ -70,7 +70,7 @@ class DecoderConfig:
 
     @property
     def branch_scale(self) -> float:
-        """Factor of what a block adds to the residual stream."""
+        """Factor of a block's output in the residual stream."""
         return 1.0 if self.mup is None else float(self.mup.depths(self.layers) ** -self.mup.alpha)
 
     @property
@@ -141,10 +141,11 @@ class Decoder(nn.Module):
         self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None,
         logits: bool = True, last: bool = False, **extra: Any,
     ) -> Tensor:  # fmt: skip
-        """Logits (B, T, V); ``positions`` (B, T) and ``documents`` (B, T) are those of packed documents, ``cache`` that of generation.
+        """Return logits (B, T, V).
 
-        Without ``logits``: the hidden states (B, T, D) that ``output`` maps to them (before a cap), for a loss that never holds them all.
-        With ``last``: what belongs to the last token only (B, 1, ...).
+        ``positions`` (B, T) and ``documents`` (B, T) are those of packed documents, ``cache`` that of generation.
+        Without ``logits``: the hidden states (B, T, D) that ``output`` maps to them (before a cap), for a loss that
+        never holds them all. With ``last``: what belongs to the last token only (B, 1, ...).
         """
         h_BTD = self.hidden(tokens_BT, positions, documents, cache, **extra)
         h_BTD = h_BTD[:, -1:] if last else h_BTD
@@ -182,7 +183,7 @@ class Decoder(nn.Module):
     def block_context(
         self, new: int, device: torch.device, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None
     ) -> BlockContext:  # fmt: skip
-        """Masks and rotation of a pass over ``new`` tokens."""
+        """Return masks and rotation of a pass over ``new`` tokens."""
         if cache is None:
             mask = Mask(documents_q=documents, documents_k=documents, positions_q=positions, positions_k=positions)
             places = torch.arange(new, device=device) if positions is None else positions
@@ -193,16 +194,16 @@ class Decoder(nn.Module):
         return BlockContext(self.masks(mask), places, self.rotation(places), cache)
 
     def masks(self, mask: Mask) -> dict[str, Mask]:
-        """Return the masks that the blocks choose from by name; ``mask`` is causal, within documents."""
+        """Return the masks that blocks choose from by name; ``mask`` is causal, within documents."""
         return {"full": mask}
 
     def rotation(self, positions: Tensor) -> RotaryEmbedding | None:
-        """Angles at ``positions``; None for models without rotary embeddings."""
+        """Return the angles at ``positions``; None for models without rotary embeddings."""
         return None
 
 
 def active_parameters(model: nn.Module, embeddings: bool = True) -> float:
-    """Count the parameters that one token passes through; of experts, only the share that is chosen.
+    """Count the parameters that one token uses; of experts, only the chosen share.
 
     A module says that share in an attribute ``active_share``. Without ``embeddings`` the table that is only looked up is left out (a
     tied one is multiplied with at the output, and counts).

@@ -1,4 +1,4 @@
-"""Choose how layers of experts are multiplied: refuse paths that cannot run, measure those whose setting is ``auto``.
+"""Choose the path of expert layers: refuse paths that cannot run, measure for ``auto``.
 
 Layers of one shape class (kind, routing, sizes, tokens up to the next power of two, type, device) take one path, that of the least
 time for a forward and a backward pass of a layer made for it, with equal loads. A class is measured once in a process. Rank 0 measures
@@ -36,7 +36,7 @@ _measured: dict[tuple[str, tuple[Path, ...]], Path] = {}
 
 @dataclasses.dataclass(frozen=True)
 class ShapeClass:
-    """The sizes that decide how fast the paths of a layer are: of experts in feed-forward parts, of this process's shard of them."""
+    """Sizes that decide which path of an expert layer is fastest, of this process's shard."""
 
     kind: str
     config: MoEConfig | SwitchHeadConfig
@@ -64,7 +64,7 @@ class ShapeClass:
         return HeadOutputs(config, heads, width, head_width, (0.02, 0.02))
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        """Draw what the layer takes; the first has a gradient."""
+        """Draw inputs for the layer, the first of which has a gradient."""
         widths = (
             [self.sizes[0] * self.sizes[2], self.sizes[1]]
             if self.kind == "outputs"
@@ -79,7 +79,10 @@ class ShapeClass:
 def prepare_paths_for_fit(
     model: nn.Module, tokens: int, strategy: Any, dtype: torch.dtype, kept: dict[str, Path]
 ) -> dict[str, Path]:
-    """Set the paths of a fit's experts, alike on all ranks of its ``strategy``: see `prepare_paths`. tokens: of a process's batch."""
+    """Set the paths of a fit's experts, alike on all ranks of its ``strategy``.
+
+    See `prepare_paths`. tokens: of a process's batch.
+    """
     gather, send = strategy.all_gather_object, strategy.broadcast
     return prepare_paths(model, tokens_of_pass(tokens, strategy), strategy.root_device, dtype, kept, gather, send)
 
@@ -88,7 +91,7 @@ def prepare_paths(
     model: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype, kept: dict[str, Path] | None = None,
     gather: Callable[[Any], Sequence[Any]] = lambda own: [own], send: Callable[[Any], Any] = lambda own: own,
 ) -> dict[str, Path]:  # fmt: skip
-    """Set the path of every layer of experts below ``model`` whose setting is ``auto``, and return what was chosen by shape class.
+    """Set the path of each ``auto`` expert layer in ``model``; return choices by shape class.
 
     tokens: that a process runs through a layer at once. dtype: that products are computed in. kept: choices of an earlier part of the run, which
     are not measured again, unless a path does not run any more: then a warning says so. gather and send: exchange an object between
@@ -125,7 +128,10 @@ def prepare_paths(
 
 
 def tokens_of_pass(tokens: int, strategy: Any) -> int:
-    """Return how many of a process's ``tokens`` of a batch a layer takes at once: parts of sequences, micro-batches of a pipeline."""
+    """Return how many of a batch's ``tokens`` on this process a layer takes at once.
+
+    It takes parts of sequences, and micro-batches of a pipeline.
+    """
     mesh = getattr(strategy, "mesh", None)
     return max(1, tokens // mesh.plan.passes) if isinstance(mesh, Mesh) else tokens
 
@@ -136,7 +142,7 @@ def expert_layers(model: nn.Module) -> Iterator[MoE | HeadMaps]:
 
 
 def set_path(layer: MoE | HeadMaps, path: Path) -> None:
-    """Let ``layer`` multiply its experts by ``path``."""
+    """Set the path by which ``layer`` multiplies its experts."""
     if isinstance(layer, MoE):
         layer.experts.path = path
     else:
@@ -148,7 +154,7 @@ def _config(layer: MoE | HeadMaps) -> MoEConfig | SwitchHeadConfig:
 
 
 def _refused(layers: Sequence[MoE | HeadMaps], device: torch.device) -> str | None:
-    """Say which layer's path does not run on this process."""
+    """Return a sentence on the layer whose path cannot run on this process, or None."""
     for layer in layers:
         config, setting = _config(layer), "moe.path" if isinstance(layer, MoE) else "switch_head.path"
         if config.path == "triton" and (
@@ -161,7 +167,10 @@ def _refused(layers: Sequence[MoE | HeadMaps], device: torch.device) -> str | No
 
 
 def _triton_refusal(device: torch.device, precision: Precision) -> str | None:
-    """Say why the Triton product does not run on this process, also where it lacks the package: no rank may raise alone."""
+    """Return the reason why the Triton product cannot run here, or None.
+
+    A missing package is a reason, too: no rank may raise alone.
+    """
     try:
         if device.type == "cuda":
             require("triton", extra="triton")
@@ -200,7 +209,10 @@ def shape_class(
 
 
 def measured(shape: ShapeClass, device: torch.device, dtype: torch.dtype) -> Path:
-    """Return the fastest path of a class, timed once in this process; the grouped one where others gain less than `FASTER` says."""
+    """Return the fastest path of a shape class, timed once per process.
+
+    It is the grouped one if others gain less than `FASTER` says.
+    """
     key = (shape.name(device, dtype), shape.paths)
     if key not in _measured:
         times = timed(shape, device, dtype) if len(shape.paths) > 1 else dict.fromkeys(shape.paths, 0.0)
@@ -210,7 +222,10 @@ def measured(shape: ShapeClass, device: torch.device, dtype: torch.dtype) -> Pat
 
 
 def timed(shape: ShapeClass, device: torch.device, dtype: torch.dtype, turns: int = 5) -> dict[Path, float]:
-    """Return the median seconds of a forward and a backward pass by path; paths take turns, after one that warms up."""
+    """Return the median seconds of forward and backward by path.
+
+    Paths take turns, after one that warms up.
+    """
     times: dict[Path, list[float]] = {path: [] for path in shape.paths}
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         layer, inputs = shape.build().to(device, dtype), shape.inputs(device, dtype)

@@ -9,9 +9,10 @@ from arclight.text.model.attention import Mask
 
 
 class KVCache:
-    """Keys and values of ``length`` tokens of ``batch`` sequences; a layer takes memory when it first writes.
+    """Keys and values of ``length`` tokens of ``batch`` sequences, allocated at first write.
 
-    padding: (B,) int, tokens without meaning at the left of each sequence, so that sequences of different lengths end together.
+    Each layer has its own. padding: (B,) int, tokens without meaning at the left of each sequence, so that sequences of
+    different lengths end together.
     """
 
     def __init__(self, batch: int, length: int, padding: Tensor | None = None) -> None:
@@ -35,7 +36,7 @@ class KVCache:
         return tuple(kept[:, :, :stop] for kept in self._layers[layer])
 
     def tensors(self) -> list[Tensor]:
-        """Return what is held of all layers, in their order: each (B, K, T, C)."""
+        """Return the keys and values of all layers, in their order: each (B, K, T, C)."""
         return [kept[:, :, : self.used] for layer in self._layers.values() for kept in layer]
 
     def keep(self, rows: Tensor) -> None:

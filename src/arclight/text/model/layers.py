@@ -32,7 +32,10 @@ def in_compute_type(x: Tensor) -> Tensor:
 
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Return a context in which nothing is cast; captured graphs, which know no such context, have none where nothing would be."""
+    """Return a context without autocast, for captured graphs a null context if possible.
+
+    Captured graphs know no such context, and need none where nothing would be cast.
+    """
     active = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if active else nullcontext()
 
@@ -42,7 +45,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm (Zhang and Sennrich 2019), computed in float32 and given in the type of x."""
+    """RMS norm (Zhang and Sennrich 2019), computed in float32, returned in the type of x."""
 
     initial: ClassVar[dict[str, Initial]] = {"weight": Constant(1.0)}
 
@@ -74,9 +77,9 @@ class RopeScaling:
 
 
 def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Compute angles per position (width / 2,) float32 (Su et al. 2021), stretched as ``scaling`` says.
+    """Compute rotary angles per position (width / 2,) float32, stretched by ``scaling``.
 
-    Unstretched: theta ** (-2 i / width).
+    Su et al. 2021. Unstretched: theta ** (-2 i / width).
     """
     frequencies = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     if scaling is None:
@@ -91,10 +94,11 @@ _TABLES: dict[tuple[Any, ...], Tensor] = {}
 
 
 def kept_on_device(key: tuple[Any, ...], make: Callable[[], Tensor], positions: Tensor) -> Tensor:
-    """Return the small table that ``make`` computes on the host, copied once to the device of ``positions``.
+    """Return the table of ``make``, copied once to the device of ``positions``.
 
-    A copy from pageable memory waits for the device, in each forward and for each generated token. Tensors without data and those of
-    inference mode are made again, as no other forward could use them.
+    It is small, and computed on the host. A copy from pageable memory waits for the device, in each forward and for
+    each generated token. Tensors without data and those of inference mode are made again, as no other forward could use
+    them.
     """
     place = (*key, positions.device)
     ordinary = type(positions) is Tensor and not positions.is_meta and not torch.compiler.is_compiling()
@@ -115,7 +119,10 @@ class RotaryEmbedding:
 
     @classmethod
     def at(cls, positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> RotaryEmbedding:
-        """positions: (T,) or (B, T) int. factor: multiplies both (YaRN's temperature)."""
+        """Compute the rotary embedding at ``positions``: (T,) or (B, T) int.
+
+        factor: multiplies cosine and sine (YaRN's temperature).
+        """
         angles = (positions if positions.ndim == 2 else positions[None])[..., None].float() * frequencies
         return cls(angles.cos() * factor, angles.sin() * factor)
 

@@ -108,9 +108,10 @@ class MoEConfig:
 
 
 class BaseRouter(nn.Module):
-    """Logits of experts in float32, whatever the precision around it, and the losses that they add to a model's own.
+    """Base of routers: logits of experts in float32, and balance losses.
 
-    A loss is added in the backward pass: see `balance.weigh_balance_loss`. Choices are counted there, too, so that activation checkpointing
+    Losses are added to a model's own, and logits are float32 whatever the precision around them. A loss is added in the
+    backward pass: see `balance.weigh_balance_loss`. Choices are counted there, too, so that activation checkpointing
     counts nothing twice and validation counts nothing.
     """
 
@@ -142,7 +143,7 @@ class BaseRouter(nn.Module):
         return self
 
     def _place(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move what is no buffer to ``device``, and the scale of the loss to ``dtype``."""
+        """Move what is no buffer to ``device``, and the loss's scale to ``dtype``."""
         self.loss_scale = self.loss_scale.to(device, dtype)
         self.counts = self.counts.to(device)
 
@@ -164,7 +165,10 @@ class BaseRouter(nn.Module):
         return attached
 
     def count(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return ``scores``, in whose backward pass ``chosen``, choices of each row's expert, is added to `counts`."""
+        """Return ``scores``, whose backward pass adds ``chosen`` to `counts`.
+
+        ``chosen``: choices of each row's expert.
+        """
         if scores.is_meta:  # nothing is chosen there
             return scores
         counted: Tensor = _Count.apply(scores, chosen, self.counts)
@@ -185,7 +189,10 @@ class BaseRouter(nn.Module):
         return loss
 
     def valid_tokens(self, tokens: int) -> Tensor | None:
-        """Return which of a pass's ``tokens`` count, (N,) bool; None for all. Raises ValueError where `valid` is of another pass."""
+        """Return which of a pass's ``tokens`` count, (N,) bool; None for all.
+
+        Raises ValueError if `valid` is of another pass.
+        """
         if self.valid is not None and self.valid.numel() != tokens:
             raise ValueError(
                 f"valid has {tuple(self.valid.shape)} tokens, and the pass {tokens}: set it before each pass, or to None"
@@ -193,9 +200,10 @@ class BaseRouter(nn.Module):
         return None if self.valid is None else self.valid.flatten()
 
     def without_dropped(self, scores: Tensor, part: float) -> Tensor:
-        """Return ``scores`` for choosing, in training without a ``part`` of them at random, the same where tokens are the same.
+        """Return ``scores`` with a ``part`` of them dropped at random in training.
 
-        Dropped ones are finite, so that they come before what cannot be chosen at all.
+        They are for choosing, and drops are the same on processes with the same tokens. Dropped ones are finite, so
+        that they come before what cannot be chosen at all.
         """
         if not (self.training and part):
             return scores
@@ -204,7 +212,7 @@ class BaseRouter(nn.Module):
 
 
 class Router(BaseRouter):
-    """Scores and choice of experts, which a bias may balance by the counts of what was chosen."""
+    """Router with scores and top-k choice of experts, balanced by a bias or a loss."""
 
     expert_bias: Tensor | None
 
@@ -225,9 +233,10 @@ class Router(BaseRouter):
         return self
 
     def forward(self, x_BTD: Tensor, repeated: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weights (N, K) float32 and numbers (N, K) of the chosen experts, and how many chose each expert, (E,) int64.
+        """Return weights (N, K) and numbers (N, K) of the chosen experts, and counts (E,) int64.
 
-        repeated: processes that compute this for the same tokens, and whose gradients are summed.
+        Weights are float32; a count is how many tokens chose an expert. repeated: processes that compute this for the
+        same tokens, and whose gradients are summed.
         """
         config, batch = self.config, x_BTD.shape[0]
         logits_NE = self.logits(x_BTD)
@@ -294,7 +303,10 @@ class Router(BaseRouter):
 
 
 class _Attach(torch.autograd.Function):
-    """Return the first argument, and add the second to the model's loss: its gradient is ``scale``, as it is in the backward pass."""
+    """Identity of the first argument that adds the second to the model's loss.
+
+    The second's gradient is ``scale``, as it is in the backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, loss: Tensor, scale: Tensor, times: int, repeated: int) -> Tensor:
@@ -325,12 +337,18 @@ class _Count(torch.autograd.Function):
 
 
 def tie_to_graph(grad: Tensor, value: Tensor) -> Tensor:
-    """Return ``value``, flat, as a result of ``grad``: what does not depend on it, compilers compute in the forward pass, too early."""
+    """Return ``value``, flat, with a dependency on ``grad``.
+
+    What does not depend on it, compilers compute in the forward pass, too early.
+    """
     return torch.cat((value.reshape(-1), grad.reshape(-1)[:0].to(value.dtype)))
 
 
 class Experts(nn.Module):
-    """Experts of two maps, stacked: w1 (E, F, D) and w2 (E, D, F), and with SwiGLU the gate's w3 (E, F, D)."""
+    """Experts of stacked maps w1 (E, F, D) and w2 (E, D, F), and with SwiGLU w3 (E, F, D).
+
+    w3 is the gate's.
+    """
 
     cuts: ClassVar[dict[str, int]] = {"w1": 1, "w3": 1, "w2": 2}
     """The dimension that tensor parallelism cuts: F of each map."""
@@ -356,7 +374,7 @@ class Experts(nn.Module):
         self.precision = config.precision
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the first, the second and the gate's maps that this process multiplies with, in ``dtype``."""
+        """Return the local w1, w2 and w3 (None without a gate) in ``dtype``."""
         own = (None if w is None else w if self.shard is None else self.shard(w) for w in (self.w1, self.w2, self.w3))
         w1, w2, w3 = (None if w is None else w.to(dtype) for w in own)
         assert w1 is not None
@@ -364,7 +382,7 @@ class Experts(nn.Module):
         return w1, w2, w3
 
     def forward(self, x_RD: Tensor, counts_E: Tensor, order: TokenOrder | None = None) -> Tensor:
-        """Rows (R, D) in the order of their experts, ``counts_E`` of each; as many rows (R, D).
+        """Map rows (R, D), sorted by expert with ``counts_E`` of each, to as many rows (R, D).
 
         order: for the Triton path alone, with which ``x_RD`` are tokens (N, D), whose rows its products gather as they read them.
         """
@@ -402,7 +420,10 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def grouped_product(x_RI: Tensor, w_EOI: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows (R, I) in the order of their experts by each one's matrix (O, I); ``ends`` (E,) int32 are the rows' ends."""
+    """Multiply rows (R, I), sorted by expert, by each one's matrix (O, I).
+
+    ``ends`` (E,) int32 are the ends of the experts' rows.
+    """
     if x_RI.dtype == torch.float64:  # which no grouped kernel knows
         parts = x_RI.tensor_split(ends[:-1].long().cpu())
         return torch.cat([part @ w.T for part, w in zip(parts, w_EOI, strict=True)])
@@ -420,7 +441,10 @@ def grouped_product(x_RI: Tensor, w_EOI: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("arclight::grouped_mm", mutates_args=())
 def _opaque_grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """`F.grouped_mm` for compilers: that of torch 2.13 believes that the kernel knows bfloat16 only."""
+    """Wrap `F.grouped_mm` in an opaque operator for compilers.
+
+    That of torch 2.13 believes that the kernel knows bfloat16 only.
+    """
     return F.grouped_mm(left, right, offs=ends)
 
 
@@ -468,7 +492,7 @@ def _aligned(
 
 
 class Dispatcher(Protocol):
-    """Send rows (R, D), sorted by expert, to their experts, and return the results in the same order.
+    """Send rows (R, D), sorted by expert, to their experts; return results in the same order.
 
     ``counts_E`` is the rows of each.
     """
@@ -493,7 +517,7 @@ class SharedExperts(FeedForward):
 
 
 class MoE(nn.Module):
-    """Layer of experts: the sum over a token's experts of weight * expert(x), plus the shared experts."""
+    """Mixture-of-experts layer: weighted sum of a token's experts, plus the shared experts."""
 
     sharding: ClassVar[dict[str, str]] = {"": "gather", "router": "shared", "experts": "experts", "total": "row"}
 
@@ -537,10 +561,10 @@ class MoE(nn.Module):
         return y_ND.view_as(x_BTD)
 
     def dense(self, x_BTD: Tensor) -> Tensor:
-        """Compute `routed` as one feed-forward part of all experts, whose hidden values are weighted: the reference.
+        """Compute `routed` densely, as one feed-forward part of all experts: the reference.
 
-        It takes E / K times the operations, and no sorting, no sizes that depend on data, and no operator that quantizers
-        and runtimes do not know.
+        Hidden values are weighted. It takes E / K times the operations, and no sorting, no sizes that depend on data,
+        and no operator that quantizers and runtimes do not know.
 
         Raises RuntimeError where other processes keep a part of the experts.
         """
@@ -604,7 +628,10 @@ class CombineRows(torch.autograd.Function):
 
 
 def sum_rows(x_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
-    """Sum each token's K rows, weighted or not, in float32 (float64 of float64) and in the order of ``places_NK``: (N, D)."""
+    """Sum each token's K rows, weighted or not, in the order of ``places_NK``: (N, D).
+
+    Sums are float32 (float64 of float64).
+    """
     wide = torch.promote_types(x_RD.dtype, torch.float32)
     if x_RD.device.type == "cpu" and x_RD.dtype == wide and len(x_RD):  # in one pass, without a copy of the rows
         weights = None if weights_NK is None else weights_NK.to(wide)

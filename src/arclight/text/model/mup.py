@@ -1,6 +1,7 @@
-"""Scale first weights, multipliers and rates with width and depth, so that a rate found on a small model is right for a large one.
+"""Scale initial weights, multipliers and learning rates with width and depth (muP).
 
-muP: Yang et al. 2022 (arXiv 2203.03466). CompleteP, which scales with depth too: Dey et al. 2025 (arXiv 2505.01618).
+A rate found on a small model is then right for a large one. muP: Yang et al. 2022 (arXiv 2203.03466). CompleteP, which
+scales with depth too: Dey et al. 2025 (arXiv 2505.01618).
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ _BLOCK = re.compile(r"(^|\.)layers\.\w+\.")
 
 @dataclass(frozen=True, kw_only=True)
 class MuP(Checked):
-    """Shapes of the model whose rates are meant; with m = dim / base_dim and l = layers / base_layers.
+    """Settings of muP: base shapes for which rates are meant.
 
-    Of the blocks' matrices, initial variance is divided by m, the rate is multiplied by l^(alpha - 1) / m, decay by m and eps by
-    l^-alpha / m; of their norms and biases the rate by l^(alpha - 1) and eps likewise. Attention is scaled by 1 / head width, logits by
-    1 / m, residual branches by l^-alpha. Embeddings, the last norm and the output learn at the plain rate.
+    m = dim / base_dim and l = layers / base_layers. Of the blocks' matrices, initial variance is divided by m, the rate
+    is multiplied by l^(alpha - 1) / m, decay by m and eps by l^-alpha / m; of their norms and biases the rate by
+    l^(alpha - 1) and eps likewise. Attention is scaled by 1 / head width, logits by 1 / m, residual branches by
+    l^-alpha. Embeddings, the last norm and the output learn at the plain rate.
 
     SGD has factors of its own (Yang et al., table 8): the blocks' matrices learn at the plain rate, all other parameters at m times it,
     those of the blocks times l^(2 alpha - 1), as gradients in a branch are l^-alpha times as large; the decay of each step is the base's.
@@ -54,7 +56,10 @@ class MuP(Checked):
         return layers / self.base_layers if self.base_layers else 1.0
 
     def rates(self, dim: int, layers: int) -> Callable[[str, nn.Parameter], Scale]:
-        """Return a function of names and parameters to the factors of their rates, for a model of this width and depth."""
+        """Return a function from names and parameters to the factors of their rates.
+
+        It is for a model of this width and depth.
+        """
         m, depths = self.widths(dim), self.depths(layers)
         rate, eps = depths ** (self.alpha - 1), depths**-self.alpha / m
         deep = depths ** (2 * self.alpha - 1)
@@ -73,7 +78,10 @@ class MuP(Checked):
 
 
 def mup_of(value: dict[str, Any]) -> MuP:
-    """Return the settings of a table in a recipe. Raises ValueError for a missing base width and for unknown fields."""
+    """Parse the table ``mup`` of a recipe.
+
+    Raises ValueError for a missing base width and for unknown fields.
+    """
     unknown = sorted(value.keys() - {"base_dim", "base_layers", "alpha"})
     if unknown or "base_dim" not in value:
         wrong = (
@@ -86,10 +94,11 @@ def mup_of(value: dict[str, Any]) -> MuP:
 
 
 def folded_factor(config: Any, name: str) -> float:
-    """Return the factor by which a parameter takes up a multiplier of the model, for a model that knows no multipliers.
+    """Return the factor that folds muP's multipliers into a parameter.
 
-    Queries (or their norm's weight) take that of attention, the last maps of a block's branches that of the branches, the last norm
-    that of logits; 1 for all others, and without muP.
+    The result is for a model that knows no multipliers. Queries (or their norm's weight) take that of attention, the
+    last maps of a block's branches that of the branches, the last norm that of logits; 1 for all others, and without
+    muP.
     """
     if getattr(config, "mup", None) is None:
         return 1.0

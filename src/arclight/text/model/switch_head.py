@@ -1,4 +1,4 @@
-"""SwitchHead (Csordas et al. 2024): mixtures of experts in the place of attention's maps to values and from heads to outputs.
+"""Define SwitchHead (Csordas et al. 2024): experts in attention's value and output maps.
 
 Each head has E experts of its own for either map, and each token chooses K of them: value_h = sum over K of sigmoid(router)_he V_he x, and the
 output is the sum over heads and K of sigmoid(router)_he O_he head_h. Stacks have the (head, expert) pair as first dimension, head by head, so that
@@ -65,7 +65,10 @@ class HeadRouter(BaseRouter):
         self.adds_loss = bool(config.entropy_loss)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (N, H, K) float32 and numbers (N, H, K) of the chosen experts, those of a head among its own; of the heads here."""
+        """Return weights (N, H, K) float32 and numbers (N, H, K) of the chosen experts.
+
+        Numbers are those of a head among its own, and heads are those here.
+        """
         config = self.choice
         logits_NHE = self.logits(x_BTD).unflatten(-1, (-1, config.experts))
         scores_NHE = logits_NHE.sigmoid()
@@ -78,7 +81,10 @@ class HeadRouter(BaseRouter):
         return scores_NHE.gather(-1, chosen_NHK), chosen_NHK
 
     def _pair_counts(self, chosen_NHK: Tensor) -> Tensor:
-        """Count the choices of each (head, expert) pair of all heads, (HE,): those of the heads here, zeros for others."""
+        """Count the choices of each (head, expert) pair of all heads, (HE,).
+
+        Pairs of heads that are elsewhere have zeros.
+        """
         experts, heads, group = self.choice.experts, chosen_NHK.shape[1], self.groups.same
         first = 0 if heads == self.heads or group is None else dist.get_rank(group) * heads
         head_H1 = torch.arange(first, first + heads, device=chosen_NHK.device)[:, None]
@@ -96,7 +102,11 @@ class HeadMaps(nn.Module):
     def __init__(
         self, config: SwitchHeadConfig, heads: int, width: int, sizes: tuple[int, int], stds: tuple[float, float]
     ) -> None:
-        """width: D, that the router sees. sizes: (in, out) of an expert. stds: of the router's first weights and of the experts'."""
+        """Initialise router and experts.
+
+        width: D, that the router sees. sizes: (in, out) of an expert. stds: of the router's first weights and of the
+        experts'.
+        """
         super().__init__()
         self.active_share = config.top_k / config.experts
         """Share of the parameters here that one token uses."""
@@ -108,7 +118,10 @@ class HeadMaps(nn.Module):
 
     @property
     def sorted(self) -> bool:
-        """Return True for products of chosen experts; captured graphs hold those of all: runtimes have no grouped product."""
+        """True if products are of chosen experts only; captured graphs hold those of all.
+
+        Runtimes have no grouped product.
+        """
         return self.path != "dense" and not torch.compiler.is_exporting()
 
     def weight(self, x: Tensor) -> Tensor:
@@ -130,7 +143,10 @@ class HeadMaps(nn.Module):
         return zeros_NHE.scatter(-1, chosen_NHK, weights_NHK).to(dtype)
 
     def order(self, chosen_NHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows (R,) in the order of all heads' experts, their places (N, H, K), and the ends (HE,) of each expert's."""
+        """Return the rows (R,) sorted by expert, their places (N, H, K), and the ends (HE,).
+
+        Experts are those of all heads, and ends are those of their rows.
+        """
         experts, heads = self.router.choice.experts, chosen_NHK.shape[1]
         pair_R = (chosen_NHK + torch.arange(heads, device=chosen_NHK.device)[:, None] * experts).flatten()
         order_R = pair_R.argsort(stable=True)
@@ -162,7 +178,10 @@ class HeadValues(HeadMaps):
 
 
 class HeadOutputs(HeadMaps):
-    """Map what heads attended to (B, T, H * C) to the sum of their outputs (B, T, D), by the choice of the tokens (B, T, D) themselves."""
+    """Map the heads' results (B, T, H * C) to the sum of their outputs (B, T, D).
+
+    The tokens (B, T, D) themselves choose the experts.
+    """
 
     sharding: ClassVar[dict[str, str]] = {"total": "row"}
 

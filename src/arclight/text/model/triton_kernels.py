@@ -1,4 +1,4 @@
-"""Triton kernels of the conditional product; imported when one is first launched, and nowhere else.
+"""Define the Triton kernels of the conditional product, imported at the first launch.
 
 Rows come in the order of their experts. A program computes one tile of the result: it finds its expert by counting the experts
 whose tiles end before its own, so the host needs no sizes. Sums are float32 (int32 for int8). Tiles are chosen by the mean number of rows
@@ -28,7 +28,10 @@ def multiply_tile(
     LANES: tl.constexpr, GATHER: tl.constexpr, SCALED: tl.constexpr, INTEGER: tl.constexpr, WIDEN: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile (BLOCK_R, BLOCK_O) of out[r] = x[source[r]] @ w[expert of r].T; ``w`` is read by strides."""
+    """Compute a tile (BLOCK_R, BLOCK_O) of out[r] = x[source[r]] @ w[expert of r].T.
+
+    ``w`` is read by strides.
+    """
     tile = tl.program_id(0) // column_tiles
     column = (tl.program_id(0) % column_tiles) * BLOCK_O + tl.arange(0, BLOCK_O)
     lanes = tl.arange(0, LANES)
@@ -70,7 +73,10 @@ def weight_gradient_tile(
     grad, x, out, ends, source, columns, inner, column_tiles, inner_tiles, grad_row, x_row,
     GATHER: tl.constexpr, WIDEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile (BLOCK_O, BLOCK_I) of out[e] = sum over rows r of e of outer(grad[r], x[source[r]])."""
+    """Compute a tile (BLOCK_O, BLOCK_I) of the weight gradient.
+
+    out[e] = sum over rows r of e of outer(grad[r], x[source[r]]).
+    """
     tiles = column_tiles * inner_tiles
     expert = tl.program_id(0) // tiles
     column = (tl.program_id(0) % tiles // inner_tiles) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -98,7 +104,10 @@ def weight_gradient_tile(
 
 
 def row_tile(rows: int, experts: int) -> int:
-    """Return the rows of a tile: the power of two, 16 to 128, that a mean expert fills at least to three quarters."""
+    """Return the rows of a tile: the power of two, 16 to 128, that a mean expert mostly fills.
+
+    It fills it at least to three quarters.
+    """
     mean = rows / experts
     return next((size for size in (128, 64, 32) if mean >= 0.75 * size), 16)
 
@@ -106,10 +115,11 @@ def row_tile(rows: int, experts: int) -> int:
 def multiply(
     x: Tensor, w: Tensor, ends: Tensor, source: Tensor | None, scales: tuple[Tensor, Tensor] | None, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply rows of ``x`` (N, I) by the matrix of their expert, ``w`` (E, O, I) of any strides: (R, O) in ``dtype``.
+    """Multiply rows of ``x`` (N, I) by their expert's matrix in ``w`` (E, O, I): (R, O).
 
-    ends: (E,) int32 ends of each expert's rows, the last one R. source: (R,) rows of ``x``, None where R is N. scales: of
-    ``x`` (N,) and of ``w`` (E, O), where both hold 8 bits.
+    ``w`` may have any strides, and the result is in ``dtype``. ends: (E,) int32 ends of each expert's rows, the last
+    one R. source: (R,) rows of ``x``, None where R is N. scales: of ``x`` (N,) and of ``w`` (E, O), where both hold 8
+    bits.
     """
     rows, (experts, columns, inner) = len(x) if source is None else len(source), w.shape
     out = x.new_empty(rows, columns, dtype=dtype)
@@ -133,7 +143,10 @@ def multiply(
 
 
 def weight_gradient(grad: Tensor, x: Tensor, ends: Tensor, source: Tensor | None) -> Tensor:
-    """Sum the outer products of ``grad`` (R, O) and rows of ``x`` (N, I) by expert: (E, O, I), zero for experts without rows."""
+    """Sum outer products of ``grad`` (R, O) and rows of ``x`` (N, I) by expert: (E, O, I).
+
+    Experts without rows have zeros.
+    """
     experts, columns, inner = len(ends), grad.shape[1], x.shape[1]
     out = x.new_empty(experts, columns, inner)
     if not len(grad):
@@ -150,7 +163,10 @@ def weight_gradient(grad: Tensor, x: Tensor, ends: Tensor, source: Tensor | None
 
 
 def _widened(x: Tensor) -> bool:
-    """Return True where operands become float32 before they are multiplied: the interpreter multiplies bfloat16 as integers."""
+    """Return True if operands become float32 before they are multiplied.
+
+    The interpreter multiplies bfloat16 as integers.
+    """
     return INTERPRETED and x.dtype == torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""SigLIP 2's image encoder at native resolution (Tschannen et al. 2025), on one sequence of patches.
+"""Define SigLIP 2's image encoder at native resolution (Tschannen et al. 2025).
 
 Images of any sizes lie in one sequence of patches, N in all, and do not see one another. Letters: P values of a patch, W width
 of the encoder. ``text.hf.families`` maps the names of parameters to those of Siglip2VisionModel.
@@ -43,7 +43,10 @@ class VisionConfig:
 
 @dataclass
 class Images:
-    """Images one after the other: patches (N, P), row by row, and (height, width) of each in patches."""
+    """Images as one sequence of patches (N, P), row by row, with (height, width) of each.
+
+    Height and width are in patches.
+    """
 
     patches: Tensor
     sizes: list[tuple[int, int]]
@@ -55,9 +58,9 @@ class Images:
 
     @classmethod
     def of(cls, images: list[Tensor], patch: int = 16, most: int | None = 256) -> Images:
-        """Cut images (3, H, W), float in [-1, 1], into patches, each resized to at most ``most`` of them.
+        """Split images (3, H, W) in [-1, 1] into patches, each resized to at most ``most``.
 
-        An image keeps its proportions.
+        Images are float. An image keeps its proportions.
 
         With ``most`` None images keep their size; raises ValueError where it is no multiple of ``patch``.
         """
@@ -82,7 +85,10 @@ class Images:
 
 
 def native_size(height: int, width: int, patch: int, most: int) -> tuple[int, int]:
-    """Return rows and columns of patches, at most ``most``, for an image scaled as a whole, rounded up."""
+    """Return rows and columns of patches for an image scaled to at most ``most`` patches.
+
+    They are rounded up.
+    """
 
     def at(scale: float) -> tuple[int, int]:
         return max(1, math.ceil(height * scale / patch)), max(1, math.ceil(width * scale / patch))
@@ -120,7 +126,7 @@ class VisionEncoder(nn.Module):
         return out
 
     def places(self, sizes: list[tuple[int, int]]) -> Tensor:
-        """Learned positions stretched to each image's grid, (N, W)."""
+        """Return learned positions interpolated to each image's grid, (N, W)."""
         grid = self.config.grid
         numbers = torch.arange(grid**2, device=self.positions.weight.device)
         table = in_compute_type(self.positions(numbers))  # called, as shares are then whole

@@ -1,7 +1,7 @@
-"""A language model that sees: SigLIP 2's features, two maps (Liu et al. 2023), and Llama's trunk.
+"""Define a vision-language model: SigLIP 2's features, a projector, and Llama's trunk.
 
-Each patch takes the place of one placeholder token in the text. Letters as elsewhere: B batch, T text, D width of the trunk, N
-patches, W width of the encoder.
+The projector has two maps (Liu et al. 2023). Each patch takes the place of one placeholder token in the text. Letters
+as elsewhere: B batch, T text, D width of the trunk, N patches, W width of the encoder.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Projector(nn.Module):
 
 
 class VisionLlama(Llama):
-    """Llama with images: called with ``images=Images(...)``, as many patches as placeholders, in their order."""
+    """Llama with images, called with ``images=Images(...)``.
+
+    There are as many patches as placeholders, in their order.
+    """
 
     inputs: ClassVar[frozenset[str]] = frozenset({"images"})
     non_trunk: ClassVar[tuple[str, ...]] = ("vision", "projector")
@@ -74,9 +77,10 @@ class VisionLlama(Llama):
         return h_BTD.masked_scatter(places_BT[..., None], seen_ND)
 
     def _with_no_image(self, h_BTD: Tensor) -> Tensor:
-        """Return ``h_BTD``; where other processes may have images, after the encoder has run on a blank patch that counts nothing.
+        """Return ``h_BTD``, after running the encoder on a blank patch if others may have images.
 
-        They wait for this one in each unit of the encoder whose weights are in shares, and for the gradients of its parameters.
+        The patch counts nothing. They wait for this one in each unit of the encoder whose weights are in shares, and
+        for the gradients of its parameters.
         """
         from torch.distributed.fsdp import FSDPModule
 
