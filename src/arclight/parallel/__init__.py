@@ -1,4 +1,4 @@
-"""Run one model over many devices: a plan of a mesh, applied from outside to a model that knows nothing of it.
+"""Run one model over many devices, by a plan of a mesh applied to a plain model.
 
 In comes a `Plan` (``plan.py``: into how many parts each dimension of the work is cut) and a model; out comes the model, changed in
 place, or a strategy that runs a Trainer or Fabric on the plan. Open ``plan.py`` first, then ``model/parallelize.py``.

@@ -1,4 +1,4 @@
-"""Find a model's repeated blocks: the units of compilation, activation checkpointing and FSDP."""
+"""Find a model's repeated blocks, the units of compilation, checkpointing and FSDP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from torch import nn
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of the outermost repeated blocks: members of a ModuleList or ModuleDict that are all of one class and have parameters."""
+    """Return (name, module) of the outermost repeated blocks of a model.
+
+    They are members of a ModuleList or ModuleDict that are all of one class and have parameters.
+    """
     return list(_blocks(model, ""))
 
 
@@ -24,7 +27,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def embeddings(model: nn.Module) -> list[nn.Module]:
-    """Embeddings outside of blocks whose weights nothing else uses."""
+    """Return the embeddings outside of blocks whose weights nothing else uses."""
     inside = {part for _, block in repeated_blocks(model) for part in block.modules()}
     users: dict[nn.Parameter, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):

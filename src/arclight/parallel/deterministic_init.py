@@ -26,7 +26,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Normal:
-    """A normal distribution around 0, cut off at ``cut`` standard deviations on both sides (never where None)."""
+    """Normal distribution around 0, truncated at ``cut`` standard deviations (None: nowhere)."""
 
     std: float
     cut: float | None = 3.0
@@ -43,9 +43,10 @@ Initial = Normal | Constant
 
 
 def declarations(model: nn.Module) -> dict[str, tuple[str, Initial]]:
-    """By full name: the name that the draw goes by, which is seen from the outermost module that declares anything, and the distribution.
+    """Return the name to draw by, and the distribution, of each declared tensor by full name.
 
-    So a model draws the same weights alone and as a part of something else.
+    The name is relative to the outermost module that declares anything. So a model draws the same weights alone and as
+    a part of something else.
     """
     found: dict[str, tuple[str, Initial]] = {}
     tops: list[str] = []
@@ -63,7 +64,7 @@ def declarations(model: nn.Module) -> dict[str, tuple[str, Initial]]:
 def draw(
     name: str, shape: torch.Size | tuple[int, ...], distribution: Initial, seed: int, part: tuple[slice, ...] | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """Return the first value of the parameter ``name``, float32 on the CPU, or the ``part`` of it.
+    """Draw the initial value of the parameter ``name``, float32 on the CPU, or its ``part``.
 
     A function of (seed, name) alone: each block of rows is drawn by a generator seeded with SHA-256 of seed, name and number.
     """
@@ -102,7 +103,7 @@ def number_of(text: str) -> int:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """Give every parameter of ``model`` its first value in place; a share (DTensor) gets its part of the whole.
+    """Initialise every parameter of ``model`` in place; a DTensor gets its shard.
 
     So does every buffer that a module declares. Raises KeyError for a parameter that no module declares.
     """
@@ -145,7 +146,10 @@ def materialize(model: nn.Module, device: torch.device, seed: int | None = None,
 
 
 def _tensors(model: nn.Module, tied: bool = False) -> list[tuple[str, torch.Tensor]]:
-    """Return the parameters and buffers; what has several names comes once, or with ``tied`` under each of them."""
+    """Return the parameters and buffers.
+
+    What has several names comes once, or with ``tied`` under each of them.
+    """
     once = not tied
     return [*model.named_parameters(remove_duplicate=once), *model.named_buffers(remove_duplicate=once)]
 

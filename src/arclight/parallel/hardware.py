@@ -1,4 +1,4 @@
-"""Describe devices: what they compute, hold and send, nominally and in real programs.
+"""Describe devices: rates, memory and links, nominally and in real programs.
 
 Nominal rates are dense (without sparsity). Sources: NVIDIA's data sheets of A100 (2021), H100 (2022), H200 (2023), L40S (2023) and
 HGX B200 (2024), AMD's of MI300X (2023). ``achieved`` and ``attention`` are fitted: those of H100 and H200 so that dense models reach the 47 to
@@ -26,7 +26,10 @@ class HardwareError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One device and the links it has. Rates in TFLOP/s, bandwidths in GB/s (10^9 bytes), memory in GiB, times in microseconds."""
+    """Figures of a device and its links.
+
+    Rates in TFLOP/s, bandwidths in GB/s (10^9 bytes), memory in GiB, times in microseconds.
+    """
 
     name: str
     memory: float
@@ -64,7 +67,10 @@ class Hardware:
             raise HardwareError(f"achieved and attention of {self.name} are shares of the nominal rate: at most 1")
 
     def seconds(self, op: Op) -> float:
-        """Time of an operation by the roofline model: as long as it computes or moves data, whichever is longer, or is launched."""
+        """Estimate the seconds of an operation by the roofline model.
+
+        It is as long as it computes, moves data, or is launched, whichever is longest.
+        """
         nominal = (self.bf16 if op.dtype in _SHORT else self.fp32) * 1e12
         rate = nominal * (self.attention if op.kind == "attention" else self.achieved)
         busy = max(op.flops / rate, op.bytes / (self.bandwidth * STREAMED * 1e9))
@@ -115,9 +121,10 @@ TABLE = {
 
 
 def hardware(name: str) -> Hardware:
-    """Return the device called ``name``, or the one that a TOML file describes: its fields, and ``like = "h100"`` for those it leaves out.
+    """Return the device ``name``, or the one that a TOML file describes.
 
-    Raises HardwareError for a name that is not known or a field that does not fit.
+    The file has its fields, and ``like = "h100"`` for those it leaves out. Raises HardwareError for a name that is not
+    known or a field that does not fit.
     """
     if name.lower() in TABLE:
         return TABLE[name.lower()]

@@ -12,9 +12,10 @@ from arclight.parallel.plan import Plan, PlanError
 
 
 class Mesh:
-    """The processes of ``plan``, which must all make this at the same time. Dimensions of size 1 are there too.
+    """Mesh of the processes of ``plan``; all of them must make it at the same time.
 
-    Raises PlanError where the number of processes is another, or they have not found each other.
+    Dimensions of size 1 are there too. Raises PlanError where the number of processes is another, or they have not
+    found each other.
     """
 
     def __init__(self, plan: Plan, device_type: str = "cpu") -> None:
@@ -69,7 +70,10 @@ class Mesh:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """Return the mesh over which parameters are sharded; with a first dimension of copies where there are any that are kept alike."""
+        """Mesh over which parameters are sharded.
+
+        It has a first dimension of replicas if any are kept equal.
+        """
         return self.dense["dp_replicate", "fsdp"] if self.copies else self.dense["fsdp"]
 
     @property
@@ -78,7 +82,10 @@ class Mesh:
         return self.plan.dp_replicate > 1 and not self.plan.independent_replicas
 
     def replicate_mesh(self, own: DeviceMesh | None) -> DeviceMesh:
-        """Return ``own``, over which a tensor of one replica lies (None: it is whole), with all replicas as first dimension."""
+        """Return ``own``, a mesh within one replica, with all replicas as first dimension.
+
+        None for ``own``: the tensor is whole.
+        """
         names = (own.mesh_dim_names or ()) if own is not None else ()
         root = self.dense if self.sparse is None or not {"efsdp", "ep"} & set(names) else self.sparse
         return root[("dp_replicate", *names)]
@@ -90,8 +97,9 @@ class Mesh:
 
     @property
     def loss_group(self) -> Any:
-        """Processes that see other tokens than this one and the same layers: dp * cp, of one replica if replicas are independent.
-        None where that is this one alone.
+        """Process group of ranks with other tokens and the same layers; None for this rank alone.
+
+        It is dp * cp, of one replica if replicas are independent.
         """
         if self.plan.independent_replicas:
             return self.dense.get_group("fsdp") if self.plan.dp_shard * self.plan.cp > 1 else None

@@ -25,7 +25,7 @@ Kind = Literal["matmul", "attention", "other"]
 
 
 class Op(NamedTuple):
-    """One operation: what it computes, and what it moves between the device and its memory."""
+    """One operation: its floating-point operations, and its memory traffic."""
 
     kind: Kind
     dtype: torch.dtype
@@ -36,7 +36,10 @@ class Op(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A collective of one process. bytes: of the whole tensor (gathered, to be scattered, reduced or exchanged), or sent."""
+    """Collective of one process.
+
+    bytes: of the whole tensor (gathered, to be scattered, reduced or exchanged), or sent.
+    """
 
     collective: Collective
     dimension: Dimension
@@ -45,7 +48,7 @@ class Message(NamedTuple):
 
 
 def summed(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Messages with those of one kind in one dimension added up."""
+    """Sum messages of the same collective and dimension."""
     total: dict[tuple[Collective, Dimension], tuple[float, float]] = {}
     for message in messages:
         size, times = total.get(message[:2], (0.0, 0.0))
@@ -132,7 +135,7 @@ class OpRecorder(TorchDispatchMode):
         self._ops, self._messages, self._read, self._uncut, self.peak = [], [], set(), 0.0, self.live
 
     def work(self) -> Work:
-        """Sum up what was done since :meth:`begin`."""
+        """Sum up the work since :meth:`begin`."""
         products, attention = (sum(op.flops for op in self._ops if op.kind == kind) for kind in ("matmul", "attention"))
         return Work(sum(map(self.seconds, self._ops)), products, attention, self._uncut, summed(self._messages))
 
@@ -195,7 +198,7 @@ class OpRecorder(TorchDispatchMode):
         return 0.0, "other"
 
     def _first_read(self, tensor: Tensor) -> int:
-        """Bytes that fused operations read: each tensor that lies in memory, once in a phase."""
+        """Return the bytes that fused operations read of a tensor in memory, once in a phase."""
         key = id(tensor.untyped_storage())
         if key in self._unwritten or key in self._read:
             return 0
@@ -203,7 +206,7 @@ class OpRecorder(TorchDispatchMode):
         return size_of(tensor)
 
     def _write(self, tensor: Tensor) -> int:
-        """Bytes written because a product needs in memory what fused operations have computed."""
+        """Return the bytes written because a product needs what fused operations have computed."""
         key = id(tensor.untyped_storage())
         if key not in self._unwritten:
             return 0
@@ -212,7 +215,10 @@ class OpRecorder(TorchDispatchMode):
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the operation's result; grouped products of fake tensors that torch 2.13 takes in bfloat16 alone (real ones in any dtype), by way of that."""
+    """Call the operation; grouped products of fake float32 or float64 tensors via bfloat16.
+
+    Torch 2.13 takes fake ones in bfloat16 alone, and real ones in any dtype.
+    """
     if (
         func is torch.ops.aten._grouped_mm.default
         and isinstance(args[0], FakeTensor)
@@ -223,7 +229,7 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def size_of(tensor: Tensor) -> int:
-    """Bytes of the tensor's elements."""
+    """Return the bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -232,7 +238,10 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 class FusedAttentionMode(TorchFunctionMode):
-    """Scaled dot-product attention as a fused kernel: no matrix of scores in memory, on whatever device."""
+    """Mode that records scaled dot-product attention as a fused kernel on any device.
+
+    There is no matrix of scores in memory.
+    """
 
     def __init__(self, recorder: OpRecorder, cpu: bool) -> None:
         super().__init__()
@@ -248,9 +257,10 @@ class FusedAttentionMode(TorchFunctionMode):
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, cpu: bool) -> Tensor:
-    """softmax(q k^T) v by the operation that a GPU (or, where ``cpu``, a CPU) uses; which mask costs nothing here.
+    """Compute softmax(q k^T) v by the operation of a GPU or, with ``cpu``, of a CPU.
 
-    query: (B, H, T, C), key: (B, K, S, C), value: (B, K, S, W) -> (B, H, T, W), all fake.
+    No mask is needed, since it would cost nothing here. query: (B, H, T, C), key: (B, K, S, C), value: (B, K, S, W) ->
+    (B, H, T, W), all fake.
     """
     ops = torch.ops.aten
     if key.shape[3] != value.shape[3]:
@@ -265,7 +275,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, cpu: bool) -> Ten
 
 
 class _PassMarker(torch.autograd.Function):
-    """Identity that tells when forward and backward pass here."""
+    """Identity that calls back when forward and backward pass it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, passed: Callable[[str], None]) -> Tensor:
@@ -280,6 +290,6 @@ class _PassMarker(torch.autograd.Function):
 
 
 def mark_passes(x: Tensor, passed: Callable[[str], None]) -> Tensor:
-    """Return ``x``; ``passed("forward")`` is called now, ``passed("backward")`` when its gradient is known."""
+    """Return ``x``; ``passed("forward")`` is called now, ``passed("backward")`` at its gradient."""
     out: Tensor = _PassMarker.apply(x, passed)
     return out

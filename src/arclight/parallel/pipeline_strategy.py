@@ -1,4 +1,4 @@
-"""Pipeline any module: ``Trainer(strategy=Pipeline(stages=4))`` or ``Trainer(strategy="pipeline")``."""
+"""Define the strategy that pipelines any module: ``Trainer(strategy="pipeline")``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ Auto = Literal["auto"]
 
 
 class Pipeline(PlanStrategy):
-    """The steps of an ordinary module, run in stages by as many processes as there are stages and replicas.
+    """Strategy that runs the steps of an ordinary module in stages, on several processes.
 
-    ``training_step`` is cut where the pipeline is predicted to be fastest, for the first batch (or for ``example``), and each
-    batch goes through the stages in micro-batches; so do those of validation, test and prediction, whole. Every process sees
-    the loss, the logged values and the outputs of whole batches, hooks are called once for a step, and checkpoints hold the
-    whole module under its own names, whatever the number of stages. With one stage the same code runs in one process.
+    There are as many processes as there are stages times replicas. ``training_step`` is cut where the pipeline is
+    predicted to be fastest, for the first batch (or for ``example``), and each batch goes through the stages in
+    micro-batches; so do those of validation, test and prediction, whole. Every process sees the loss, the logged values
+    and the outputs of whole batches, hooks are called once for a step, and checkpoints hold the whole module under its
+    own names, whatever the number of stages. With one stage the same code runs in one process.
 
     * The loss is the mean over the samples of a batch, or over what the module's ``batch_weight`` counts ("token_mean"), the plain
       mean of the micro-batches' losses ("micro_mean"), or their sum ("sum"). What is logged is merged in the same way.
@@ -42,11 +43,14 @@ class Pipeline(PlanStrategy):
         replicas: int = 1, shards: int = 1, reduction: ReductionKind = "token_mean", evaluation_micro_batches: int = 1, example: Any = None,
         plan: Plan | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """stages: processes that a batch passes; "auto": the devices there are. schedule, micro_batches: "auto" is what is predicted to be
-        fastest for the first batch (`arclight.parallel.pipeline.steps.auto_schedule`). memory: what a process may use, as "22GiB". replicas,
-        shards: such pipelines beside each other, which read other samples and hold the same weights, or share them out (FSDP).
-        evaluation_micro_batches: parts of a batch that does not train. example: a batch, where the data give none before they are
-        read. plan: whatever else a `Plan` says. options: those of `PlanStrategy`. Raises PlanError for what cannot be run.
+        """Initialise the strategy.
+
+        stages: processes that a batch passes; "auto": the devices there are. schedule, micro_batches: "auto" is what is
+        predicted to be fastest for the first batch (`arclight.parallel.pipeline.steps.auto_schedule`). memory: what a
+        process may use, as "22GiB". replicas, shards: such pipelines beside each other, which read other samples and
+        hold the same weights, or share them out (FSDP). evaluation_micro_batches: parts of a batch that does not train.
+        example: a batch, where the data give none before they are read. plan: whatever else a `Plan` says. options:
+        those of `PlanStrategy`. Raises PlanError for what cannot be run.
         """
         if reduction not in REDUCTIONS:
             raise PlanError(f"reduction = {reduction!r} is not known; choose one of {', '.join(REDUCTIONS)}")
@@ -71,14 +75,14 @@ class Pipeline(PlanStrategy):
         return True
 
     def _cuts_steps(self, module: nn.Module) -> bool:
-        """Return True wherever steps can be cut, as what is wished for goes by the parts of a step."""
+        """Return True wherever steps can be cut, as `PipelineRequest` is about parts of a step."""
         if only_stages(self.plan) or super()._cuts_steps(module):
             return True
         self._refuse_wishes(module)
         return False
 
     def _refuse_wishes(self, module: nn.Module) -> None:
-        """Raise PlanError for what is done for steps that are cut, where the model is cut by deletion; warn of "auto"."""
+        """Raise PlanError for settings of cut steps if the model is pruned; warn of "auto"."""
         plan, request, usual = self.plan, self.request, PipelineRequest()
         sharded_by = next(f"{name} = {value}" for name in ("cp", "tp", "ep") if (value := getattr(plan, name)) > 1)
         for name in ("memory", "evaluation_micro_batches", "reduction", "example"):

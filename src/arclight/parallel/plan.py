@@ -1,4 +1,4 @@
-"""Define the plan: the degree of each parallel dimension (no torch here: a recipe is read without it)."""
+"""Define the plan: the degree of each parallel dimension (no torch)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from arclight._intervals import Fraction, NonNegativeInt, PositiveInt, check_fie
 
 
 class PlanError(ValueError):
-    """A plan that cannot be carried out, said before anything is built: what does not fit, and what would."""
+    """Error of a plan that cannot be run: what does not fit, and what would.
+
+    It is raised before anything is built.
+    """
 
 
 UNITS = {"GB": 1e9, "GiB": 2.0**30, "MB": 1e6, "MiB": 2.0**20, "TB": 1e12, "kB": 1e3, "KiB": 2.0**10}
 
 
 def bytes_of(text: str) -> float:
-    """Bytes of "80GB", "79.1 GiB", ... (in any case of letters). Raises PlanError for anything else."""
+    """Parse a number of bytes such as "80GB" or "79.1 GiB", ignoring case.
+
+    Raises PlanError for anything else.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)", text.strip())
     unit = {name.lower(): size for name, size in UNITS.items()}.get(found[2].lower()) if found else None
     if found is None or unit is None or not float(found[1]):
@@ -29,10 +35,10 @@ def bytes_of(text: str) -> float:
 @former_values(replicas={"apart": "independent"})
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Degrees of parallelism of one model, over ``pp * dp_replicate * dp_shard * cp * tp`` ranks.
+    """Degrees of parallelism of one model.
 
-    The mesh has its dimensions in that order, the innermost (fastest links) last. ``ep`` is no dimension of its own: it
-    borrows from ``dp_shard * cp``.
+    Its ranks are ``pp * dp_replicate * dp_shard * cp * tp``. The mesh has its dimensions in that order, the innermost
+    (fastest links) last. ``ep`` is no dimension of its own: it borrows from ``dp_shard * cp``.
     """
 
     dp_replicate: PositiveInt = 1
@@ -128,7 +134,10 @@ class Plan:
 
     @property
     def passes(self) -> int:
-        """Return how many processes and micro-batches divide the tokens of a batch among passes through a layer."""
+        """Number of processes and micro-batches among which a batch's tokens are divided.
+
+        Each of them is a pass through a layer.
+        """
         return self.cp * (self.pieces if self.pp > 1 else 1)
 
     @property
@@ -151,7 +160,10 @@ class Plan:
         kv_heads: int | None = None, hidden: int | None = None, vocab_size: int | None = None, experts: int | None = None,
         layers: int | None = None, repeats: int | None = None,
     ) -> None:  # fmt: skip
-        """Raise PlanError, naming the fix, where the plan does not fit numbers of a model or run; those not given are not checked."""
+        """Raise PlanError, with the fix, if the plan does not fit a model or run.
+
+        Numbers not given are not checked.
+        """
         if world_size is not None and world_size != self.world_size:
             shape = " * ".join(
                 f"{name} {getattr(self, name)}" for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")

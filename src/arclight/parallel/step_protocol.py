@@ -1,4 +1,4 @@
-"""Define the step that pipelines and context parallelism need: split a batch, compute the loss."""
+"""Define the step of pipelines and context parallelism: split a batch, compute the loss."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class Runnable(Protocol):
         ...
 
     def loss(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
-        """Return the loss summed over all that counts in ``targets``, and their number; called once for each micro-batch."""
+        """Return the loss summed over all that counts in ``targets``, and their number.
+
+        It is called once for each micro-batch.
+        """
         ...
 
     # Optional: ``scale_losses(share, batch)``. A pipeline's backward runs before the module knows what its loss is multiplied by, on
@@ -59,11 +62,12 @@ def own_batch_weight(module: Any) -> Callable[[Any], Any] | None:
 
 
 def batch_loss(module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return ``(total, count)`` of a batch, for any step of ``module``; both are scalars, and ``total`` has its gradient.
+    """Return ``(total, count)`` of a batch, for any step of ``module``.
 
-    In one process: one forward and the loss. On several, what the strategy's runner does: the gradients of a pipeline are
-    computed in here already, and ``total.backward()`` only scales them and makes them known. ``count`` is that of the whole
-    batch, and the mean of ``total`` over processes that share its sequences is the whole batch's.
+    Both are scalars, and ``total`` has its gradient. In one process: one forward and the loss. On several, what the
+    strategy's runner does: the gradients of a pipeline are computed in here already, and ``total.backward()`` only
+    scales them and makes them known. ``count`` is that of the whole batch, and the mean of ``total`` over processes
+    that share its sequences is the whole batch's.
     """
     if module.runner is not None:
         total, count = module.runner(module, batch)
@@ -85,7 +89,10 @@ def check_samples(split: Split) -> None:
 
 
 def with_positions(split: Split) -> Split:
-    """Return ``split`` with 0, 1, 2, ... (B, T) where it says None for ``positions``: a part of a model or sequence cannot count them."""
+    """Fill in 0, 1, 2, ... (B, T) for ``positions`` that are None in ``split``.
+
+    A part of a model or sequence cannot count them.
+    """
     args, kwargs, targets = split
     tokens = next((value for value in args if isinstance(value, Tensor)), None)
     if kwargs.get("positions", split) is None and tokens is not None:

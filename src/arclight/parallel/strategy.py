@@ -44,13 +44,14 @@ from arclight.parallel.step_protocol import lacking
 
 
 class PlanStrategy(ShardedStrategy):
-    """The processes of a `Plan`: they start or join, build its mesh, and shard the module over it.
+    """Strategy of a `Plan`: starts processes, builds the mesh, shards the module over it.
 
-    Whatever in a module declares ``sharding`` is cut by it; repeated blocks are found, and each step of the module is called as
-    the outermost unit. A module made on the meta device (in ``configure_model``) gets memory for its shares only. Checkpoints
-    hold original names and whole tensors, each process writes its shares, and they open on any plan. On processors as many
-    processes start as the plan needs. Where its replicas are independent, what a step agrees on (weights of batches, norms of gradients,
-    gradients) is agreed on within each. ``sequence_length`` is checked against the plan before anything starts.
+    Processes may also join. Whatever in a module declares ``sharding`` is cut by it; repeated blocks are found, and
+    each step of the module is called as the outermost unit. A module made on the meta device (in ``configure_model``)
+    gets memory for its shares only. Checkpoints hold original names and whole tensors, each process writes its shares,
+    and they open on any plan. On processors as many processes start as the plan needs. Where its replicas are
+    independent, what a step agrees on (weights of batches, norms of gradients, gradients) is agreed on within each.
+    ``sequence_length`` is checked against the plan before anything starts.
     """
 
     name = "plan"
@@ -122,7 +123,10 @@ class PlanStrategy(ShardedStrategy):
 
     @property
     def contributes_logs(self) -> bool:  # type: ignore[override]
-        """Return True on one rank of each ``tp`` or ``cp`` group and pipeline, all of whose ranks log the same values."""
+        """True on one rank of each ``tp`` or ``cp`` group and pipeline.
+
+        All of their ranks log the same values.
+        """
         return all(self.mesh.rank(dimension) == 0 for dimension in ("pp", "cp", "tp"))
 
     # -- model -----------------------------------------------------------------------------------------------------
@@ -149,7 +153,7 @@ class PlanStrategy(ShardedStrategy):
             self._shard(module, whole_step)
 
     def _shard(self, module: nn.Module, whole: bool) -> nn.Module:
-        """Shard ``module`` in place; return what is called in its place."""
+        """Shard ``module`` in place; return the module to call."""
         if not whole and (self.in_stages or not self.plan.only_replicates):
             raise PlanError(
                 "automatic_optimization=False hides from the plan what a step calls: use strategy='fsdp', or let the Trainer step"
@@ -180,14 +184,18 @@ class PlanStrategy(ShardedStrategy):
         return root
 
     def _shard_stages(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
-        """Shard this process's stages of the module's model; a schedule calls them, so that nothing need be called around a step."""
+        """Shard this process's stages of the module's model.
+
+        A schedule calls them, so that nothing need be called around a step.
+        """
         self._refuse_scaler()
         install(module, self.mesh, lambda model, part: parallelize(model, self.mesh, root=part, **options), self.device)
         return StepRoot(module, shared=False)
 
     def _cuts_steps(self, module: nn.Module) -> bool:
-        """Return True where the module's steps are cut, and not its model by deletion: for modules that are not written for runners, and
-        for models that deletion cannot cut (tied embeddings).
+        """Return True if the module's steps are split into stages, instead of pruning its model.
+
+        This is for modules that are not written for runners, and for models that deletion cannot cut (tied embeddings).
         """
         return not (lacking(module) is None and is_prunable(module.get_submodule("model")))
 
@@ -212,14 +220,17 @@ class PlanStrategy(ShardedStrategy):
             )
 
     def _draw_alike(self) -> None:
-        """Make the processes of a pipeline draw the same random numbers outside of the model's parts."""
+        """Synchronise random states in a pipeline, for draws outside of the model's parts."""
         if (group := self.mesh.group("pp")) is not None and self.plan.pp > 1:
             state = torch.get_rng_state().to(self.device)
             dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
             torch.set_rng_state(state.cpu())
 
     def types(self) -> FsdpTypes:
-        """Choose types: parameters are gathered in the type that is computed in; gradients of half types are summed in float32."""
+        """Choose FSDP's types: parameters are gathered in the compute type.
+
+        Gradients of half types are summed in float32.
+        """
         compute = getattr(self.precision, "compute_dtype", None)
         half = (torch.float16, torch.bfloat16)
         if compute == torch.bfloat16:
@@ -263,7 +274,7 @@ class PlanStrategy(ShardedStrategy):
                     dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
 
     def average_gradients(self, module: nn.Module) -> None:
-        """Backward has done so."""
+        """Do nothing: backward has averaged gradients."""
 
     def unwrap(self, module: nn.Module) -> nn.Module:
         if isinstance(module, DistributedDataParallel):
@@ -283,7 +294,10 @@ class PlanStrategy(ShardedStrategy):
         return whole if stages is None else functools.reduce(_united, stages)
 
     def _from_all_stages(self, tree: Any) -> list[Any] | None:
-        """Give rank 0 the trees of all stages; None elsewhere. Each tensor is a message: one is on a device at a time."""
+        """Gather the trees of all stages on rank 0; None elsewhere.
+
+        Each tensor is a message: one is on a device at a time.
+        """
         group = self.mesh.group("pp")
         own: list[torch.Tensor] = []
 
@@ -309,14 +323,20 @@ class PlanStrategy(ShardedStrategy):
         return [tree, *(map_tensors(other, functools.partial(arrived, source=source)) for other, source in others)]
 
     def _of_last_stage(self, tree: Any) -> Any:
-        """Return ``tree`` without what belongs to no part of a model and other processes than the last stage's have older values of."""
+        """Return ``tree`` without stale values of tensors that belong to no part of a model.
+
+        The last stage's are the newest of those.
+        """
         names = {name for steps in self._steps.values() if not steps.last for name in steps.everybodys}
         return _without(tree, names) if names else tree
 
     def clip_norm(
         self, parameters: list[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip by the norm over all parameters of all processes, each parameter once; one exchange of one number."""
+        """Clip gradients by the norm over all processes, each parameter once.
+
+        It takes one exchange of one number.
+        """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         copies = {p for steps in self._steps.values() for p in steps.counted_by_others}
         counted = [p.grad for p in parameters if p.grad is not None and p not in copies]
@@ -326,8 +346,9 @@ class PlanStrategy(ShardedStrategy):
 
     @torch.no_grad()
     def total_norm(self, gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-        """Return the norm over the gradients of all processes (of a replica if replicas are independent), whichever meshes they are sharded over.
-        Every process calls this.
+        """Return the gradient norm over all processes, or those of an independent replica.
+
+        Gradients may be sharded over any meshes. Every process calls this.
         """
         holders = (
             self.plan.world_size // self.plan.pp // (self.plan.dp_replicate if self.plan.independent_replicas else 1)
@@ -368,7 +389,7 @@ def _without(tree: Any, names: set[str]) -> Any:
 
 
 def _united(one: Any, other: Any) -> Any:
-    """Return a tree with what either has; ``one`` where both have something that is no dictionary."""
+    """Merge two trees recursively; ``one`` wins where both have values."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one | {key: _united(one[key], value) if key in one else value for key, value in other.items()}
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):

@@ -1,4 +1,4 @@
-"""Context parallelism: every rank holds a part of each sequence; attention gathers keys and values.
+"""Apply context parallelism: shard sequences; attention gathers keys and values.
 
 A sequence of T tokens is cut into 2 * cp chunks, of which process r holds chunks r and 2 * cp - 1 - r: in causal attention early
 tokens see few keys and late ones many, so that every process has the same work (the zig-zag of Brandon et al. 2023 and of
@@ -35,7 +35,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 def check_sequence(length: int, cp: int, tp: int = 1) -> None:
-    """Raise PlanError for sequences of ``length`` tokens that do not divide into parts for ``cp`` (and those for ``tp``) processes."""
+    """Raise PlanError for sequences of ``length`` tokens that ``cp`` and ``tp`` do not divide."""
     if length % (2 * cp) or (length // cp) % tp:
         step = 2 * cp * tp if tp > 1 else 2 * cp
         near = max(step, length // step * step)
@@ -46,7 +46,7 @@ def check_sequence(length: int, cp: int, tp: int = 1) -> None:
 
 
 def sequence_index(length: int, cp: int, rank: int, device: torch.device | None = None) -> Tensor:
-    """Places in the sequence of the tokens that process ``rank`` holds, in the order it holds them: (length / cp,) int64."""
+    """Return the places of the tokens on process ``rank``, in its order: (length / cp,) int64."""
     check_sequence(length, cp)
     chunk = length // (2 * cp)
     places = torch.arange(chunk, device=device)
@@ -54,7 +54,7 @@ def sequence_index(length: int, cp: int, rank: int, device: torch.device | None 
 
 
 def shard_sequence(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-    """Take this process's part of a tensor whose dimension ``dim`` is the sequence.
+    """Return this process's part of a tensor whose dimension ``dim`` is the sequence.
 
     No communication; gradients flow.
 
@@ -67,13 +67,19 @@ def shard_sequence(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 
 
 def unshard_sequence(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-    """Invert :func:`shard_sequence`: gather whole sequences on every process. Gradients flow (and are summed)."""
+    """Invert :func:`shard_sequence`: gather whole sequences on every process.
+
+    Gradients flow (and are summed).
+    """
     parts = collectives.all_gather_single_autograd(tensor.contiguous(), gather_dim=0, group=mesh)
     return _in_order(parts.unflatten(0, (mesh.size(), tensor.shape[0])), dim)
 
 
 def _in_order(parts: Tensor, dim: int) -> Tensor:
-    """Parts of all processes (cp, ...), whose dimension ``dim`` (counted without the first) is t, as one tensor with T there."""
+    """Join the parts of all processes (cp, ...) to whole sequences in dimension ``dim``.
+
+    ``dim`` is counted without the first dimension.
+    """
     front, back = parts.chunk(2, dim + 1)
     chunks = torch.cat((front, back.flip(0)))
     return chunks.movedim(0, dim).flatten(dim, dim + 1)
@@ -98,7 +104,7 @@ class _RankMasks:
 
 
 class ContextParallel:
-    """Attention over sequences of which each process of ``mesh`` holds a part: the ``context`` of attention modules.
+    """Attention over sequences sharded over ``mesh``: the ``context`` of attention modules.
 
     ``gather``: keys and values of all parts come together by an all-gather (in backward a reduce-scatter), and each of the two
     chunks of queries is computed with the keys up to its own end (and from where a window or a chunk of attention begins).
@@ -124,7 +130,10 @@ class ContextParallel:
         return self._gather(q_BHtC, k_BKtC, v_BKtC, mask.rank_masks, attend)
 
     def prepared(self, mask: Any) -> Any:
-        """Return ``mask`` with all that blocks need made: outside of them, where they are compiled or computed again."""
+        """Return ``mask`` with the masks of this rank made, outside of compiled blocks.
+
+        Blocks may be compiled, or computed again.
+        """
         if mask.positions_q is not None:
             mask.rank_masks = self._make_rank_masks(mask, mask.positions_q.shape[-1], mask.positions_q.device)
         return mask
@@ -148,7 +157,7 @@ class ContextParallel:
         return _RankMasks(whole, chunks)
 
     def _whole_ids(self, mask: Any) -> dict[str, Tensor | None]:
-        """Documents and positions of whole sequences, by one all-gather."""
+        """Gather documents and positions of whole sequences, in one collective."""
         unused = () if mask.chunk is not None else ("positions",)
         given = {name: getattr(mask, f"{name}_q") for name in ("documents", "positions")}
         names = [name for name, ids in given.items() if ids is not None and name not in unused]
@@ -204,7 +213,7 @@ class ContextParallel:
         return self._exchange(back.contiguous()).movedim(0, 1).flatten(1, 2)
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """Part i of (cp, ...) to process i."""
+        """Send part i of (cp, ...) to process i."""
         return collectives.all_to_all_single_autograd(parts, None, None, self.mesh)
 
 
@@ -229,7 +238,7 @@ def kv_repeats(heads: int, kv_heads: int, cp: int) -> int:
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method = "gather") -> int:
-    """Put context parallelism over ``mesh`` into every attention of ``model``; how many there were.
+    """Set context parallelism over ``mesh`` in each attention of ``model``; return how many.
 
     An attention is a module that has ``context`` and ``attend``; the masks are made by a module that has ``masks(mask)``. Raises PlanError where there is none.
     """
@@ -251,9 +260,10 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method = 
 
 
 def shard_arguments(split: Split, mesh: DeviceMesh) -> Split:
-    """Shard what `Runnable.split_batch` gave along its sequences (dimension 1 of every tensor that has it).
+    """Shard the result of `Runnable.split_batch` along its sequences.
 
-    ``positions`` that are None become 0, 1, 2, ... of the sequence. Raises PlanError where the model takes none.
+    Sequences are dimension 1 of every tensor that has it. ``positions`` that are None become 0, 1, 2, ... of the
+    sequence. Raises PlanError where the model takes none.
     """
     from torch.utils._pytree import tree_map_only
 
@@ -268,7 +278,7 @@ def shard_arguments(split: Split, mesh: DeviceMesh) -> Split:
 
 
 def over_sequences(total: Tensor, count: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """Loss and count of whole sequences, from those of the parts.
+    """Return loss and count of whole sequences, from those of the parts.
 
     The value is the whole one on every process, the gradient cp times that of this process's part: their mean over processes
     is the gradient of the whole.
@@ -280,7 +290,7 @@ def over_sequences(total: Tensor, count: Tensor, mesh: DeviceMesh) -> tuple[Tens
 
 
 class ContextRunner:
-    """The runner (see `arclight.parallel.step_protocol`) of a model that is whole but for its sequences."""
+    """Runner of a model that is whole but for its sequences (`arclight.parallel.step_protocol`)."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -296,7 +306,10 @@ def _prepared(masks: Callable[[Any], dict[str, Any]], context: ContextParallel, 
 
 
 def install_context_runner(module: Any, mesh: DeviceMesh) -> None:
-    """Let ``module``, a `Runnable`, compute its losses on its parts of the sequences. Raises PlanError for one that is none."""
+    """Set the runner of ``module``, a `Runnable`, to compute losses on parts of sequences.
+
+    Raises PlanError if it is no such module.
+    """
     if (missing := lacking(module)) is not None:
         raise PlanError(
             f"{type(module).__name__} has no {missing}, so nothing can cut its sequences: write its steps as "

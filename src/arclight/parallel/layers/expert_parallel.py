@@ -47,11 +47,14 @@ class TokenGroups:
     """Processes that compute the same for the same tokens (tensor parallel)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenGroups:
-        """Return itself: a copy of a module runs beside the same processes, and groups of them cannot be copied."""
+        """Return itself: a copied module runs beside the same processes.
+
+        Groups of processes cannot be copied.
+        """
         return self
 
     def mean(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Average ``x`` over the processes that read other tokens, each by its ``weight`` (a scalar); it has no gradient."""
+        """Average ``x`` over processes with other tokens by a scalar ``weight``, without gradient."""
         if self.others is None:
             return x
         own = torch.cat(((x * weight).flatten(), weight.to(x.dtype).reshape(1)))
@@ -156,7 +159,7 @@ def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.Pro
 
 
 class _OwnShard:
-    """A weight's part on this process, whose gradient is divided by the number of processes whose rows meet in it."""
+    """Local shard of a weight; its gradient is divided by the processes whose rows meet in it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -180,7 +183,7 @@ class _Divide(torch.autograd.Function):
 
 
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Name, layer and stacked experts of every layer of ``model`` that declares a child as ``experts``."""
+    """Yield name, layer and stacked experts of each layer that declares ``experts``."""
     for name, module in model.named_modules():
         declared: Mapping[str, str] = getattr(module, "sharding", {})
         for child, kind in declared.items():
@@ -189,7 +192,7 @@ def expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]
 
 
 def check_experts(model: nn.Module, plan: Plan) -> None:
-    """Raise PlanError where ``plan`` does not fit the experts below ``model``, or shares out what is not there."""
+    """Raise PlanError if ``plan`` does not fit the experts of ``model``, or it has none."""
     layers = list(expert_layers(model))
     if plan.ep > 1 and plan.pp == 1 and not layers:  # a stage may have none
         raise PlanError(f"ep = {plan.ep} shares experts out, and the model has none: set ep = 1")
@@ -209,19 +212,19 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
 
 
 def _dimensions(experts: nn.Module, weight: str) -> tuple[int, int]:
-    """Return the dimension of a stacked weight that ``tp`` cuts, and the one that nothing but FSDP does."""
+    """Return the dimension of a stacked weight that ``tp`` shards, and the one for FSDP alone."""
     cuts: Mapping[str, int] = experts.cuts  # type: ignore[assignment]
     (other,) = {1, 2} - {cuts[weight]}
     return cuts[weight], other
 
 
 def token_readers(model: nn.Module) -> list[Any]:
-    """List the modules below ``model`` that are told their `TokenGroups`."""
+    """List the modules of ``model`` that read `TokenGroups`."""
     return [module for module in model.modules() if isinstance(getattr(module, "groups", None), TokenGroups)]
 
 
 def place_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Cut the experts below ``model`` as the plan of ``mesh`` says: by ``ep`` and by ``tp``; nothing where both are 1.
+    """Shard the experts of ``model`` over ``ep`` and ``tp``; nothing if both are 1.
 
     Routers learn which processes read other tokens and which the same.
     """
@@ -238,12 +241,12 @@ def place_experts(model: nn.Module, mesh: Mesh) -> None:
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, capacity: int | None = None) -> None:
-    """Cut the experts of every mixture in ``model`` over ``mesh``, whose dimensions are named ``ep``, ``tp`` or both, in place.
+    """Shard the experts of every mixture in ``model`` over ``mesh``, in place.
 
-    Stacked weights become DTensors: their experts are sharded over ``ep``, with the all-to-all exchange inserted, and each
-    expert's hidden width over ``tp``, so that what a layer computes is a part of a sum over ``tp``, which the layer makes.
-    Call it before `fully_shard`, with the same weights on all processes or on the meta device. capacity: see
-    `AllToAllDispatcher`.
+    Dimensions of the mesh are named ``ep``, ``tp`` or both. Stacked weights become DTensors: their experts are sharded
+    over ``ep``, with the all-to-all exchange inserted, and each expert's hidden width over ``tp``, so that what a layer
+    computes is a part of a sum over ``tp``, which the layer makes. Call it before `fully_shard`, with the same weights
+    on all processes or on the meta device. capacity: see `AllToAllDispatcher`.
     """
     names = mesh.mesh_dim_names or ()
     for _, layer, experts in expert_layers(model):
@@ -259,10 +262,11 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, capacity: int | None = Non
 
 
 def fsdp_placement(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
-    """Return a ``shard_placement_fn`` by which `fully_shard` shards the experts of ``ep`` over the remaining processes.
+    """Return a ``shard_placement_fn`` for `fully_shard` that shards ``ep``'s experts.
 
-    Experts stay in the unit of their block (hooks within a block would differ between a checkpointed forward and its
-    repetition), in a group of their own. They are cut along the dimension that neither ``ep`` nor ``tp`` cuts.
+    They are sharded over the remaining processes. Experts stay in the unit of their block (hooks within a block would
+    differ between a checkpointed forward and its repetition), in a group of their own. They are cut along the dimension
+    that neither ``ep`` nor ``tp`` cuts.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 

@@ -1,4 +1,4 @@
-"""Permute rows of a matrix, forward and backward by gathers alone: no sums, deterministic bits."""
+"""Permute rows of a matrix deterministically, by gathers alone in forward and backward."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.autograd.function import once_differentiable
 def take_rows(
     x: Tensor, index: Tensor, back: Tensor, *, valid: Tensor | None = None, back_valid: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """Return ``x[index]``, zero where ``valid`` is False; every row of ``x`` is taken once at most.
+    """Return ``x[index]``, zero where ``valid`` is False.
 
-    x: (R, D). index: (S,) rows of ``x``. back: (R,) where in the result each row of ``x`` went; ``back_valid`` is False for
-    rows that went nowhere.
+    Every row of ``x`` is taken once at most. x: (R, D). index: (S,) rows of ``x``. back: (R,) where in the result each
+    row of ``x`` went; ``back_valid`` is False for rows that went nowhere.
     """
     out: Tensor = _Take.apply(x, index, back, valid, back_valid)
     return out

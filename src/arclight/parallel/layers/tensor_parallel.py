@@ -34,9 +34,10 @@ STYLES = (
 
 
 def declared_styles(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(full name, module, style) of all that is declared below ``model`` and there; children that are None are left out.
+    """Yield (full name, module, style) of all sharding that modules of ``model`` declare.
 
-    Raises PlanError for a child that does not exist and for a style that is not known.
+    Children that are None are left out. Raises PlanError for a child that does not exist and for a style that is not
+    known.
     """
     for prefix, module in model.named_modules():
         for name, style in getattr(module, "sharding", {}).items():
@@ -63,7 +64,10 @@ def _descend(module: nn.Module, name: str) -> Any:
 
 
 def check_sharding_tables(model: nn.Module, plan: Plan) -> None:
-    """Raise PlanError, before anything is changed, where the tables below ``model`` do not bear the plan's ``tp``."""
+    """Raise PlanError if the sharding tables of ``model`` do not fit the plan's ``tp``.
+
+    Nothing is changed.
+    """
     styles = list(declared_styles(model))
     if plan.tp == 1:
         return
@@ -134,7 +138,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool 
 
 
 def _cut(module: nn.Module, mesh: DeviceMesh, style: str, outside: Placement, made: dict[Any, nn.Parameter]) -> None:
-    """DTensors in the place of the module's own parameters, of which its forward sees this process's part."""
+    """Replace the module's own parameters by DTensors; its forward sees the local shards."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     gradients: dict[str, Placement] = {}
     for name, parameter in own.items():
@@ -155,9 +159,10 @@ def _cut(module: nn.Module, mesh: DeviceMesh, style: str, outside: Placement, ma
 def _seeing_own_part(
     kind: type[nn.Module], gradients: tuple[tuple[str, Placement], ...], zeroed: frozenset[str]
 ) -> type[nn.Module]:
-    """Return a subclass whose parameters, read as attributes, are local tensors with gradients of the given placements.
+    """Return a subclass whose parameters are read as local tensors.
 
-    One class for all that are alike: blocks of different classes would be compiled one by one.
+    Their gradients have the given placements. One class for all that are alike: blocks of different classes would be
+    compiled one by one.
     """
 
     def reader(name: str, placement: Placement) -> property:
@@ -180,7 +185,7 @@ def _seeing_own_part(
 
 
 def _whole(x: Any, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    """Return the tensor of which each process has a share (or a copy) whole; in backward parts of gradients are summed."""
+    """Gather a sharded (or replicated) tensor; in backward partial gradients are summed."""
     shared = DTensor.from_local(x, mesh, [placement], run_check=False)
     whole: Tensor = shared.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return whole
@@ -200,7 +205,7 @@ def _logits(x: Tensor, mesh: DeviceMesh, stay: bool) -> Tensor:
 
 
 def _look_up_own_rows(embedding: nn.Module, mesh: DeviceMesh, outside: Placement) -> None:
-    """Let each process look up the rows that it holds; the rest is zero until all are summed."""
+    """Shard an embedding by rows: others are zero, until all are summed."""
     rank, parts = mesh.get_local_rank(), mesh.size()
 
     def shift(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

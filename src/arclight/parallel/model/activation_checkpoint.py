@@ -1,4 +1,4 @@
-"""Apply activation checkpointing to a model's blocks: recompute in backward what is not saved."""
+"""Apply activation checkpointing to a model's blocks: recompute in backward."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Policy = Callable[..., CheckpointPolicy]
 
 
 def checkpoint_blocks(model: nn.Module, how: str | float) -> None:
-    """Let each block below ``model`` compute its activations again: "full" all, "selective" what is cheap. In place; names stay.
+    """Checkpoint each block of ``model``: "full", or "selective" for what is cheap.
 
-    A number is left to the compiler: see `arclight.parallel.model.compile`.
+    It is done in place; names stay. A number is left to the compiler: see `arclight.parallel.model.compile`.
     """
     for _, block in repeated_blocks(model):
         checkpoint_block(block, how)
@@ -41,13 +41,14 @@ def _checkpointed(forward: Callable[..., Any], selective: bool) -> Callable[...,
 
 
 def selective_contexts() -> Any:
-    """Contexts of forward and of computing again, for one call of one block."""
+    """Return the contexts of forward and of recomputing, for one call of one block."""
     return create_selective_checkpoint_contexts(_policy())
 
 
 def _policy() -> Policy:
-    """Keep attention, communication, choices of experts and every second matrix product; compute again all else.
+    """Return the policy of selective checkpointing.
 
+    Attention, communication, choices of experts and every second matrix product are kept; all else is computed again.
     Counts products in forward and when computing again apart, as the same calls come in both.
     """
     products = {False: 0, True: 0}

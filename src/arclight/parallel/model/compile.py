@@ -13,12 +13,12 @@ from arclight.parallel.plan import Plan, PlanError
 
 
 def compile_blocks(model: nn.Module, plan: Plan) -> None:
-    """Compile each block below ``model`` in place, as the plan says; names stay."""
+    """Compile each block of ``model`` in place by the plan; names stay."""
     compile_each([block for _, block in repeated_blocks(model)], plan)
 
 
 def compile_each(parts: Iterable[nn.Module], plan: Plan) -> None:
-    """Compile these blocks in place, as the plan says."""
+    """Compile these blocks in place by the plan."""
     if plan.compile == "none":
         return
     options: dict[str, Any] = {"backend": plan.compile}
@@ -32,9 +32,9 @@ def compile_each(parts: Iterable[nn.Module], plan: Plan) -> None:
 
 
 def enable_async_tp(mesh: Mesh) -> None:
-    """Give the ``tp`` group memory that its GPUs write into directly: the compiler pipelines exchanges and products through it.
+    """Enable asynchronous tensor parallelism over the symmetric memory of the ``tp`` group.
 
-    Raises PlanError for devices that have no such memory.
+    The compiler pipelines exchanges and products through it. Raises PlanError for devices that have no such memory.
     """
     if mesh.device_type != "cuda":
         raise PlanError("async_tp needs CUDA devices that reach each other's memory: set async_tp = false")
@@ -44,7 +44,10 @@ def enable_async_tp(mesh: Mesh) -> None:
 
 
 def _within_budget(part: float, options: Any) -> Any:
-    """Inductor, told which part of activations to keep; the setting holds while it compiles only."""
+    """Return inductor as a backend that keeps the ``part`` of activations.
+
+    The setting holds while it compiles only.
+    """
 
     def backend(graph: Any, inputs: Any) -> Any:
         from torch._functorch import config

@@ -28,10 +28,11 @@ class FsdpTypes:
 def shard_parameters(
     model: nn.Module, mesh: Mesh, types: FsdpTypes | None = None, root: nn.Module | None = None
 ) -> None:
-    """Shard all parameters below ``model`` in place: each block is a unit, then embeddings, then ``root`` with all else.
+    """Shard all parameters of ``model`` by FSDP: blocks, then embeddings, then ``root``.
 
-    root: the outermost module that is called, ``model`` by default. What is in it (the last norm, the output) stays gathered
-    from its forward to the end of its backward, so that a loss inside it may use the output's weights in parts.
+    It is done in place, and ``root`` is a unit with all else. root: the outermost module that is called, ``model`` by
+    default. What is in it (the last norm, the output) stays gathered from its forward to the end of its backward, so
+    that a loss inside it may use the output's weights in parts.
     """
     root = root if root is not None else model
     options = fsdp_options(mesh, types or FsdpTypes())
@@ -49,7 +50,10 @@ def shard_parameters(
 
 
 def check_tied(model: nn.Module) -> None:
-    """Raise PlanError for a parameter that is in two units: each of them would gather it and free it."""
+    """Raise PlanError for a parameter in two FSDP units.
+
+    Each of them would gather it and free it.
+    """
     unit_of = {part: name for name, block in repeated_blocks(model) for part in block.modules()}
     first: dict[nn.Parameter, tuple[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

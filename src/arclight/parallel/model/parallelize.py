@@ -1,4 +1,4 @@
-"""Parallelize a model over a plan's mesh: tp, ep, cp, float8, checkpointing, compile, FSDP, in order."""
+"""Parallelize a model over a plan's mesh: tp, ep, cp, float8, checkpoints, compile, FSDP."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def parallelize(
     model: nn.Module, plan: Plan | Mesh, *, device: torch.device | str = "cpu", types: FsdpTypes | None = None,
     seed: int | None = None, sequence_length: int | None = None, root: nn.Module | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Shard ``model`` over the processes of ``plan``, all of which call this, and give back what is to be called.
+    """Shard ``model`` over the processes of ``plan``; return what is to be called.
 
-    The model is changed in place and comes back itself (or ``root``); where the plan only replicates, it comes back in a
-    DistributedDataParallel (not where replicas are independent). On the meta device it takes memory only once it is sharded, and
-    its first values are a function of ``seed`` (by default torch's) and names; otherwise its values must be equal on all processes.
-    Losses are means over what a process sees: gradients are averaged over ``dp_replicate * dp_shard * cp`` processes, over
-    ``dp_shard * cp`` where replicas are independent.
+    All of the processes call this. The model is changed in place and comes back itself (or ``root``); where the plan
+    only replicates, it comes back in a DistributedDataParallel (not where replicas are independent). On the meta device
+    it takes memory only once it is sharded, and its first values are a function of ``seed`` (by default torch's) and
+    names; otherwise its values must be equal on all processes. Losses are means over what a process sees: gradients are
+    averaged over ``dp_replicate * dp_shard * cp`` processes, over ``dp_shard * cp`` where replicas are independent.
 
     device: this process's. types: see `FsdpTypes`. root: a module around the model that is called in its place and may use its parts.
     sequence_length: that of its input, to be checked. Raises PlanError, before anything is changed, where the plan does not fit.
@@ -56,7 +56,10 @@ def parallelize(
 
 
 def replicate(root: nn.Module, plan: Plan) -> nn.Module:
-    """Wrap ``root`` in a DistributedDataParallel that averages what trains now, if that is all the plan does; else return it."""
+    """Wrap ``root`` in DistributedDataParallel if the plan only replicates, else return it.
+
+    It averages what trains now.
+    """
     trains = any(parameter.requires_grad for parameter in root.parameters())
     if plan.only_replicates and plan.world_size > 1 and not plan.independent_replicas and trains:
         return nn.parallel.DistributedDataParallel(root)
@@ -64,7 +67,7 @@ def replicate(root: nn.Module, plan: Plan) -> nn.Module:
 
 
 def _move(model: nn.Module, device: torch.device, parameters: bool = True) -> None:
-    """To ``device`` what has memory elsewhere."""
+    """Move tensors that have memory elsewhere to ``device``."""
     for tensor in (*(model.parameters() if parameters else ()), *model.buffers()):
         if not tensor.is_meta and not _is_on(tensor, device):
             tensor.data = tensor.data.to(device)
@@ -76,7 +79,7 @@ def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, world_size: int | None = None) -> None:
-    """Raise PlanError, in one sentence with the fix, where ``plan`` does not fit ``model``; nothing is built or changed.
+    """Raise PlanError, with the fix, if ``plan`` does not fit ``model``, changing nothing.
 
     Besides the sharding tables these attributes of a ``config`` of the model (or of a part of it) are looked at, where they are
     there: heads, kv_heads, hidden, vocab_size, experts, layers, repeats.
@@ -91,7 +94,7 @@ def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, worl
 def check_sizes(
     model: nn.Module, plan: Plan, sequence_length: int | None = None, world_size: int | None = None
 ) -> None:
-    """Run the part of :func:`check` that looks at sizes alone, which needs no model that can be sharded."""
+    """Check sizes only, see :func:`check`, for models that cannot be sharded."""
     plan.check(world_size=world_size, sequence_length=sequence_length)
     for part in model.modules():
         config = getattr(part, "config", None)

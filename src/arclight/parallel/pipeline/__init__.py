@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model cut into stages on several processes, micro-batches running through them by a schedule.
+"""Run a model cut into stages on several processes, by a schedule of micro-batches.
 
 An ordinary module needs nothing but the strategy: its own steps are cut, wherever they call which parts.
 

@@ -1,4 +1,4 @@
-"""Describe one forward as a graph of module calls: what each reads of earlier ones, its weights.
+"""Describe one forward as a graph of module calls, with the values and weights they use.
 
 Captured by `splitting.capture`; partitioned, costed and cut into stages by all of ``pipeline``.
 """
@@ -18,7 +18,7 @@ from arclight.parallel.plan import PlanError
 
 @dataclass(frozen=True, order=True)
 class Value:
-    """Name a tensor that a call returned: a leaf of its output, numbered as `torch.utils._pytree` flattens."""
+    """Tensor that a call returned: a leaf of its output, in `torch.utils._pytree`'s order."""
 
     call: int
     leaf: int = 0
@@ -26,7 +26,10 @@ class Value:
 
 @dataclass(frozen=True)
 class Call:
-    """Describe one call of a module in a forward. Glue between calls (masks, positions, reshaping) belongs to none."""
+    """One call of a module in a forward.
+
+    Glue between calls (masks, positions, reshaping) belongs to none.
+    """
 
     name: str
     """Name of the module in the model. A module that is called more than once has several calls."""
@@ -46,7 +49,10 @@ class Call:
 
 @dataclass(frozen=True)
 class CallGraph:
-    """Hold the calls of a model's forward, in order. A stage is a range of them; it receives what it reads of earlier ones."""
+    """Calls of a model's forward, in order.
+
+    A stage is a range of them; it receives what it reads of earlier ones.
+    """
 
     calls: tuple[Call, ...]
     result: frozenset[Value]
@@ -72,7 +78,10 @@ class CallGraph:
         return {name for call in self.calls for name in call.parameters}.union(self.result_parameters)
 
     def keeping(self, names: Iterable[str]) -> CallGraph:
-        """Let the last stage hold those of ``names`` that nothing uses, for other steps and for checkpoints."""
+        """Return the graph with unused ``names`` held by the last stage, for other steps and saving.
+
+        Saving is that of checkpoints.
+        """
         used = self.used
         return replace(self, result_parameters=(*self.result_parameters, *(name for name in names if name not in used)))
 
@@ -85,7 +94,7 @@ class CallGraph:
         return tuple(sorted(value for value in wanted if value.call < at))
 
     def crossing(self, at: int) -> int:
-        """Bytes of what crosses a cut before call ``at``, for the example."""
+        """Return the bytes that cross a cut before call ``at``, for the example."""
         return sum(self.calls[value.call].outputs[value.leaf] for value in self.live(at))
 
     def users(self, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -100,7 +109,10 @@ class CallGraph:
         return {name: tuple(sorted(stages)) for name, stages in found.items()}
 
     def ranges(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the first call, and the one after the last, of each stage. Raises PlanError for cuts that leave a stage empty."""
+        """Return the first call of each stage, and the one after its last.
+
+        Raises PlanError for cuts that leave a stage empty.
+        """
         ends = [*cuts[1:], len(self.calls)]
         if not cuts or cuts[0] != 0 or any(begin >= end for begin, end in zip(cuts, ends, strict=True)):
             raise PlanError(
@@ -132,7 +144,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def arguments_of(example: Any) -> Arguments:
-    """Return ``example`` as ``(args, kwargs)``: it is that, a tuple of arguments, or a dict of keyword arguments. Raises PlanError."""
+    """Return ``example`` as ``(args, kwargs)``.
+
+    It may be that already, a tuple of arguments, or a dict of keyword arguments. Raises PlanError for anything else.
+    """
     if isinstance(example, Mapping):
         return (), dict(example)
     if isinstance(example, tuple):

@@ -1,4 +1,4 @@
-"""Predict a pipeline step of a model, as ``pipeline.simulate``: find costs, cut into stages, simulate the schedule."""
+"""Predict a pipeline step of a model: find costs, cut into stages, simulate the schedule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def simulate(
     processes: int | None = None, *, measured: bool | None = None, device: Hardware | str | None = None,
     link: Link | None = None, reduction: float = 0.0, optimizer: float = 0.0,
 ) -> Prediction:  # fmt: skip
-    """Simulate a step of a pipeline: when each process computes or waits, and how much memory it holds. No process is started.
+    """Simulate a pipeline step: times of each process, and memory it holds.
+
+    No process is started.
 
         step = pipeline.simulate(model, {"input_ids": tokens}, "ZBVZeroBubble", micro_batches=16, processes=4)
         step.seconds; print(step); pipeline.timeline(step)
@@ -95,7 +97,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _timed_stages(pipe: Pipe, example: Any, repetitions: int) -> tuple[list[UnitCost], list[float]]:
-    """Return the costs of stages, and the share of held memory that action I frees, negative if it adds (see `simulation.simulate`)."""
+    """Return the costs of stages, and the share of held memory that action I frees.
+
+    It is negative if the action adds memory (see `simulation.simulate`).
+    """
     kept: list[int] = []
 
     def seen(outputs: list[Tensor], inputs: list[Tensor], weights: list[nn.Parameter]) -> None:

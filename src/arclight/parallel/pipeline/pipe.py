@@ -1,4 +1,4 @@
-"""Split any model into stages: `split` captures one forward, chooses the cuts and returns a `Pipe`."""
+"""Split any model into stages: capture one forward, choose the cuts, return a `Pipe`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Policy = Callable[[CallGraph, int], Sequence[int]]
 
 
 class StageModule(NamePreservingStage):
-    """One stage of a model: its parameters under their names in the model, and its part of the forward."""
+    """One stage of a model: its parameters under their original names, its part of the forward."""
 
     def __init__(self, root: nn.Module, cuts: StageAssignment, number: int, home: torch.device | None = None) -> None:
         super().__init__(StageInfo(number, cuts.values_into(number), cuts.values_into(number + 1)))
@@ -45,9 +45,10 @@ class StageModule(NamePreservingStage):
         self.training = root.training
 
     def forward(self, *received: Tensor, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Compute this stage. received: the tensors of ``receives``. args, kwargs: what the whole model is called with.
+        """Compute this stage for the ``received`` tensors.
 
-        Returns the tensors of ``sends``; on the last stage what the model returns.
+        received: the tensors of ``receives``. args, kwargs: what the whole model is called with. Returns the tensors of
+        ``sends``; on the last stage what the model returns.
         """
         return self._sliced.run(self._stage_info.number, received, args, dict(kwargs or {}))
 
@@ -55,7 +56,10 @@ class StageModule(NamePreservingStage):
         return self._sliced.parts
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load as any module. Buffers that the first stage saves, and all stages compute with, are loaded where ``state_dict`` has them."""
+        """Load as any module, with buffers that the first stage saves for all stages.
+
+        They are loaded where ``state_dict`` has them.
+        """
         own = OrderedDict(state_dict)
         for name in self._sliced.borrowed:
             value = own.pop(name, None)
@@ -100,7 +104,10 @@ class Pipe:
         names: Mapping[str, str],
         model: nn.Module,
     ) -> None:
-        """model: only its tree is kept, not what it holds."""
+        """Initialise the pipe with its stages.
+
+        model: only its tree is kept, not what it holds.
+        """
         self._model = meta_skeleton(model)
         self.graph, self.cuts, self.stages = cuts.graph, cuts.begins, list(stages)
         self.shared: dict[str, tuple[int, ...]] = cuts.shared
@@ -109,7 +116,7 @@ class Pipe:
         self._paths = {name.rsplit(".", n)[0] for name in names for n in range(1, name.count(".") + 1)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages, and return what the model returns for these arguments."""
+        """Run all stages; return the model's result for these arguments."""
         result: Any = ()
         for stage in self.stages:
             result = stage(*result, args=args, kwargs=kwargs)
@@ -121,13 +128,14 @@ class Pipe:
         weight: Callable[[Any], Any] | None = None, chunks: Mapping[int | str, Any] | None = None, outputs: Any = 0,
         data: Any = None, device: Any = None,
     ) -> PipeRunner:  # fmt: skip
-        """Stages on the processes of ``group`` (all of them by default; one process runs all stages), which call this alike.
+        """Return a runner of the stages on ``group``, all of whose processes call this alike.
 
-        micro_batches: how many a batch becomes, or fewer where it has fewer samples. loss: of the last stage's output and targets,
-        ``(sum, count)`` or a number; without it the model's own result is that. reduction, weight: see `LossReduction`. chunks: how
-        arguments are cut, by position or name (and "targets"): a dimension (0 by default), "replicate", or a tree of these. outputs:
-        how results are merged: a dimension, "sum", "mean", a `Reducer`, or a tree of these. data: the group of processes that run
-        other batches through the same stages; gradients become those of all batches.
+        By default the group is all processes; one process runs all stages. micro_batches: how many a batch becomes, or
+        fewer where it has fewer samples. loss: of the last stage's output and targets, ``(sum, count)`` or a number;
+        without it the model's own result is that. reduction, weight: see `LossReduction`. chunks: how arguments are
+        cut, by position or name (and "targets"): a dimension (0 by default), "replicate", or a tree of these. outputs:
+        how results are merged: a dimension, "sum", "mean", a `Reducer`, or a tree of these. data: the group of
+        processes that run other batches through the same stages; gradients become those of all batches.
 
         Raises PlanError where schedule, stages and processes do not fit.
         """
@@ -145,14 +153,20 @@ class Pipe:
         return self.train(False)
 
     def local_stage_indices(self, schedule: str = "1F1B", group: Any = None) -> list[int]:
-        """List the stages that :meth:`on` gives this process, to :meth:`load` or :meth:`initialize` them before."""
+        """List the stages that :meth:`on` gives this process, to load or initialise them before.
+
+        See :meth:`load` and :meth:`initialize`.
+        """
         return topology_of(self, schedule, group).own
 
     def load(
         self, path: str | Path, stages: Sequence[int] | None = None, *, device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None, prefix: str | None = None, rename: Callable[[str], str] | None = None, mapped: bool = True,
     ) -> LoadReport:  # fmt: skip
-        """Fill the stages of these numbers (None: all) from safetensors: see `arclight.parallel.pipeline.weights.load.load`."""
+        """Load the stages of these numbers (None: all) from safetensors.
+
+        See `arclight.parallel.pipeline.weights.load.load`.
+        """
         chosen = self.stages if stages is None else [self.stages[number] for number in stages]
         return load(
             chosen, path, model=self._model, device=device, dtype=dtype, prefix=prefix, rename=rename, mapped=mapped
@@ -161,9 +175,10 @@ class Pipe:
     def initialize(
         self, stages: Sequence[int] | None = None, *, device: str | torch.device = "cpu", seed: int | None = None
     ) -> tuple[str, ...]:
-        """Give first values to the stages of these numbers (None: all), by ``seed`` and names: the same for any number of stages.
+        """Initialise the stages of these numbers (None: all), by ``seed`` and names.
 
-        See `arclight.parallel.pipeline.weights.initialize.initialize_stages`.
+        Values are the same for any number of stages. See
+        `arclight.parallel.pipeline.weights.initialize.initialize_stages`.
         """
         chosen = self.stages if stages is None else [self.stages[number] for number in stages]
         return initialize_stages(chosen, model=self._model, device=device, seed=seed)
@@ -171,16 +186,18 @@ class Pipe:
     def save(
         self, folder: str | Path, *, max_shard_size: int | str = "5GB", group: dist.ProcessGroup | None = None
     ) -> None:
-        """Write all stages as one folder, which opens in any number of stages, and in transformers where the model is from there.
+        """Save all stages as one folder, which loads with any number of stages.
 
-        All processes of ``group`` call this, each of which has some of the stages: see `arclight.parallel.pipeline.weights.save.save`.
+        It opens in transformers, too, if the model is from there. All processes of ``group`` call this, each of which
+        has some of the stages: see `arclight.parallel.pipeline.weights.save.save`.
         """
         save(self.stages, folder, model=self._model, max_shard_size=max_shard_size, group=group)
 
     def remap_qualname(self, name: str) -> str:
-        """Return the name in the model of a parameter or module of a stage: its own, or the first one of a tied parameter.
+        """Return the name in the model of a parameter or module of a stage.
 
-        What lies below a known module is named as it is. Raises KeyError for other names.
+        It is its own, or the first one of a tied parameter. What lies below a known module is named as it is. Raises
+        KeyError for other names.
         """
         if name in self._names:
             return self._names[name]
@@ -261,7 +278,10 @@ def _traced(
     model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any], Sequence[str]], cut: Callable[..., StageAssignment],
     names: Mapping[str, str], reason: PlanError | None,
 ) -> Pipe:  # fmt: skip
-    """Cut a traced graph. arguments: args, kwargs, names of modules where stages begin. reason: why the model's own code cannot be cut."""
+    """Cut a traced graph into stages.
+
+    arguments: args, kwargs, names of modules where stages begin. reason: why the model's own code cannot be cut.
+    """
     try:
         args, kwargs, at = arguments
         traced = trace_model(model, args, kwargs)
@@ -287,9 +307,10 @@ def _traced(
 def default_cuts(
     costs: ModelCosts, stages: int, micro_batches: int | None = None, begins: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Return the first call of each of ``stages`` for the shortest step of ``micro_batches`` (None: twice the stages). Raises PlanError.
+    """Return the first call of each of ``stages`` for the shortest step.
 
-    begins: calls with which stages begin as long as these are enough (None: any); the first is 0.
+    ``micro_batches``: of the step (None: twice the stages). Raises PlanError. begins: calls with which stages begin as
+    long as these are enough (None: any); the first is 0.
     """
     count = len(costs.units)
     if stages > count:
@@ -315,14 +336,17 @@ def _predicted(find: Callable[[], ModelCosts], graph: CallGraph, parameters: Map
 
 
 def narrow(graph: CallGraph) -> list[int]:
-    """Calls before which no more crosses a cut than before the calls next to them; and the first."""
+    """Return the first call, and calls before which a cut is locally narrowest.
+
+    No more bytes cross there than before the calls next to them.
+    """
     bytes_at = [graph.crossing(at) for at in range(1, len(graph.calls))]
     around = zip([*bytes_at[:1], *bytes_at], bytes_at, [*bytes_at[1:], *bytes_at[-1:]], strict=False)
     return [0, *(at for at, (before, here, after) in enumerate(around, 1) if here <= min(before, after))]
 
 
 def _refuse_few(graph: CallGraph, stages: int) -> None:
-    """Raise DataDependentError where there are too few parts because the model computes with parameters between them."""
+    """Raise DataDependentError if parameters used between parts leave too few parts."""
     loose = [n for call in graph.calls for n in call.parameters if not n.startswith(f"{call.name}.")]
     loose = [name for name in (*loose, *graph.result_parameters) if name not in graph.aliases.values()]
     if stages > len(graph.calls) and loose:
@@ -332,7 +356,10 @@ def _refuse_few(graph: CallGraph, stages: int) -> None:
 
 
 def cuts_at(graph: CallGraph, at: Sequence[str]) -> tuple[int, ...]:
-    """Return the first call of each stage, where further stages begin at the first calls in the modules named. Raises PlanError."""
+    """Return the first call of each stage; stages begin at the modules named in ``at``.
+
+    A module may begin by calls of its submodules. Raises PlanError.
+    """
     begins = [0]
     for name in at:
         inside = (i for i, call in enumerate(graph.calls) if call.name == name or call.name.startswith(name + "."))
@@ -352,7 +379,10 @@ def cuts_at(graph: CallGraph, at: Sequence[str]) -> tuple[int, ...]:
 
 
 def _with_unused(graph: CallGraph, parameters: Mapping[str, nn.Parameter]) -> CallGraph:
-    """Return ``graph``, whose last stage keeps frozen parameters that are not used. Raises PlanError for those that would train."""
+    """Return ``graph`` with unused frozen parameters kept by the last stage.
+
+    Raises PlanError for unused parameters that would train.
+    """
     used = graph.used
     training = [name for name, parameter in parameters.items() if parameter.requires_grad and name not in used]
     if training:

@@ -39,7 +39,7 @@ class UnitCost:
 
     @classmethod
     def total(cls, parts: Iterable[UnitCost]) -> UnitCost:
-        """Add ``parts``, one after the other: times, parameters and what is held add up, the last one's output goes on."""
+        """Add up the costs of consecutive ``parts``; the output is the last one's."""
         known = list(parts)
         return cls(
             sum(part.forward for part in known),
@@ -70,13 +70,16 @@ class Link:
     """Bytes in a second."""
 
     def seconds(self, nbytes: float) -> float:
-        """Give the seconds from a send of ``nbytes`` to their arrival."""
+        """Return the seconds from a send of ``nbytes`` to their arrival."""
         return self.latency + nbytes / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that several units use. Each of them counts it among its parameters; a stage that has several holds it once."""
+    """Parameter that several units use.
+
+    Each of them counts it among its parameters; a stage that has several holds it once.
+    """
 
     units: tuple[int, ...]
     """Their numbers, ascending."""
@@ -99,13 +102,16 @@ class ModelCosts:
     """Origin of the numbers, for people."""
 
     def before(self, unit: int) -> int:
-        """Bytes that cross a cut before ``unit``; none before the first one and after the last."""
+        """Return the bytes that cross a cut before ``unit``; none at both ends of the model."""
         if unit in (0, len(self.units)):
             return 0
         return self.crossing[unit] if self.crossing else self.units[unit - 1].output
 
     def stages(self, cuts: Sequence[int]) -> list[UnitCost]:
-        """Costs of the stages that begin with the units ``cuts``: what came in is held too, what is used twice counts once."""
+        """Return the costs of the stages that begin with the units ``cuts``.
+
+        What came in is held too, and what is used twice counts once.
+        """
         found = []
         for begin, end in zip(cuts, [*cuts[1:], len(self.units)], strict=True):
             whole = UnitCost.total(self.units[begin:end])
@@ -120,22 +126,26 @@ class ModelCosts:
         return found
 
     def line_to(self, other: ModelCosts, samples: float) -> ModelCosts:
-        """Costs of micro-batches of ``samples``, on the line through these and ``other``, which are for another size."""
+        """Return the costs of micro-batches of ``samples``, by a line through two sizes.
+
+        ``other`` has the costs of the second size.
+        """
         at = (samples - self.samples) / (other.samples - self.samples)
         units = tuple(a.line_to(b, at) for a, b in zip(self.units, other.units, strict=True))
         crossing = tuple(max(0, round(a + at * (b - a))) for a, b in zip(self.crossing, other.crossing, strict=True))
         return replace(self, units=units, crossing=crossing, samples=round(samples))
 
     def scaled(self, samples: float) -> ModelCosts:
-        """Costs of micro-batches of ``samples``, were all in proportion to them."""
+        """Return the costs of micro-batches of ``samples``, scaled in proportion."""
         nothing = tuple(UnitCost(0.0, 0.0, 0.0, unit.parameters) for unit in self.units)
         empty = replace(self, units=nothing, crossing=(0,) * len(self.crossing), samples=0)
         return empty.line_to(self, samples)
 
     def recomputed(self) -> ModelCosts:
-        """Costs where each unit keeps its output alone, and computes its forward again before its backward.
+        """Return the costs with recomputation, where each unit keeps its output alone.
 
-        What one unit holds for the moment is not in them: see :meth:`moment`.
+        Its forward is computed again before its backward. What one unit holds for the moment is not in them: see
+        :meth:`moment`.
         """
         units = tuple(
             replace(
@@ -149,7 +159,7 @@ class ModelCosts:
 
     @property
     def moment(self) -> int:
-        """The most bytes that one unit holds: what a stage needs besides where its units are computed again."""
+        """Most bytes that one unit holds, which a stage needs besides when units are recomputed."""
         return max(unit.saved_activation_bytes for unit in self.units)
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Predict memory, traffic and time of plans before anything runs; search the fastest that fits.
+"""Predict memory, traffic and time of plans, and search the fastest that fits.
 
 A `chain.Workload` comes in. ``chain`` traces its links with fake tensors, as one process of a plan has them (``sharded_shapes``,
 ``fsdp_shards``, ``pp_layout``); ``memory`` and ``timing`` add them up; ``estimates`` gives one plan's `Estimate`, ``mesh_search`` the

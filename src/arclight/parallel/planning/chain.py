@@ -1,4 +1,4 @@
-"""Describe a model as a chain (embedding, blocks, head with loss), with each link's cost per rank.
+"""Describe a model as a chain (embedding, blocks, head with loss), each with its cost.
 
 Links are traced with fake tensors, one of each kind, when a plan first asks for them.
 """
@@ -42,7 +42,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Workload:
-    """Describe what is trained, as far as a planner must know.
+    """Training workload, as far as a planner must know it.
 
     model: builds it (called under the meta device). batch(samples, sequence): one micro-batch. loss(model, batch): its loss.
     samples: of one step, over all processes. sequence: tokens of a sample.
@@ -87,7 +87,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Shapes of a link's parameters on one process of the tensor-parallel dimension, before FSDP shards them."""
+    """Shapes of a link's parameters on one tensor-parallel rank, before FSDP shards them."""
 
     shapes: tuple[tuple[int, ...], ...]
     replicated: tuple[tuple[int, ...], ...]
@@ -146,9 +146,10 @@ class Chain:
 
     @cached_property
     def flops_per_sample(self) -> float:
-        """Floating-point operations of forward and backward of one sample: nothing twice, attention on both sides of the diagonal.
+        """Floating-point operations of forward and backward of one sample.
 
-        So MFU is published (Chowdhery et al. 2022).
+        Nothing counts twice, and attention counts on both sides of the diagonal. So MFU is published (Chowdhery et al.
+        2022).
         """
         costs = self.costs(LayerSharding(), 1, "none")
         links: list[str | int] = ["first", *self.kinds, "last"]
@@ -156,9 +157,10 @@ class Chain:
         return sum(there.products + back.products + 3 * there.uncut for there, back in works)
 
     def costs(self, cut: LayerSharding, samples: int, recompute: Recompute) -> dict[str | int, Cost]:
-        """Cost each link by kind ("first", "last", numbers in ``kinds``) for micro-batches of ``samples``.
+        """Return the cost of each link by kind, for micro-batches of ``samples``.
 
-        Raises PlanError for a cut that the model does not allow.
+        Kinds are "first", "last", and the numbers in ``kinds``. Raises PlanError for a cut that the model does not
+        allow.
         """
 
         workload = self.workload
@@ -187,7 +189,10 @@ class Chain:
         return found
 
     def once(self, key: Any, trace: Callable[[], Any]) -> Any:
-        """Give what ``trace`` gives for ``key``, asked for once; a PlanError is raised each time."""
+        """Return the result of ``trace`` for ``key``, cached.
+
+        A PlanError is raised each time.
+        """
         if key not in self._traced:
             try:
                 self._traced[key] = trace()
@@ -226,7 +231,10 @@ class Chain:
         }
 
     def _registered_before_blocks(self) -> set[str]:
-        """Names of the first part's parameters. Tied ones belong to the last part, where FSDP keeps them."""
+        """Return the names of the first part's parameters.
+
+        Tied ones belong to the last part, where FSDP keeps them.
+        """
         users: dict[nn.Parameter, int] = {}
         for _, parameter in self.model.named_parameters(remove_duplicate=False):
             users[parameter] = users.get(parameter, 0) + 1
@@ -239,7 +247,10 @@ class Chain:
         return set()
 
     def reduced(self, cut: LayerSharding, recorder: OpRecorder) -> tuple[nn.Module, nn.Module | None]:
-        """Return a copy of the model with one block of each kind, as one process of ``cut`` has it; and its container of blocks."""
+        """Return a copy of the model, sharded by ``cut``, with one block of each kind.
+
+        Its container of blocks is returned, too.
+        """
         memo: dict[int, Any] = {}
         if self.container:
             container = self.model.get_submodule(self.container)
@@ -256,7 +267,10 @@ class Chain:
 
 
 def _signatures(found: list[tuple[str, nn.Module]]) -> list[Any]:
-    """Equal for blocks that cost the same: classes, shapes and settings, but not what only tells a block's number."""
+    """Return keys that are equal for blocks of equal cost: classes, shapes and settings.
+
+    Settings that only number the blocks are left out.
+    """
     keys = [name.rpartition(".")[2] for name, _ in found]
     settings = [
         {(name, key): value for name, module in block.named_modules() for key, value in vars(module).items()
@@ -287,7 +301,7 @@ class _StoppedError(Exception):
 
 
 class _FirstBlockStop(nn.Module):
-    """In the place of the first block: keeps what blocks are given, and marks where the first part ends."""
+    """Stand-in for the first block that keeps its inputs and marks the end of the first part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +359,10 @@ class _Tracing:
 def trace_ends(
     chain: Chain, cut: LayerSharding, few: tuple[int, int], many: tuple[int, int]
 ) -> tuple[dict[str | int, Cost], dict[str | int, Cost]]:
-    """Costs of the first part, and of the last one with the loss, for batches of few and of many (samples, tokens of each)."""
+    """Trace the costs of the first part, and of the last one with the loss.
+
+    It is done for batches of ``few`` and of ``many`` (samples, tokens of each).
+    """
     traced = _Tracing(chain, cut, fused=False)
     return _pass_through(traced, *few), _pass_through(traced, *many)
 
@@ -381,7 +398,10 @@ def _pass_through(traced: _Tracing, samples: int, sequence: int) -> dict[str | i
 
 
 def _ends(marks: dict[str, State], boundary: int) -> dict[str | int, Cost]:
-    """Costs of the first and the last part, from (live, peak, work) at each mark of one pass through both."""
+    """Return the costs of the first and last part, from the marks of one pass through both.
+
+    A mark is (live, peak, work).
+    """
     end, back = marks["end"], marks["back"]
     if "forward" not in marks:
         whole = Cost(end[0], end[1], back[1], end[2], back[2], 0)
@@ -396,7 +416,7 @@ def _ends(marks: dict[str, State], boundary: int) -> dict[str | int, Cost]:
 
 
 def trace_blocks(chain: Chain, cut: LayerSharding, samples: int, recompute: Recompute) -> dict[str | int, Cost]:
-    """Costs of a block of each kind."""
+    """Return the costs of a block of each kind."""
     traced = _Tracing(chain, cut, fused=chain.workload.compiled)
     batch = traced.batch(samples, chain.workload.sequence // cut.cp)
     traced.stop.ends = True
@@ -425,7 +445,7 @@ def _trace_block(traced: _Tracing, block: nn.Module, recompute: Recompute) -> Co
 
 
 def recomputed(block: nn.Module, recompute: Recompute, compiled: bool) -> Callable[..., Tensor]:
-    """Return the block's forward, keeping for backward what it would keep.
+    """Return the block's forward with its recomputation, keeping what training would keep.
 
     A compiler keeps what is dear (products, attention, what was received) and computes the rest again, as it fuses it into
     backward's own operations: "none" when compiled. "selective" computes every second matrix product again too.
@@ -439,7 +459,10 @@ def recomputed(block: nn.Module, recompute: Recompute, compiled: bool) -> Callab
 
 
 def _keeping(every: int) -> Any:
-    """Contexts of a checkpoint that keeps attention, exchanges and every ``every``-th matrix product, beginning with the first."""
+    """Return the contexts of a checkpoint that keeps every ``every``-th matrix product.
+
+    The first is kept, and so are attention and exchanges.
+    """
     counts = {False: 0, True: 0}
 
     def policy(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:

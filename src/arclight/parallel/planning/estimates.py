@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A plan with all that is predicted of it: of one step and one process where nothing else is said."""
+    """Plan with its predictions, of one step and one process unless they say otherwise."""
 
     plan: Plan
     samples: int
@@ -83,7 +83,10 @@ class Estimate:
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """Seconds of a step by cause, of the busiest stage. Their sum is the step: what nothing else explains is waiting."""
+        """Seconds of a step by cause, of the busiest stage.
+
+        Their sum is the step: what nothing else explains is waiting.
+        """
         busiest = max(self.times, key=lambda time: time.both)
         own = {
             "computing": self.passes * busiest.computing,
@@ -95,7 +98,10 @@ class Estimate:
 
 
 def estimate(chain: Chain, plan: Plan, samples: int = 1) -> Estimate:
-    """Predict ``plan`` with micro-batches of ``samples``. Raises PlanError for what cannot be run."""
+    """Predict ``plan`` with micro-batches of ``samples``.
+
+    Raises PlanError for what cannot be run.
+    """
     workload = chain.workload
     passes = _passes(chain, plan, samples)
     costs, owned = chain.costs(LayerSharding.of(plan), samples, _recompute(plan)), fsdp_shards_of(chain, plan)
@@ -147,7 +153,7 @@ _NOT_PREDICTED = (
 
 
 def _recompute(plan: Plan) -> Recompute:
-    """Give what blocks compute again.
+    """Return what blocks recompute.
 
     Raises PlanError for choices whose effect is not predicted, so that none is left out silently.
     """
@@ -165,7 +171,7 @@ def _recompute(plan: Plan) -> Recompute:
 
 
 def refined(estimate: Estimate, device: Hardware) -> Estimate:
-    """Take seconds and idle share of a plan with a pipeline from its simulation, which a timeline shows; else leave it.
+    """Refine the time of a plan with a pipeline by simulating its schedule.
 
     A search compares thousands of plans by formulas, which take every stage for the slowest one.
     """

@@ -78,7 +78,10 @@ _LABELS = {
 
 
 def differences(best: Estimate, other: Estimate) -> list[tuple[str, Any]]:
-    """Choices in which two plans differ, and what the other chose. What has to follow from a mesh is no choice of its own."""
+    """List the choices in which two plans differ, with the other's value.
+
+    What has to follow from a mesh is no choice of its own.
+    """
     meshes = [(name, getattr(other.plan, name)) for name in ("pp", "tp", "cp", "ep") if _differ(best, other, name)]
     found: list[tuple[str, Any]] = list(meshes)
     if not meshes and best.plan.dp_shard != other.plan.dp_shard:
@@ -96,7 +99,7 @@ def _differ(best: Estimate, other: Estimate, name: str) -> bool:
 
 
 def why(best: Estimate, other: Estimate, memory: float) -> str:
-    """Say in one sentence why ``other`` was not chosen."""
+    """Explain in one sentence why ``other`` was not chosen."""
     worst, ratio = other.worst, other.step_seconds / best.step_seconds
     if worst.total > memory:
         over = f"{(worst.total - memory) / GIB:.1f} GiB too much: {getattr(worst, worst.largest) / GIB:.1f} GiB of {memory_name(worst.largest)}"
@@ -110,11 +113,14 @@ def why(best: Estimate, other: Estimate, memory: float) -> str:
 
 
 def duration(seconds: float, digits: int = 1) -> str:
-    """Format seconds, or below one milliseconds; ``digits`` after the point of the latter, and of the former one more."""
+    """Format seconds, or below one milliseconds.
+
+    ``digits`` after the point of the latter, and of the former one more.
+    """
     return f"{seconds:.{digits + 1}f} s" if seconds >= 0.995 else f"{seconds * 1e3:.{digits}f} ms"
 
 
 def distinct_durations(one: float, other: float) -> tuple[str, str]:
-    """Two times with as many digits as it takes to show that they differ, where they do."""
+    """Format two times with as many digits as it takes to tell them apart."""
     pairs = [(duration(one, digits), duration(other, digits)) for digits in range(1, 7)]
     return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])

@@ -36,7 +36,10 @@ class FsdpShard:
 
     @property
     def gathered(self) -> int:
-        """Bytes of the weights that forward and backward use beside the share; 0 where the share is what they use."""
+        """Bytes of the gathered weights of forward and backward, beside the shard.
+
+        It is 0 if they use the shard itself.
+        """
         return self.full_numel * self.size if self.has_compute_copy else 0
 
     @property

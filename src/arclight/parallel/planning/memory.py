@@ -67,7 +67,10 @@ def adds_up_whole(plan: Plan) -> bool:
 def memory(
     links: Sequence[ChainLink], plan: Plan, workload: Workload, stage: int, passes: int, boundary: int
 ) -> MemoryEstimate:  # fmt: skip
-    """Predict the memory of a process that has ``links``, through ``passes`` micro-batches; ``boundary`` bytes cross each cut."""
+    """Predict the memory of a process with ``links``, through ``passes`` micro-batches.
+
+    ``boundary`` bytes cross each cut.
+    """
     own = sum(share.shard_numel for _, share, _ in links) * MASTER
     arrived = stages_with_input(plan, stage) * boundary
     before = list(accumulate((cost.saved_activation_bytes for cost, _, _ in links), initial=arrived))
@@ -108,14 +111,20 @@ def _turns(links: Sequence[ChainLink]) -> list[int]:
 
 
 def _moment(now: dict[str, int], before: int, peak: int, last: bool, gradients: int = 0) -> MemoryEstimate:
-    """Return ``peak`` bytes of one link, ``gradients`` of them gradients that are whole, on top of what earlier links hold."""
+    """Return the memory while one link uses ``peak`` bytes, on top of earlier links.
+
+    ``gradients`` of them are gradients that are whole.
+    """
     now = {**now, "gathered": now["gathered"] + gradients}
     peak -= gradients
     return MemoryEstimate(**now, activations=before + (0 if last else peak), logits=peak if last else 0)
 
 
 def _gathered(links: Sequence[ChainLink], i: int, ahead: int) -> int:
-    """Bytes of gathered weights while link ``i`` is at work, the next one's being on their way; the last link's stay."""
+    """Return the bytes of gathered weights while link ``i`` computes.
+
+    The next one's are on their way, and the last link's stay.
+    """
     root = links[-1][1].gathered if links[-1][2] and i + 1 < len(links) else 0
     next_one = i + ahead if ahead else -1
     coming = links[next_one][1] if 0 <= next_one < len(links) - bool(root) else None

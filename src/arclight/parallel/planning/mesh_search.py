@@ -33,7 +33,7 @@ TOKENS = 4096
 
 @dataclass(frozen=True)
 class Limits:
-    """Limit what a search may choose."""
+    """Limits of a search."""
 
     gpus: int
     memory: float
@@ -57,7 +57,10 @@ class SearchResult:
 
 
 def search(chain: Chain, limits: Limits, keep: int = 5) -> SearchResult:
-    """Return the fastest plans for ``limits.gpus`` processes that fit. Raises PlanError where none does, naming what comes nearest."""
+    """Return the fastest plans for ``limits.gpus`` processes that fit.
+
+    Raises PlanError if none does, naming what comes nearest.
+    """
     fitting: list[Estimate] = []
     too_large: list[Estimate] = []
     refused: list[tuple[Plan, str]] = []
@@ -84,12 +87,15 @@ def _mesh(plan: Plan) -> tuple[int, ...]:
 
 
 def divisors(number: int, limit: int) -> list[int]:
-    """Divisors of ``number`` up to ``limit``, ascending."""
+    """Return the divisors of ``number`` up to ``limit``, ascending."""
     return [d for d in range(1, min(number, limit) + 1) if number % d == 0]
 
 
 def meshes(chain: Chain, limits: Limits, refused: list[tuple[Plan, str]]) -> Iterator[Plan]:
-    """Plans that cut ``limits.gpus`` processes into dimensions that the model bears; those that it does not go to ``refused``."""
+    """Yield plans of ``limits.gpus`` processes by mesh; refused ones go to ``refused``.
+
+    Those are meshes that do not fit the model.
+    """
     workload, gpus, fixed = chain.workload, limits.gpus, limits.fixed
     node = min(workload.device.node, gpus)
     tps = _choices(fixed, "tp", divisors(gpus, node))  # across nodes its exchanges would take most of the time
@@ -136,7 +142,10 @@ def _whole_choices(fixed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _useful_shards(dp: int, inner: int, node: int) -> list[int]:
-    """Sizes of groups over which weights are sharded: all, fewer by steps of four, one node's, none; largest first."""
+    """Return sizes of sharding groups: all, fewer by steps of four, one node's, none.
+
+    The largest comes first.
+    """
     within = max(1, node // inner)
     sizes = {1, dp, *(within * 4**step for step in range(12))}
     return sorted((size for size in sizes if size <= dp and dp % size == 0), reverse=True)
@@ -145,9 +154,10 @@ def _useful_shards(dp: int, inner: int, node: int) -> list[int]:
 def variants(
     chain: Chain, plan: Plan, limits: Limits, refused: list[tuple[Plan, str]]
 ) -> Iterator[tuple[Plan, int]]:  # fmt: skip
-    """Micro-batches, schedules, recomputation and resharding for a mesh: plans, and samples of a micro-batch.
+    """Yield variants of a mesh: plans with their samples per micro-batch.
 
-    Schedules that compiled blocks cannot follow go to ``refused``.
+    They vary micro-batches, schedules, recomputation and resharding. Schedules that compiled blocks cannot follow go to
+    ``refused``.
     """
     fixed, local = limits.fixed, chain.workload.samples // plan.data_parallel
     sizes = SAMPLES if limits.samples is None else (limits.samples,)

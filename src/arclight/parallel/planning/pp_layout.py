@@ -1,4 +1,4 @@
-"""Lay a chain of layers out over pipeline ranks: the links, activations in flight and messages of each rank.
+"""Lay out a chain of layers over pipeline ranks: links, in-flight activations, messages.
 
 The planner's `estimates`, `memory` and `timing` call this; counts must agree with what the runtime's schedules do, which tests compare
 with `arclight.parallel.pipeline.schedule.orders`. A plan without a pipeline (pp = 1) has one rank with all links.
@@ -63,11 +63,14 @@ def _kind(plan: Plan) -> ScheduleKind:
 
 
 def messages_per_micro_batch(plan: Plan, process: int) -> int:
-    """Count the activations and gradients that a process sends to other processes for each micro-batch."""
+    """Count a process's messages (activations, gradients) to other processes per micro-batch."""
     own, last = stages(plan, process), plan.pp * stages_per_rank(plan) - 1
     return sum((stage < last and stage + 1 not in own) + (stage > 0 and stage - 1 not in own) for stage in own)
 
 
 def stages_with_input(plan: Plan, process: int) -> int:
-    """Count the stages of a process that hold an input from another stage as long as their activations: all but stage 0."""
+    """Count the stages of a process that hold an input from another stage: all but stage 0.
+
+    It is held as long as the stage's activations.
+    """
     return sum(stage > 0 for stage in stages(plan, process)) if plan.pp > 1 else 0

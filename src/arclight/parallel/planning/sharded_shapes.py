@@ -1,4 +1,4 @@
-"""Build one rank's shard of a model without other ranks: smaller matrices, shorter sequences.
+"""Build one rank's shard of a model without other ranks, for fake tensors.
 
 What is cut where is read from the declarations that `arclight.parallel.parallelize` follows (``sharding`` of modules, ``context`` of
 attention, ``dispatcher`` of experts). Collectives are stood for by operations with the same shapes, forward and backward.
@@ -48,7 +48,10 @@ class LayerSharding:
 
 
 class _Exchange(torch.autograd.Function):
-    """A collective that leaves dimension ``dim`` with ``size`` elements, and another one in backward ("" for none)."""
+    """Stand-in for a collective that leaves ``size`` elements in dimension ``dim``.
+
+    In backward there is another collective ("" for none).
+    """
 
     @staticmethod
     def forward(
@@ -63,7 +66,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, dim: int, size: int, collective: Collective | Literal[""], dimension: Dimension) -> Tensor:
-    """Exchange as collectives do: along dimension 0, so that for another one all is copied before or after."""
+    """Exchange along ``dim`` as collectives do.
+
+    They work along dimension 0, so that for another one all is copied before or after.
+    """
     if not collective:
         return x.narrow(dim, 0, size)
     before = x.shape[dim]
@@ -121,7 +127,7 @@ _DIMENSIONS = {"column": 0, "vocabulary": 0, "head": 0, "row": 1, "part": 1}
 
 
 def replicated(model: nn.Module, cut: LayerSharding) -> list[nn.Parameter]:
-    """List parameters that each ``tp`` process has whole, with a part of their work: their gradients are summed over the group."""
+    """List parameters that ``tp`` replicates, whose gradients are summed over the group."""
     found: dict[nn.Parameter, None] = {}
     for _, module, style in declared_styles(model) if cut.tp > 1 else ():
         for part in module.modules() if style in ("sequence", "sequence_gather", "shared", "row", "part") else ():
@@ -190,7 +196,7 @@ def _share_experts(layer: nn.Module, experts: nn.Module, cut: LayerSharding) -> 
 
 
 def _dispatch(ep: int, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Rows to their experts and back, as many as there were: loads are taken to be equal."""
+    """Exchange rows with experts and back, taking loads to be equal."""
     counts = exchange(counts, 0, counts.shape[0], "all_to_all", "ep")
     came = swap(rows, "ep")
     order = torch.arange(len(came), device=rows.device)
@@ -201,7 +207,10 @@ def _dispatch(ep: int, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, 
 def _attend(
     recorder: OpRecorder, cut: LayerSharding, cpu: bool, query: Tensor, key: Tensor, value: Tensor, mask: Any, attend: Any
 ) -> Tensor:  # fmt: skip
-    """Attention of the own queries to all keys, as `arclight.parallel.layers.context_parallel.ContextParallel` brings them together."""
+    """Compute attention of local queries to all keys, as `ContextParallel` does.
+
+    See `arclight.parallel.layers.context_parallel.ContextParallel`.
+    """
     attending = partial(_masked, recorder, mask, cpu)
     if cut.cp == 1:
         return attending(query, key, value, 0)
@@ -228,7 +237,10 @@ def _ulysses(query: Tensor, key: Tensor, value: Tensor, cp: int, attending: Call
 def _masked(
     recorder: OpRecorder, mask: Any, cpu: bool, query: Tensor, key: Tensor, value: Tensor, first: int
 ) -> Tensor:
-    """Attention of queries at ``first`` and after; keys that a window or chunk hides are taken to cost nothing."""
+    """Compute attention of queries from ``first`` on.
+
+    Keys that a window or chunk hides are taken to cost nothing.
+    """
     queries, keys = query.shape[2], key.shape[2]
     window, chunk, causal = (getattr(mask, name, None) for name in ("window", "chunk", "causal"))
     seen = first + queries / 2 if causal else float(keys)

@@ -1,4 +1,4 @@
-"""Estimate the time of a step: roofline for compute, rings for collectives, and their overlap.
+"""Estimate the time of a step: roofline for compute, rings for collectives, and overlap.
 
 Rules of overlap: exchanges of ``tp``, ``cp`` and ``ep`` are waited for where they are needed. Weights of the next link are
 gathered, and gradients of the last one scattered, while a link computes; what takes longer counts, and the hidden part of an
@@ -27,7 +27,10 @@ OVERLAP_COST = 0.25
 
 
 def group(plan: Plan, dimension: Dimension) -> tuple[int, int]:
-    """(number of processes, distance between neighbours) of a group; the mesh is pp, dp_replicate, dp_shard, cp, tp."""
+    """Return a group's number of processes, and the distance between neighbours.
+
+    The mesh is pp, dp_replicate, dp_shard, cp, tp.
+    """
     fsdp = plan.dp_shard * plan.cp
     return {
         "tp": (plan.tp, 1),
@@ -74,7 +77,7 @@ def messages_seconds(device: Hardware, plan: Plan, messages: Iterable[Message]) 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one stage for one micro-batch, without waiting for other stages, and what a step adds."""
+    """Seconds of one stage per micro-batch, without waiting for others, and once per step."""
 
     forward: float
     backward: float
@@ -138,7 +141,7 @@ class _LinkTime:
 
 
 def _hidden(computing: float, sending: float) -> float:
-    """Seconds of a link that computes while something is sent."""
+    """Return the seconds of a link that computes while something is sent."""
     return max(computing + OVERLAP_COST * min(computing, sending), sending)
 
 
@@ -167,7 +170,7 @@ def _simulated(schedule: str, processes: int, micro_batches: int, half: float) -
 def step_seconds(
     times: Sequence[StageTime], plan: Plan, device: Hardware, passes: int, boundary: int, elements: int, moments: int
 ) -> tuple[float, float, float]:  # fmt: skip
-    """(seconds of a step, share of it in which stages wait for others, seconds of the optimizer).
+    """Return seconds of a step, idle share of stages, and seconds of the optimizer.
 
     boundary: bytes that a micro-batch carries from stage to stage. elements: parameters of a process.
     """
@@ -182,9 +185,9 @@ def step_seconds(
 
 
 def traffic(links: Sequence[ChainLink], plan: Plan, passes: int, stage: int, boundary: int) -> tuple[Message, ...]:
-    """List what a process of ``stage`` with ``links`` sends in ``passes`` micro-batches; bytes are those of whole tensors.
+    """List what a process of ``stage`` sends in ``passes`` micro-batches.
 
-    boundary: bytes that a micro-batch carries from stage to stage.
+    Bytes are those of whole tensors. boundary: bytes that a micro-batch carries from stage to stage.
     """
     return summed(message for message in _messages(links, plan, passes, stage, boundary) if message.bytes)
 

@@ -1,4 +1,4 @@
-"""Evaluate one candidate (schedule, stages, micro-batches): its best cut, step time and memory."""
+"""Evaluate one candidate (schedule, stages, micro-batches): best cut, time, memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Costs = ModelCosts | tuple[ModelCosts, ModelCosts]
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """Describe one way to run a pipeline: processes, schedule, micro-batches, recomputation, replicas."""
+    """Candidate: processes, schedule, micro-batches, recomputation, replicas of a pipeline."""
 
     processes: int
     """Processes of one pipeline."""
@@ -39,7 +39,7 @@ class PlanCandidate:
 
 @dataclass(frozen=True)
 class EvaluatedPlan:
-    """A setting, the best cut for it, and what is predicted."""
+    """Candidate with its best cut and predictions."""
 
     setting: PlanCandidate
     samples: int
@@ -63,12 +63,15 @@ class EvaluatedPlan:
 
 
 class PlanEvaluator:
-    """Predicts what settings do, of one model with one batch of samples in a step, over all replicas."""
+    """Evaluator of candidates, for one model and one batch of samples over all replicas."""
 
     def __init__(
         self, costs: Costs, batch: int, *, link: Link | None = None, states: float = 4.0, overhead: float = 0.0, limit: float | None = None
     ) -> None:  # fmt: skip
-        """limit: bytes that a process may hold, which cuts then observe where they can; the rest as for `pipeline_search.choose`."""
+        """Initialise the evaluator.
+
+        limit: bytes that a process may hold, which cuts then observe where they can; the rest as for `choose.choose`.
+        """
         self.costs, self.batch, self.link, self.states = costs, batch, link or Link(), states
         self.overhead, self.limit = overhead, limit
         one = costs[0] if isinstance(costs, tuple) else costs
@@ -77,7 +80,7 @@ class PlanEvaluator:
         self._sizes: dict[tuple[int, bool], ModelCosts] = {}
 
     def at(self, samples: int, recompute: bool) -> ModelCosts:
-        """Costs of micro-batches of ``samples``."""
+        """Return the costs of micro-batches of ``samples``."""
         if (samples, recompute) not in self._sizes:
             known = self.costs
             one = known[0].line_to(known[1], samples) if isinstance(known, tuple) else known.scaled(samples)
@@ -85,7 +88,7 @@ class PlanEvaluator:
         return self._sizes[samples, recompute]
 
     def refusal(self, setting: PlanCandidate, compiled: bool = False) -> str | None:
-        """Say why a candidate cannot be run; None where it can."""
+        """Return the reason why a candidate cannot be run, or None."""
         kind, number = schedule_kind(setting.schedule), setting.micro_batches
         stages = setting.processes * kind.stages_per_process
         if stages > self.units:
@@ -141,7 +144,10 @@ class StageLayout:
         return held_at_most(order_of(self.kind.name, self.setting.processes, self.setting.micro_batches))
 
     def best_cuts(self) -> tuple[int, ...]:
-        """Exact where each process has a stage; otherwise by climbing from such a cut, judged by the busiest process."""
+        """Return the best cuts: exact with one stage per process, else by hill climbing.
+
+        Climbing starts from such a cut, and is judged by the busiest process.
+        """
         options: dict[str, Any] = {"link": self.forecast.link, "ties": self.costs.ties, "together": self.kind.v_shaped}
         options |= {"crossing": self.costs.crossing or None, "closed": self.costs.closed}
         units, number, limit = self.costs.units, self.setting.micro_batches, self.forecast.limit
@@ -157,7 +163,7 @@ class StageLayout:
         return refine(seed, len(units), self._judge(), 300, self.costs.closed)
 
     def _judge(self) -> CutCost:
-        """Bytes over the limit, then how long the busiest process computes."""
+        """Return a cost of cuts: bytes over the limit, then time of the busiest process."""
         states, count = self.forecast.states, len(self.costs.units)
         limit = float("inf") if self.forecast.limit is None else self.forecast.limit - self.moment
         seconds, held, parameters = (
@@ -216,7 +222,10 @@ class StageLayout:
         )
 
     def improved(self, most: int) -> EvaluatedPlan:
-        """Return the option with a cut that simulation prefers, where a process has several stages; ``most`` are simulated."""
+        """Return the plan with cuts improved by at most ``most`` simulations.
+
+        Cuts stay if each process has one stage.
+        """
         known: dict[tuple[int, ...], EvaluatedPlan] = {}
 
         def judge(cuts: tuple[int, ...]) -> tuple[float, ...]:
@@ -233,12 +242,15 @@ class StageLayout:
         return {unit for stage in own for unit in range(self.cuts[stage], ends[stage])}
 
     def _parameters(self, units: set[int]) -> int:
-        """Bytes of the parameters of a process; what several of its units use counts once."""
+        """Return the bytes of a process's parameters, counting those of several units once."""
         again = sum(tie.parameters * max(0, len(units.intersection(tie.units)) - 1) for tie in self.costs.ties)
         return sum(self.costs.units[unit].parameters for unit in units) - again
 
     def _exchange(self, units: set[int], parameters: int) -> float:
-        """Seconds after the last backward: gradients of parameters that other processes use too, and of all over replicas (a ring)."""
+        """Return the seconds after the last backward: sums of tied gradients, and over replicas.
+
+        Replicas exchange the gradients of all parameters in a ring.
+        """
         shared = [
             tie.parameters
             for tie in self.costs.ties

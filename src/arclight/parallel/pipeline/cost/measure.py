@@ -44,10 +44,11 @@ WARM = 2
 def measure(
     model: nn.Module, graph: CallGraph, example: Any, *, function: Function = None, repetitions: int = 5
 ) -> ModelCosts:  # fmt: skip
-    """Costs of the calls of ``graph`` for ``example`` (a tuple of arguments, a dict of keywords, or both), on the model's device.
+    """Measure the costs of the calls of ``graph`` for ``example``, on the model's device.
 
-    Medians of ``repetitions`` warm passes. function: of the model, that the graph was observed of (None: its forward).
-    The model's mode stays; its buffers and the random state are put back.
+    ``example``: a tuple of arguments, a dict of keywords, or both. Medians of ``repetitions`` warm passes. function: of
+    the model, that the graph was observed of (None: its forward). The model's mode stays; its buffers and the random
+    state are put back.
 
     Raises PlanError where the model is on the meta device, or does not call what the graph says.
     """
@@ -59,7 +60,10 @@ def measure(
 def _timed(
     model: nn.Module, run: Callable[..., Any], graph: CallGraph, example: Any, repetitions: int, seen: OnCall | None = None
 ) -> tuple[PassResult, str]:  # fmt: skip
-    """Medians of warm passes with what one more holds, which ``seen`` is told of; and where they were timed."""
+    """Return medians of warm passes, with held memory, and where they were timed.
+
+    What one more pass holds is passed to ``seen``.
+    """
     device, arguments = _device(model), arguments_of(example)
     if device.type == "meta":
         raise PlanError("a model on the meta device cannot be timed: use predict, or bring it into memory")
@@ -77,11 +81,11 @@ def _timed(
 def predict(
     model: nn.Module, graph: CallGraph, example: Any, *, function: Function = None, device: Hardware | str | None = None
 ) -> ModelCosts:  # fmt: skip
-    """Costs of the calls of ``graph`` for ``example``, from their operations alone: nothing is computed, no memory is taken.
+    """Predict the costs of the calls of ``graph`` for ``example`` from their operations.
 
-    Times are those of a roofline (`arclight.parallel.hardware`): what is computed or moved, whichever takes longer.
-    device: its figures, or their name; None: those of a CPU for a model on one, else of an H100. The model may be on the meta device.
-    The rest as for :func:`measure`.
+    Nothing is computed, and no memory is taken. Times are those of a roofline (`arclight.parallel.hardware`): what is
+    computed or moved, whichever takes longer. device: its figures, or their name; None: those of a CPU for a model on
+    one, else of an H100. The model may be on the meta device. The rest as for :func:`measure`.
 
     Raises PlanError where the model does not call what the graph says, and where what it does depends on numbers.
     """
@@ -139,7 +143,7 @@ class _StageSequence(nn.Module):
         return result
 
     def graph(self, received: Sequence[int]) -> CallGraph:
-        """Give a graph in which each stage is a call that reads what the one before gives."""
+        """Return a graph in which each stage is a call on the results of the one before."""
         calls = []
         for number, stage in enumerate(self.stages):
             own = tuple(f"stages.{number}.{name}" for name, _ in stage.named_parameters())
@@ -152,9 +156,10 @@ def predict_stages(
     stages: Sequence[nn.Module], received: Sequence[int], model: nn.Module, graph: CallGraph, example: Any, *,
     device: Hardware | str | None = None,
 ) -> ModelCosts:  # fmt: skip
-    """Predict, as :func:`predict` does, stages that have a call of ``graph`` each and need be no modules of ``model`` (a traced graph).
+    """Predict the costs of stages, which need be no modules of ``model`` (a traced graph).
 
-    received: how many tensors each stage receives from the one before.
+    Each has a call of ``graph``; the rest as :func:`predict`. received: how many tensors each stage receives from the
+    one before.
     """
     figures, whole = _figures(model, device), _StageSequence(stages)
     done = _done(whole, lambda copied: copied, whole.graph(received), example, figures)
@@ -164,7 +169,7 @@ def predict_stages(
 def measure_stages(
     stages: Sequence[nn.Module], received: Sequence[int], example: Any, *, repetitions: int = 5, seen: OnCall | None = None
 ) -> list[UnitCost]:  # fmt: skip
-    """Time stages, all of which are in this process, as :func:`measure` times calls.
+    """Measure stages, all in this process, as :func:`measure` does calls.
 
     received: how many tensors each stage receives from the one before, and holds. seen: told of each stage's tensors in one more pass.
     Raises PlanError for stages on the meta device.
@@ -185,9 +190,10 @@ def _figures(model: nn.Module, device: Hardware | str | None) -> Hardware:
 def measure_link(
     group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu", *, megabytes: float = 4.0
 ) -> Link:
-    """Latency and bandwidth between the first two processes of ``group``, by a ping-pong of small and of large tensors.
+    """Measure latency and bandwidth between the first two processes of ``group``.
 
-    All processes of the group call it and are given the same answer. Raises PlanError for a group of one.
+    It is done by a ping-pong of small and of large tensors. All processes of the group call it and are given the same
+    answer. Raises PlanError for a group of one.
     """
     if dist.get_world_size(group) < 2:
         raise PlanError("a link joins two processes, and the group has one")
@@ -204,7 +210,7 @@ def measure_link(
 
 
 def _one_way(tensor: Tensor, peer: int, first: bool, group: dist.ProcessGroup | None, times: int = 11) -> float:
-    """Median seconds of a message, half of its way there and back."""
+    """Return the median seconds of a message, half of a round trip."""
     found = []
     for _ in range(times):
         begin = time.perf_counter()
@@ -221,7 +227,7 @@ def _one_way(tensor: Tensor, peer: int, first: bool, group: dist.ProcessGroup | 
 
 @contextmanager
 def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Random state and buffers are afterwards what they were."""
+    """Restore random state and buffers after the block."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda, device_type=device.type if cuda else None):
@@ -268,7 +274,10 @@ def _costs(
 
 
 def closed_places(graph: CallGraph) -> tuple[int, ...]:
-    """Calls before which there can be no cut: between a change in place and who reads it, or between users of the same random numbers."""
+    """Return the calls before which there can be no cut.
+
+    They are between a change in place and its readers, or between users of the same random numbers.
+    """
     count = len(graph.calls)
     found: set[int] = set()
     for index, call in enumerate(graph.calls):

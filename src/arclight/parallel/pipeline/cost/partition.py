@@ -1,4 +1,4 @@
-"""Partition a chain of units into stages: the cut of the shortest step that fits, found exactly.
+"""Partition a chain of units into stages: the exact cut of the shortest step that fits.
 
 A stage s with units i to j takes w(i, j) seconds for a micro-batch: what its units compute, and what it waits for - its input, and
 the gradient of its output, as they cross the two cuts beside it. A step of m micro-batches is predicted to take
@@ -31,7 +31,7 @@ EQUAL = 1e-12
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Limit what a stage holds: states of its parameters, and activations in flight."""
+    """Limit on what a stage holds: states of its parameters, and activations in flight."""
 
     cap: float
     """Bytes."""
@@ -45,14 +45,17 @@ class MemoryLimitError(PlanError):
     """No cut keeps all stages within the limit."""
 
     def __init__(self, message: str, least: float, cuts: tuple[int, ...]) -> None:
-        """least: the least cap in bytes with which ``cuts``, and no others with less, would do."""
+        """Initialise the error.
+
+        least: the least cap in bytes with which ``cuts``, and no others with less, would do.
+        """
         super().__init__(message)
         self.least, self.cuts = least, cuts
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A chain cut into stages, with what is predicted of them."""
+    """Chain cut into stages, with predictions."""
 
     cuts: tuple[int, ...]
     """The first unit of each stage."""
@@ -75,13 +78,13 @@ def partition(
     units: Sequence[UnitCost], stages: int, micro_batches: int = 1, *, link: Link | None = None, ties: Sequence[Tie] = (),
     crossing: Sequence[float] | None = None, memory_limit: MemoryLimit | None = None, together: bool = False, closed: Collection[int] = (),
 ) -> Partition:  # fmt: skip
-    """Return the cut of ``units`` into ``stages`` contiguous stages, none of them empty, whose step takes least time.
+    """Return the partition of ``units`` into ``stages`` whose step takes least time.
 
-    link: between processes; None: what crosses a cut costs nothing. crossing: bytes that cross a cut before each unit (those that
-    follow the last one need not be given), where that is more than the output of the unit before. ties: parameters of several
-    units. closed: units before which there can be no cut. together: whether the first and the last stage are on one process (a V), where
-    they need not exchange gradients.
-    Of cuts that are as good, the one whose stages are most alike; then the one with shorter stages first.
+    Stages are contiguous, none of them empty. link: between processes; None: what crosses a cut costs nothing.
+    crossing: bytes that cross a cut before each unit (those that follow the last one need not be given), where that is
+    more than the output of the unit before. ties: parameters of several units. closed: units before which there can be
+    no cut. together: whether the first and the last stage are on one process (a V), where they need not exchange
+    gradients. Of cuts that are as good, the one whose stages are most alike; then the one with shorter stages first.
 
     Exact: no cut is better by the formula of this file. Raises PlanError for fewer units than stages, and MemoryLimitError, which
     names the least cap that would do, where no cut keeps all stages within ``memory_limit``.
@@ -126,7 +129,10 @@ def _does_not_fit(memory_limit: MemoryLimit, least: float, cuts: list[int], coun
 
 @dataclass(frozen=True)
 class _Table:
-    """Values of all ranges of units, from i up to but without j, in row i and column j; infinity for what is no range."""
+    """Values of all ranges of units: from row i up to but without column j.
+
+    Infinity stands for what is no range.
+    """
 
     valid: Array
     waits: Array
@@ -200,7 +206,7 @@ class _Search:
         return self.evenest()
 
     def solve(self, bound: float) -> tuple[float, float]:
-        """(least sum, its slowest stage) of cuts whose slowest stage takes ``bound`` at most."""
+        """Return the least sum of cuts whose slowest stage takes ``bound``, and that stage's time."""
         self.solved += 1
         total, cuts = _least_sum([self.limited(allowed, bound) for allowed in self.allowed])
         slowest = max(float(self.table.waits[i, j]) for i, j in zip(cuts, [*cuts[1:], len(self.cost) - 1], strict=True))
@@ -218,9 +224,9 @@ class _Search:
 
 
 def _least_sum(costs: list[Array], second: Array | None = None) -> tuple[float, list[int]]:
-    """Least sum over stages of their costs, and the first unit of each; of equal sums the one that is least by ``second``.
+    """Return the least sum over stages of their costs, and the first unit of each.
 
-    costs: for each stage, of all ranges.
+    Of equal sums it is the one that is least by ``second``. costs: for each stage, of all ranges.
     """
     sums = costs[0][0]
     others = second[0] if second is not None else None
@@ -246,7 +252,7 @@ def _first_least(values: Array) -> Array:
 
 
 def _least_max(costs: list[Array]) -> tuple[float, list[int]]:
-    """Least maximum over stages of their costs, and the first unit of each."""
+    """Return the least maximum over stages of their costs, and the first unit of each."""
     slowest, choices = costs[0][0], []
     for cost in costs[1:]:
         every = np.maximum(slowest[:, None], cost)
@@ -271,7 +277,7 @@ CutCost = Callable[[tuple[int, ...]], tuple[float, ...]]
 def refine(
     cuts: Sequence[int], count: int, judge: CutCost, most: int = 2000, closed: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """Return a cut that ``judge`` prefers to all whose stages begin a unit earlier or later in one place, in two, or in a row of places.
+    """Refine cuts by hill climbing on ``judge``, moving one, two, or a row of boundaries.
 
     Hill climbing from ``cuts`` (the first unit of each stage) over ``count`` units, for schedules with several stages on a process,
     where no formula holds: ``judge`` may simulate them. It is asked ``most`` times at most. closed: units before which there can be no cut.
@@ -293,7 +299,10 @@ def refine(
 
 
 def _moves(cuts: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the cuts one step away: one boundary by one unit; then a row of neighbouring ones (whole stages move), or any two."""
+    """Yield the cuts one step away: one boundary, a row of neighbours, or any two.
+
+    Boundaries move by one unit; if a row moves, whole stages do.
+    """
     places = range(1, len(cuts))
     rows = [dict.fromkeys(range(a, b), 1) for a in places for b in range(a + 1, len(cuts) + 1)]
     pairs = [{a: 1, b: sign} for a, b in itertools.combinations(places, 2) for sign in (1, -1)]

@@ -1,7 +1,4 @@
-"""Search the pipelines of any model: schedule, cut, micro-batches and recomputation of the shortest step that fits in memory.
-
-Costs are those of a captured model's calls, measured or predicted, and each candidate is simulated. `planning.mesh_search` searches the other
-dimensions of a mesh too, of models that declare how they are sharded (decision 17).
+"""Choose schedule, cut, micro-batches and recomputation of the shortest step that fits.
 
 ``arclight plan`` and ``Trainer(strategy="pipeline")`` (`auto_schedule`) call `choose`:
 
@@ -136,7 +133,10 @@ class _Search:
         return [option for option in self.options if self.fits(option)]
 
     def improve(self) -> None:
-        """Simulate other cuts of the best options that have several stages on a process, one of each schedule."""
+        """Simulate other cuts of the best options with several stages per process.
+
+        There is one option of each schedule.
+        """
         several = [one for one in _ordered(self.fitting) if len(one.cuts) > one.setting.processes]
         first = {one.setting.schedule: one for one in reversed(several)}
         for leader in sorted(first.values(), key=several.index)[:REFINED_PLANS]:
@@ -146,7 +146,10 @@ class _Search:
 
 
 def micro_batch_numbers(batch: int, processes: int) -> list[int]:
-    """List numbers of micro-batches to try: divisors of the batch, and multiples of the processes, which may leave a remainder."""
+    """List numbers of micro-batches to try: divisors of the batch, multiples of processes.
+
+    The latter may leave a remainder.
+    """
     most = min(batch, max(MAX_MICRO_BATCHES, 8 * processes))
     exact = {number for number in range(1, most + 1) if batch % number == 0}
     rounds = {processes * 2**step for step in range(8)} | {3 * processes, 6 * processes}
@@ -252,7 +255,7 @@ def _why(best: EvaluatedPlan, other: EvaluatedPlan) -> str:
 
 
 def _nothing_fits(search: _Search) -> str:
-    """Return the least that any plan needs, and whether more processes would help."""
+    """Describe the least that any plan needs, and if more processes would help."""
     evaluator = search.evaluator
     limit = evaluator.limit or 0.0
     least = min(search.options, key=lambda one: (one.peak, one.seconds))

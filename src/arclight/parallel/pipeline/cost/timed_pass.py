@@ -1,4 +1,4 @@
-"""Run one forward and backward call by call, timing each: the pass that `measure` learns costs from."""
+"""Run one forward and backward call by call, timing each, to learn costs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Meter(Protocol):
     def begin(self) -> None: ...
 
     def seconds(self) -> float:
-        """Give the seconds since :meth:`begin`."""
+        """Return the seconds since :meth:`begin`."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ OnCall = Callable[[list[Tensor], list[Tensor], list[nn.Parameter]], object]
 
 @dataclass
 class PassResult:
-    """Hold what a pass measured, for each call of the graph."""
+    """Measurements of a pass, for each call of the graph."""
 
     phases: list[Phases]
     """Seconds of forward (F), backward of inputs (I) and of weights (W)."""
@@ -81,7 +81,7 @@ class PassResult:
 
 @dataclass
 class Pass:
-    """One forward of the model, each call of which is differentiated when it is over."""
+    """One forward of the model, with a backward of each call after it."""
 
     model: nn.Module
     function: Callable[..., Any]

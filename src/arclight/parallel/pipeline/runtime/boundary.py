@@ -41,7 +41,7 @@ Boundary = tuple[TensorSpec, ...]
 
 
 def check_given(output: tuple[Tensor, ...], boundary: Boundary, backward: bool) -> None:
-    """Raise where a stage gives the next one something else than the first micro-batch of this shape did."""
+    """Raise ValueError if a stage's output differs from the first micro-batch's of this shape."""
     for tensor, shape in zip(output, boundary, strict=True):
         asks = backward and tensor.requires_grad and not shape.requires_grad
         if asks or tensor.shape != shape.shape or tensor.dtype != shape.dtype:

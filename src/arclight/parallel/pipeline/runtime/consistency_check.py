@@ -1,4 +1,4 @@
-"""Check that the processes of a pipeline were given the same plan, and together own every parameter.
+"""Verify that a pipeline's processes have one plan, and together own every parameter.
 
 Before the first step the `engine` exchanges one `PipelineFingerprint` for each process and calls `verify_fingerprints` on all of them:
 without it, differing arguments would show as a hang or as wrong numbers. Fingerprints are exchanged as JSON, so hold plain data.
@@ -18,7 +18,7 @@ from arclight.parallel.plan import PlanError
 
 
 class DisagreementError(PlanError):
-    """Processes of one pipeline were given different arguments; all of them raise this, with the same message."""
+    """Error of a pipeline's processes with different arguments, raised alike on all of them."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,10 @@ class PipelineFingerprint:
     def of(
         cls, stages: dict[int, nn.Module], plan: dict[str, Any], shared: dict[str, tuple[int, ...]]
     ) -> PipelineFingerprint:
-        """Describe this process's stages. shared: the stages of each parameter that several use; only their values are hashed."""
+        """Return the fingerprint of this process's stages.
+
+        shared: the stages of each parameter that several use; only their values are hashed.
+        """
         found: dict[str, list[Any]] = {}
         for number, stage in stages.items():
             for name, parameter in stage.named_parameters():
@@ -55,7 +58,9 @@ _DIFFERENCES = ("", "has the shape", "has the dtype", "has requires_grad", "has 
 def verify_fingerprints(
     fingerprints: list[PipelineFingerprint], shared: dict[str, tuple[int, ...]], expected: Iterable[str] | None = None
 ) -> None:
-    """Raise DisagreementError, the same on all processes, if their ``fingerprints`` differ; it names two of them and the difference.
+    """Raise DisagreementError, alike on all processes, if their ``fingerprints`` differ.
+
+    It names two of them and the difference.
 
     shared: the stages of each parameter that several use. expected: first names of all parameters of the whole model.
     """

@@ -1,4 +1,4 @@
-"""Report a failure to the other ranks of a pipeline, so that they stop with its rank and place."""
+"""Report a failure to the other ranks of a pipeline, so that they stop with its place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ LATE = 0.02
 
 
 class StageLostError(RankMissingError):
-    """A process of a pipeline waited for another that failed, ended or did not come; the message says for what."""
+    """Error of a process that waited for another, which failed, ended or did not come.
+
+    The message says for what it waited.
+    """
 
 
 class FailureStore:
@@ -87,7 +90,9 @@ def _named(ranks: list[int]) -> str:
 
 
 def failure_to_raise(board: FailureStore | None, error: BaseException, where: str, waiting: bool) -> BaseException:
-    """Return the error to raise in place of ``error``, which happened at ``where``; word of it is left for the other processes.
+    """Return the error to raise in place of ``error``, and store it for other processes.
+
+    It happened at ``where``.
 
     waiting: whether nothing was computed then, so that it was another process that did not come.
     """
@@ -122,7 +127,10 @@ def _first(board: FailureStore) -> str | None:
 
 
 def abort_peers(group: dist.ProcessGroup, device: torch.device) -> None:
-    """End what processes of ``group`` wait for from this one: they get an error now, and not when their time is over."""
+    """Abort what processes of ``group`` wait for from this one.
+
+    They get an error now, and not when their time is over.
+    """
     if "nccl" in dist.get_backend(group):
         group.abort()
         return
@@ -146,7 +154,10 @@ class DeviceSteps:
     """Steps that the host may be ahead."""
 
     def __init__(self, board: FailureStore, timeout: datetime.timedelta, record: Callable[[], Any]) -> None:
-        """record: gives an event (``query()`` says if it has happened) behind all that the device was given so far."""
+        """Initialise without steps.
+
+        record: gives an event (``query()`` says if it has happened) behind all that the device was given so far.
+        """
         self._board, self._timeout, self._record = board, timeout, record
         self._events: list[Any] = []
 
@@ -155,7 +166,10 @@ class DeviceSteps:
         self._events.append(self._record())
 
     def wait(self, left: int = AHEAD - 1) -> None:
-        """Wait until no more than ``left`` steps are under way. Raises StageLostError where another process has failed, or in time."""
+        """Wait until no more than ``left`` steps are in flight.
+
+        Raises StageLostError where another process has failed, or in time.
+        """
         began = checked = time.monotonic()
         while len(self._events) > left:
             if self._events[0].query():

@@ -1,4 +1,7 @@
-"""Record pipeline steps as they run: actions of every rank on one clock, and activation memory."""
+"""Record pipeline steps as they run: actions of every rank on one clock, and memory.
+
+Memory is that of activations.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ class Recording:
 
     @property
     def typical(self) -> Trace:
-        """The training step of median length; of steps that only evaluate where there was no other. Raises PlanError for none."""
+        """Training step of median length.
+
+        Where there is none, it is the evaluation step of median length. Raises PlanError for none.
+        """
         if not self.traces:
             raise PlanError("no step was recorded: run a pipeline's steps within `with pipeline.record() as run:`")
         trained = [trace for trace in self.traces if any(span.action.kind != "F" for span in trace.spans)]
@@ -56,8 +62,9 @@ class Recording:
 
     @property
     def simulated(self) -> Trace:
-        """The :attr:`typical` step again, as it would be if each action took what its kind takes on its stage on average and what is
-        sent were there at once: all that it lacks is noise, and time on the way.
+        """The :attr:`typical` step simulated with its stages' mean times, and instant messages.
+
+        Each action takes what its kind takes on its stage on average: all that it lacks is noise, and time on the way.
         """
         typical = self.typical
         order = tuple(tuple(span.action for span in lane) for lane in by_process(typical))
@@ -65,7 +72,10 @@ class Recording:
         return replace(step, schedule=typical.schedule)
 
     def start(self) -> None:
-        """Record from now on, on all processes of the pipeline. Raises PlanError where another recording is under way."""
+        """Start to record, on all processes of the pipeline.
+
+        Raises PlanError where another recording is under way.
+        """
         if _current.get() not in (None, self):
             raise PlanError("steps are being recorded already: one `with pipeline.record()` cannot lie within another")
         _current.set(self)
@@ -75,7 +85,10 @@ class Recording:
         _current.set(None)
 
     def gather(self) -> None:
-        """Exchange what the processes of the pipeline took down, each on its own clock; all of them call it."""
+        """Gather the records of all processes of the pipeline, each on its own clock.
+
+        All of them call it.
+        """
         if not self._taken:
             return
         self.first = not dist.is_initialized() or dist.get_rank() == 0
@@ -103,7 +116,9 @@ _current: ContextVar[Recording | None] = ContextVar("recording of a pipeline", d
 
 @contextmanager
 def record(skip: int = 0, steps: int | None = None, *, activations: bool = False) -> Iterator[Recording]:
-    """Record the steps that a pipeline runs meanwhile, on all of its processes alike; they exchange what they have when it ends.
+    """Record the steps that a pipeline runs in the block, on all of its processes alike.
+
+    They exchange their records when it ends.
 
         with pipeline.record(skip=2) as run:
             trainer.fit(module, data)
@@ -123,7 +138,10 @@ def record(skip: int = 0, steps: int | None = None, *, activations: bool = False
 
 
 def stage_costs(trace: Trace) -> list[UnitCost]:
-    """Average each stage's times and saved activation bytes; a backward in one counts as that of inputs."""
+    """Average each stage's times and saved activation bytes.
+
+    An undivided backward counts as that of inputs.
+    """
     found: dict[tuple[int, str], list[float]] = {}
     for lane in by_process(trace):
         live = 0
@@ -153,7 +171,10 @@ def stage_costs(trace: Trace) -> list[UnitCost]:
 def recorded_step(
     stages: list[Any], schedule: str, micro_batches: int, group: Any, device: torch.device
 ) -> Iterator[None]:
-    """Record one run of a schedule, if that is asked for. stages: those of this process, whose ``recorder`` is set meanwhile."""
+    """Record one run of a schedule, if a recording wants it.
+
+    stages: those of this process, whose ``recorder`` is set meanwhile.
+    """
     run = _current.get()
     if run is None or not run._wants_next():
         yield
@@ -192,7 +213,7 @@ class ActionRecorder:
         self._zero = self.mark()
 
     def mark(self) -> Any:
-        """Now, for the work that the device was given so far."""
+        """Return a mark of now, in the work that the device was given so far."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -212,7 +233,10 @@ class ActionRecorder:
         return saved_tensors_hooks(pack, lambda saved: saved)
 
     def took(self, action: Action, start: Any, boundary: Iterable[Iterable[Any]] = ()) -> None:
-        """Record ``action`` from ``start`` until now. boundary: what the stage keeps of a forward until its backward: outputs, inputs."""
+        """Record ``action`` from ``start`` until now.
+
+        boundary: what the stage keeps of a forward until its backward: outputs, inputs.
+        """
         end = self.mark()
         if self.on_gpu:
             self._marks.append((action, start, end, torch.cuda.memory_allocated(self.device) - self._bytes))
@@ -298,7 +322,10 @@ def _together(parts: Iterable[tuple[Trace, float]]) -> Trace:
 
 
 def waits(trace: Trace) -> dict[Action, float]:
-    """Seconds before each action that takes something from another process, in which its own process did nothing."""
+    """Return the idle seconds before each action that receives from another process.
+
+    They are those in which its own process did nothing.
+    """
     spans, found = {span.action: span for span in trace.spans}, {}
     begin = min(span.start for span in trace.spans)
     for rank, lane in enumerate(by_process(trace)):

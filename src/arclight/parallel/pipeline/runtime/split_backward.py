@@ -71,7 +71,9 @@ def accumulate(weights: Sequence[nn.Parameter], gradients: Sequence[Tensor | Non
 def backward_of_inputs(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Iterable[nn.Parameter]
 ) -> tuple[tuple[Tensor | None, ...], DeferredWeightGradients]:
-    """Return the gradients of ``inputs`` (None for one that the outputs do not depend on), and the half that is left for ``weights``.
+    """Return the gradients of ``inputs``, and the deferred half for ``weights``.
+
+    A gradient is None for an input that the outputs do not depend on.
 
     All tensors require gradients. A weight that hangs on several places between outputs and inputs (a bias that all layers share) gets
     its gradient here: apart, all that lies between these places would have to run again.

@@ -1,4 +1,4 @@
-"""Define the pipeline stage that torch's schedules call: forward, backward, send and receive.
+"""Define the pipeline stage of torch's schedules: forward, backward, send and receive.
 
 It declares its own exchanges. torch's stage
 
@@ -28,7 +28,10 @@ from arclight.parallel.pipeline.schedule.actions import Action, Kind
 
 
 def _recorded(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a method that does ``kind`` for a micro-batch: the stage's recorder, if it has one, notes when it runs."""
+    """Decorate a method that does ``kind`` for a micro-batch, to record when it runs.
+
+    The stage's recorder, if it has one, does so.
+    """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -48,13 +51,17 @@ def _recorded(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class Stage(StageBase):
-    """One stage of this process: its part of the model, and for each micro-batch what comes in and goes out."""
+    """One stage of this process: its part of the model, and the exchanges of each micro-batch."""
 
     def __init__(
         self, part: nn.Module, number: int, stages: int, device: torch.device, group: dist.ProcessGroup | None,
         before: list[Boundary], after: list[Boundary],
     ) -> None:  # fmt: skip
-        """before, after: for each micro-batch what the stages before and after exchange with this one. group: None for one process."""
+        """Initialise the stage.
+
+        before, after: for each micro-batch what the stages before and after exchange with this one. group: None for one
+        process.
+        """
         # What torch's schedules look at. Its own __init__ would ask for a process group also where there is one process.
         self.submod, self.stage_index, self.num_stages, self.device, self.group = part, number, stages, device, group
         self.group_rank = dist.get_rank(group) if group is not None else 0

@@ -1,4 +1,4 @@
-"""Define what a stage runs per micro-batch (its part of the model, the loss), and the topology."""
+"""Define a stage's program per micro-batch (model part, loss), and the topology."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ class StageProgram(nn.Module):
     """Run one stage's part of the model for a micro-batch and, on the last stage, the loss."""
 
     def __init__(self, model: nn.Module, loss: Loss | None, sliced: bool = False, first: bool = False) -> None:
-        """sliced: pass ``model`` all inputs besides the received tensors. Else only the first stage gets the inputs; keyword arguments
-        go to every stage.
+        """Initialise the program.
+
+        sliced: pass ``model`` all inputs besides the received tensors. Else only the first stage gets the inputs;
+        keyword arguments go to every stage.
         """
         super().__init__()
         self.model = model

@@ -28,7 +28,10 @@ class TiedParameters:
     def __init__(
         self, topology: PipelineTopology, stages: Mapping[int, nn.Module], users: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """users: numbers of the stages that have a parameter, by the first of its names. All processes of the pipeline call this."""
+        """Initialise on all processes of the pipeline.
+
+        users: numbers of the stages that have a parameter, by the first of its names.
+        """
         self.counted_by_others: set[nn.Parameter] = set()
         """Parameters of this process that an earlier stage counts in norms and saves in states."""
         self._topology = topology
@@ -50,7 +53,7 @@ class TiedParameters:
         self._sums = sorted(groups.items(), key=lambda one: one[0])
 
     def sum(self, gradients: GradientMap) -> None:
-        """Replace the gradients of shared parameters in ``gradients`` by their sums over the stages that have them."""
+        """Replace the gradients of tied parameters in ``gradients`` by their sums over stages."""
         for first, copies in self._copies:
             found = [gradient for one in (first, *copies) if (gradient := gradients.get(one)) is not None]
             gradients[first] = torch.stack(found).sum(0) if len(found) > 1 else found[0] if found else None
@@ -69,7 +72,7 @@ class TiedParameters:
 def sum_gradients_over(
     group: Any, parameters: Sequence[nn.Parameter], gradients: GradientMap, places: tuple[int, ...] | None = None
 ) -> None:  # fmt: skip
-    """Replace the gradients of ``parameters`` by their sums over the processes of ``group``, in few messages.
+    """Sum the gradients of ``parameters`` over the processes of ``group``, in few messages.
 
     places: ranks in the group of those that take part, of which this process is one; None: all. A process where a parameter has
     none counts as zero; where none has one it stays so. What each has is in the same message.
@@ -99,7 +102,7 @@ def sum_gradients_over(
 
 
 def _sum_by_messages(flat: Tensor, group: Any, places: tuple[int, ...]) -> None:
-    """Replace ``flat`` by its sum over ``places``, in the same order on all of them, a part after the other."""
+    """Sum ``flat`` over ``places`` by messages, part by part, in the same order on all."""
     rank = dist.get_rank(group)
     for part in flat.split(max(1, BUCKET // flat.element_size())):
         found = {place: part if place == rank else torch.empty_like(part) for place in places}
@@ -115,7 +118,10 @@ def _sum_by_messages(flat: Tensor, group: Any, places: tuple[int, ...]) -> None:
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return ``parameters`` in order, those of one type and device together, up to :data:`BUCKET` bytes."""
+    """Group ``parameters`` by type and device into buckets of up to :data:`BUCKET` bytes.
+
+    Their order stays.
+    """
     found: list[list[nn.Parameter]] = []
     current: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

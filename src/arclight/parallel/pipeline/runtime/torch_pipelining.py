@@ -67,7 +67,10 @@ class Schedule:
     """Run a schedule over the stages of this process, for a number of micro-batches."""
 
     def __init__(self, kind: ScheduleKind, stages: Sequence[StageBase], micro_batches: int, backward: bool) -> None:
-        """The last stage gives the loss of a micro-batch. backward: False for losses only, without gradients."""
+        """Initialise the schedule; the last stage gives the loss of a micro-batch.
+
+        backward: False for losses only, without gradients.
+        """
         self._stages, self.progress, self._name = list(stages), stages[0].progress, kind.name
         own = {stage.stage_index for stage in stages}
         for stage in stages:
@@ -90,7 +93,10 @@ class Schedule:
                 stage.clear_runtime_states()
 
     def at(self) -> tuple[Action | None, bool]:
-        """Tell the action this process is at, or was at when it failed, and if it computes it or waits for it; None at a step's end."""
+        """Return the action this process is at, or failed at, and if it computes or waits.
+
+        The action is None at a step's end.
+        """
         if self.progress.computing is not None:
             return Action(*self.progress.computing), True
         if not isinstance(self._schedule, _PipelineScheduleRuntime):
@@ -109,7 +115,10 @@ class Schedule:
 
 
 def _built(kind: ScheduleKind, stages: list[StageBase], micro_batches: int) -> Any:
-    """Build torch's schedule for ``kind``: its own class, or its runtime of actions, which puts in sends and receives."""
+    """Build torch's schedule for ``kind``: its own class, or its runtime of actions.
+
+    The runtime inserts sends and receives.
+    """
     options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
     alone = stages[0].group is None
     native = _NATIVE.get(kind.name.partition(":")[0])

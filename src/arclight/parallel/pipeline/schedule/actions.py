@@ -1,4 +1,4 @@
-"""Write the actions of a pipeline step as data, in torch's notation (``2F0``), and read them."""
+"""Write and read the actions of a pipeline step, in torch's notation (``2F0``)."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ Order = tuple[tuple[Action, ...], ...]
 
 
 def write_csv(order: Order) -> str:
-    """Return ``order`` as torch's schedules write theirs (format "compute_only"): a line for each process."""
+    """Format ``order`` as torch's schedules write theirs (format "compute_only").
+
+    There is a line for each process.
+    """
     return "".join(",".join(map(str, actions)) + "\n" for actions in order)
 
 
 def read_csv(text: str) -> Order:
-    """Return the order that :func:`write_csv` or torch wrote; idle places (empty) are left out, pairs are one after the other.
+    """Parse the order that :func:`write_csv` or torch wrote.
 
-    Raises PlanError for what is no action.
+    Idle places (empty) are left out, pairs are one after the other. Raises PlanError for what is no action.
     """
     return tuple(
         tuple(Action.parse(part) for cell in line.split(",") for part in _parts(cell) if part.strip())

@@ -1,8 +1,9 @@
-"""Generate orders for V-shaped schedules: rank i holds stage i from the front and from the back.
+"""Generate orders of pipeline schedules: 1F1B, zero bubble, and V-shaped ones.
 
-Two of them come from building blocks (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362): the
-times at which one micro-batch passes each process, repeated every six units (F, I and W of two stages). How long
-a micro-batch stays with a process decides how many are held at once; how far apart neighbours work decides that.
+In a V-shaped schedule rank i holds stage i from the front and from the back. Two of them come from building blocks (Qi
+et al. 2024, "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362): the times at which one micro-batch
+passes each process, repeated every six units (F, I and W of two stages). How long a micro-batch stays with a process
+decides how many are held at once; how far apart neighbours work decides that.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ def gpipe(ranks: int, micro_batches: int, stages_per_process: int = 1) -> Order:
 
 
 def looped_bfs(ranks: int, micro_batches: int, stages_per_process: int = 2) -> Order:
-    """Return all micro-batches through one stage before the next, there and back (Lamy-Poirier 2022)."""
+    """Return all micro-batches through one stage before the next, there and back.
+
+    Lamy-Poirier 2022.
+    """
     numbers = range(micro_batches)
 
     def of(rank: int) -> Iterator[Action]:
@@ -41,25 +45,34 @@ def looped_bfs(ranks: int, micro_batches: int, stages_per_process: int = 2) -> O
 
 
 def one_forward_one_backward(ranks: int, micro_batches: int, stages_per_process: int = 1) -> Order:
-    """1F1B (Narayanan et al. 2019); with several stages on a process interleaved (Narayanan et al. 2021)."""
+    """Return 1F1B (Narayanan et al. 2019), or interleaved 1F1B (Narayanan et al. 2021).
+
+    It is interleaved with several stages on a process.
+    """
     ahead = 1 if stages_per_process == 1 else 2
     return tuple(_alternating(rank, ranks, micro_batches, stages_per_process, ahead) for rank in range(ranks))
 
 
 def zero_bubble(ranks: int, micro_batches: int, stages_per_process: int = 1) -> Order:
-    """ZB-H1 (Qi et al. 2023), or interleaved: process r puts off gradients of weights by r places, so that all hold alike."""
+    """Return ZB-H1 (Qi et al. 2023), or its interleaved form.
+
+    Process r puts off gradients of weights by r places, so that all hold alike.
+    """
     return tuple(_alternating(rank, ranks, micro_batches, stages_per_process, 1, put_off=rank) for rank in range(ranks))
 
 
 def zero_bubble_ahead(ranks: int, micro_batches: int, stages_per_process: int = 1) -> Order:
-    """ZB-H2 (Qi et al. 2023): twice as many forwards ahead, which fill the wait for the first backward and are held."""
+    """Return ZB-H2 (Qi et al. 2023): twice as many forwards ahead.
+
+    They fill the wait for the first backward, and are held.
+    """
     return tuple(
         _alternating(rank, ranks, micro_batches, stages_per_process, 2, put_off=2 * rank) for rank in range(ranks)
     )
 
 
 def per_round(ranks: int, micro_batches: int) -> int:
-    """Micro-batches that go through one stage of a process before its next stage has its turn."""
+    """Return the micro-batches of one stage before the process's next stage has its turn."""
     return micro_batches // max(1, micro_batches // ranks)
 
 
@@ -103,7 +116,10 @@ PERIOD = 6
 
 
 def zero_bubble_v(ranks: int, micro_batches: int, stages_per_process: int = 2) -> Order:
-    """ZB-V (Qi et al. 2023): no bubble where F, I and W take equal time, and what 1F1B holds."""
+    """Return ZB-V (Qi et al. 2023): no bubble if F, I and W take equal time.
+
+    It holds what 1F1B does.
+    """
     many = max(2 * ranks - 1, micro_batches)
 
     def of(rank: int) -> Iterator[Action]:
@@ -136,7 +152,10 @@ def zero_bubble_v(ranks: int, micro_batches: int, stages_per_process: int = 2) -
 
 
 def dual_pipe_v(ranks: int, micro_batches: int, stages_per_process: int = 2) -> Order:
-    """DualPipeV (DeepSeek-AI 2024; its V form in torch): pairs of a forward and a backward, meant to hide exchanges in each other."""
+    """Return DualPipeV (DeepSeek-AI 2024): pairs of a forward and a backward.
+
+    It has the V form of torch, and pairs are meant to hide exchanges in each other.
+    """
     if micro_batches < 2 * ranks:
         raise PlanError(f"DualPipeV over {ranks} processes needs at least {2 * ranks} micro-batches: {micro_batches}")
 
@@ -196,7 +215,7 @@ def dual_pipe_v(ranks: int, micro_batches: int, stages_per_process: int = 2) -> 
 
 @dataclass(frozen=True)
 class _Block:
-    """Time one micro-batch's turns on each process, and count the passes that a process then holds."""
+    """Building block: turns of one micro-batch on each process, and the passes held."""
 
     times: tuple[dict[tuple[Kind, int], int], ...]
     """Times of each process, by kind and place (0 for its earlier stage)."""
@@ -207,20 +226,27 @@ class _Block:
 
 
 def v_half(ranks: int, micro_batches: int, stages_per_process: int = 2) -> Order:
-    """V-Half: about half of what 1F1B holds, (p + 2) // 2 micro-batches, and at most half of its bubble for F = I = W."""
+    """Return V-Half: about half of 1F1B's memory, and at most half of its bubble.
+
+    It holds (p + 2) // 2 micro-batches; the bubble is for F = I = W.
+    """
     return _repeated(_block(ranks, (2, 1, 2, 1)), ranks, micro_batches)
 
 
 def v_min(ranks: int, micro_batches: int, stages_per_process: int = 2) -> Order:
-    """V-Min: about a third of what 1F1B holds, (p + 4) // 3 micro-batches, and two thirds of its bubble for F = I = W."""
+    """Return V-Min: about a third of 1F1B's memory, and two thirds of its bubble.
+
+    It holds (p + 4) // 3 micro-batches; the bubble is for F = I = W.
+    """
     return _repeated(_block(ranks, (1, 1, 1, 1)), ranks, micro_batches)
 
 
 @lru_cache(maxsize=64)
 def _block(ranks: int, distances: tuple[int, int, int, int]) -> _Block:
-    """Return the block that is held least: ``distances`` units between neighbours, forth and back in forward, then in backward.
+    """Return the building block that holds least.
 
-    What is free are the waits at the three turns; nothing may fall on the same unit of the period on a process.
+    ``distances``: units between neighbours, forth and back in forward, then in backward. What is free are the waits at
+    the three turns; nothing may fall on the same unit of the period on a process.
     """
     found: list[_Block] = []
     for turns in itertools.product(range(1, PERIOD + 2), repeat=3):
@@ -246,7 +272,10 @@ def _passes(
 
 
 def _with_weights(times: list[dict[tuple[Kind, int], int]]) -> _Block:
-    """Return the block with gradients of weights in the two units of the period that are free, as early as they can."""
+    """Return the block with gradients of weights in the free units of the period.
+
+    They come as early as they can.
+    """
     whole, held, each = [], [], []
     for one in times:
         free = set(range(PERIOD)) - {time % PERIOD for time in one.values()}
@@ -268,13 +297,16 @@ def _with_weights(times: list[dict[tuple[Kind, int], int]]) -> _Block:
 
 
 def _repeated(block: _Block, ranks: int, micro_batches: int) -> Order:
-    """Return ``block`` for all micro-batches, pulled together where nothing must be waited for: the shorter of two ways to do so."""
+    """Return ``block`` for all micro-batches, squeezed where nothing must be waited for.
+
+    It is the shorter of two ways to do so.
+    """
     ways = [way for way in (_Squeeze(block, ranks, micro_batches, early).run() for early in (False, True)) if way]
     return min(ways, key=lambda way: way[0])[1]
 
 
 class _Squeeze:
-    """Actions in the order of a block that repeats, each as soon as it can be; units of equal length.
+    """Squeeze a repeated block: each action as soon as it can be, in units of equal length.
 
     A process with nothing to do takes gradients of weights that are due later. At its end, when it has no forwards left, it
     prefers the backward that others wait for. early: it may also take forwards that are due later, as long as it holds no more

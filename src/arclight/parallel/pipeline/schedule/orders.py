@@ -1,4 +1,4 @@
-"""Check orders of actions, read them from files, and count what they hold."""
+"""Check orders of actions, read them from files, and count their activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 def load_order(path: str | Path) -> Order:
-    """Return the order that a CSV file has, checked. Raises PlanError that names the file and the first wrong action."""
+    """Load and check the order in a CSV file.
+
+    Raises PlanError that names the file and the first wrong action.
+    """
     try:
         text = Path(path).read_text()
     except OSError as error:
@@ -27,7 +30,10 @@ def load_order(path: str | Path) -> Order:
 
 
 def shape_of(order: Order) -> tuple[int, int, bool]:
-    """Stages, micro-batches, and whether stages lie in a V. Raises PlanError for stages that lie neither so nor in a loop."""
+    """Return stages, micro-batches, and whether stages lie in a V.
+
+    Raises PlanError for stages that lie neither so nor in a loop.
+    """
     actions = [action for one in order for action in one]
     if not actions:
         raise PlanError("the schedule has no actions")
@@ -135,13 +141,17 @@ def _check_progress(order: Order, stages: int) -> None:
 
 
 def first_of(order: Order, micro_batches: int) -> Order:
-    """Return ``order`` without all micro-batches but the first so many; what remains can be run, since none waits for another."""
+    """Return ``order`` with the first ``micro_batches`` only.
+
+    What remains can be run, since none waits for another.
+    """
     return tuple(tuple(action for action in one if action.micro_batch < micro_batches) for one in order)
 
 
 def held_at_most(order: Order) -> list[int]:
-    """Return for each process the most passes (micro-batch, stage) whose activations it holds at once, each until
-    its backward is over (that of the weights, where they are apart).
+    """Return the most passes (micro-batch, stage) that each process holds at once.
+
+    Activations of a pass are held until its backward is over (that of the weights, where they are apart).
     """
     change: Mapping[str, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
     most = []
@@ -160,7 +170,7 @@ def splits_backward(order: Order) -> bool:
 
 
 def stages_of(rank: int, ranks: int, stages: int, v_shaped: bool) -> list[int]:
-    """Return the numbers of the stages that process ``rank`` of ``ranks`` has: every ``ranks``-th, or forth and back in a V."""
+    """Return the stages of process ``rank`` of ``ranks``: every ``ranks``-th, or those of a V."""
     if not v_shaped:
         return list(range(rank, stages, ranks))
     return [rank, stages - 1 - rank]

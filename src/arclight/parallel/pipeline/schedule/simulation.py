@@ -149,7 +149,10 @@ class _Turn:
 
 @lru_cache(maxsize=64)
 def _turns(order: Order) -> tuple[_Turn, ...]:
-    """Return all actions, each after what it needs and after those before it on its process. Raises PlanError where there is no such order."""
+    """Sort all actions after what they need, and by their order on each process.
+
+    Raises PlanError if there is no such order.
+    """
     stages = shape_of(order)[0]
     owner = {action.stage: rank for rank, one in enumerate(order) for action in one}
     numbers: dict[Action, int] = {}
@@ -223,7 +226,7 @@ class _Run:
 
 
 def _with_memory(run: _Run, costs: Sequence[UnitCost], freed: Sequence[float]) -> tuple[Span, ...]:
-    """Spans with the bytes that each process holds after them."""
+    """Return the spans with the bytes that each process holds after them."""
     live = [0] * len(run.order)
     spans = []
     for rank, action, start, end in sorted(run.times, key=lambda one: (one[2], one[3])):
@@ -235,9 +238,9 @@ def _with_memory(run: _Run, costs: Sequence[UnitCost], freed: Sequence[float]) -
 
 
 def idle_seconds(schedule: str, ranks: int, micro_batches: int, forward: float, inputs: float, weights: float) -> float:
-    """Return the seconds in which a process is idle in a step of equal stages that split backward alike, without communication.
+    """Return the idle seconds of a process in a step of equal stages, without communication.
 
-    forward, inputs, weights: seconds of a process's whole share of F, I, W.
+    All stages split backward alike. forward, inputs, weights: seconds of a process's whole share of F, I, W.
     """
     order = order_of(schedule, ranks, micro_batches)
     stages, number, _ = shape_of(order)

@@ -1,4 +1,4 @@
-"""Hold one step of a pipeline, predicted or measured: when each action ran, why processes were idle, what they held."""
+"""Hold one step of a pipeline, predicted or measured: actions, idle time, memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Trace:
         return max(span.end for span in self.spans) - min(span.start for span in self.spans)
 
     def of(self, rank: int) -> list[Span]:
-        """List what one process did, by time."""
+        """List the actions of one process, by time."""
         return sorted((span for span in self.spans if span.rank == rank), key=lambda span: span.start)
 
     @classmethod
@@ -90,9 +90,9 @@ CAUSES = tuple(Idle.__dataclass_fields__)
 
 
 def source(action: Action, trace: Trace, spans: dict[Action, Span]) -> Span | None:
-    """Return the action (of ``spans``, those of ``trace`` by action) that makes what ``action`` computes with.
+    """Return the span of the action that makes the input of ``action``; None without one.
 
-    None for forwards of the first stage, whose input is there from the start.
+    ``spans``: those of ``trace`` by action. None for forwards of the first stage, whose input is there from the start.
     """
     choices = [*needs(action, trace.stages)]
     return next((spans[made] for made in choices[-1] if made in spans), None) if choices else None
@@ -107,7 +107,7 @@ def by_process(trace: Trace) -> list[list[Span]]:
 
 
 def busy(trace: Trace) -> list[float]:
-    """Seconds that each process worked."""
+    """Return the seconds that each process worked."""
     begin = min(span.start for span in trace.spans)
     return [sum(end - start for _, start, end, _ in _worked(lane, begin)) for lane in by_process(trace)]
 
@@ -126,9 +126,10 @@ def peak_bytes(trace: Trace) -> list[int]:
 
 
 def idle(trace: Trace) -> list[Idle]:
-    """Return the idle seconds of each process by cause. With :func:`busy` they add up to the seconds of the step.
+    """Return the idle seconds of each process by cause.
 
-    Raises PlanError for a trace in which a process waits for what none of them does.
+    With :func:`busy` they add up to the seconds of the step. Raises PlanError for a trace in which a process waits for
+    what none of them does.
     """
     spans = {span.action: span for span in trace.spans}
     begin = min(span.start for span in trace.spans)
@@ -190,7 +191,7 @@ def _waits(lanes: list[list[Span]], before: dict[Action, Span | None], took: dic
 
 
 def describe(trace: Trace, predicted: Trace | None = None) -> str:
-    """Return a step as a table for terminals: for each process how busy it was, why it was not, and the most that it held."""
+    """Format a step as a table for terminals: busy and idle time, and memory, by process."""
     head = (
         f"{trace.schedule}: {trace.ranks} processes, {trace.stages} stages, {trace.micro_batches} micro-batches; "
         f"step {1000 * trace.seconds:.1f} ms, bubble {bubble(trace):.1%}"

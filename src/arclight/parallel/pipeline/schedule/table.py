@@ -1,4 +1,4 @@
-"""Look up pipeline schedules by name or file: their orders, where their stages lie, which numbers of micro-batches they take.
+"""Look up pipeline schedules by name or file.
 
 Idle time of a process of p in a step, and how many of m micro-batches it holds at most. F, I and W of its stages take one unit each,
 v is the number of its stages, and a micro-batch counts until its backward (W) is over:
@@ -48,7 +48,7 @@ NOT_COMPILED = "computes gradients of weights by themselves, which compiled bloc
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A schedule: how its orders are made, where its stages lie, and which numbers of micro-batches it takes."""
+    """Schedule: generator of orders, placement of stages, and valid numbers of micro-batches."""
 
     name: str
     """Name for :func:`order_of`: one of :data:`SCHEDULES` (with ``:4`` for another number of stages), or a file."""
@@ -97,7 +97,10 @@ class ScheduleKind:
         return _counted(self.name, processes, number)[process]
 
     def order(self, processes: int, micro_batches: int) -> Order:
-        """Give what each process does. Raises PlanError as :func:`order_of`."""
+        """Return the actions of each process.
+
+        Raises PlanError as :func:`order_of`.
+        """
         return first_of(order_of(self.name, processes, self.trimmed_from or micro_batches), micro_batches)
 
 
@@ -176,7 +179,10 @@ def is_file(schedule: str) -> bool:
 
 
 def parse_name(schedule: str) -> tuple[str, int]:
-    """Split a schedule into its name, as it is written here, and the stages of each process. Raises PlanError for unknown names."""
+    """Split a schedule into its canonical name, and the stages of each process.
+
+    Raises PlanError for unknown names.
+    """
     text, _, number = schedule.partition(":")
     found = next((name for name in SCHEDULES if name.lower() == text.strip().lower()), None)
     if found is None:
@@ -217,11 +223,12 @@ def _file_kind(path: str, changed: int) -> ScheduleKind:
 
 
 def order_of(schedule: str, ranks: int, micro_batches: int, stages_per_process: int | None = None) -> Order:
-    """Give what each of ``ranks`` processes does by ``schedule``: one of :data:`SCHEDULES` (in any case of letters), or a CSV file.
+    """Return the actions of each of ``ranks`` processes by ``schedule``.
 
-    Names may end in the number of stages on each process, as ``Interleaved1F1B:4``. A file has a line for each process, of
-    actions as ``2F0`` in torch's format "compute_only", and is checked by `orders.check_order`. Raises PlanError for what there is
-    not, and for numbers that the schedule cannot take.
+    It is one of :data:`SCHEDULES` (in any case of letters), or a CSV file. Names may end in the number of stages on
+    each process, as ``Interleaved1F1B:4``. A file has a line for each process, of actions as ``2F0`` in torch's format
+    "compute_only", and is checked by `orders.check_order`. Raises PlanError for what there is not, and for numbers that
+    the schedule cannot take.
     """
     if is_file(schedule):
         order = load_order(schedule)
@@ -251,10 +258,11 @@ def _generated(name: str, ranks: int, micro_batches: int, own: int) -> Order:
 
 
 def that_fits(kind: ScheduleKind, micro_batches: int, processes: int, backward: bool = True) -> ScheduleKind:
-    """Give ``kind``, or a schedule for the same stages on the same processes that takes this number of micro-batches.
+    """Return ``kind``, or a schedule for the same stages that takes this many micro-batches.
 
-    That is ``kind`` for the next larger number that it takes, without the surplus micro-batches: peak memory does not grow.
-    A simple one where there is no larger number (of a file), and for forwards only, where all orders are as good.
+    Stages are on the same processes. That is ``kind`` for the next larger number that it takes, without the surplus
+    micro-batches: peak memory does not grow. A simple one where there is no larger number (of a file), and for forwards
+    only, where all orders are as good.
     """
     if backward and kind.fits(micro_batches, processes):
         return kind

@@ -89,7 +89,10 @@ def capture_call_graph(
 def choose_parts(
     root: nn.Module, at: Collection[str] = (), closed: Collection[str] = (), opened: Collection[str] = ()
 ) -> set[str]:
-    """Paths of the modules that are the parts of ``root``. closed: not looked into. opened: no parts. Raises PlanError for a name that is none."""
+    """Return the paths of the modules that are the parts of ``root``.
+
+    closed: not looked into. opened: no parts. Raises PlanError for a name that is none.
+    """
     total = sum(parameter.numel() for parameter in root.parameters()) or 1
     units: set[str] = set()
 
@@ -127,7 +130,7 @@ def _repeats(module: nn.Module, deep: bool = False) -> bool:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Return True for lists that cannot be called, so that somebody calls their members.
+    """Return True for lists of modules that are not called themselves.
 
     Parametrizations are kept in such, and called by none.
     """
@@ -149,7 +152,7 @@ def _drops(module: nn.Module) -> bool:
 
 
 class _DrawMode(TorchDispatchMode):
-    """Intercept operations on tensors that have data, too: results of random ones are placeholders."""
+    """Mode that intercepts operations on real tensors; random results become placeholders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +243,10 @@ class _CallRecorder:
         return all(name in used for name, p in self.root.named_parameters() if p.requires_grad)
 
     def so_far(self) -> CallGraph:
-        """Return the calls until now; what comes after them needs what the last one returned, and what none of them reads."""
+        """Return the graph of the calls until now.
+
+        What comes after them needs what the last one returned, and what none of them reads.
+        """
         read = frozenset().union(*(call.reads for call in self.calls))
         last = len(self.calls) - 1
         every = {Value(i, leaf) for i, call in enumerate(self.calls) for leaf, size in enumerate(call.outputs) if size}
@@ -249,7 +255,7 @@ class _CallRecorder:
         return CallGraph(tuple(self.calls), result, rewritten=frozenset(self.rewritten), aliases=aliases)
 
     def bypassed(self, graph: CallGraph) -> set[str]:
-        """Parts that are not called themselves, while code around them uses what is in them."""
+        """Return the parts that are never called, while code around them uses their contents."""
         loose = {name for call in graph.calls for name in call.parameters if not name.startswith(f"{call.name}.")}
         loose.update(graph.result_parameters)
         idle = self.units - {call.name for call in graph.calls}
@@ -304,7 +310,7 @@ class _CallRecorder:
                     self.loose.append((whole, cast(Tensor, module._buffers[name])))
 
     def _written(self, name: str, buffer: Tensor) -> bool:
-        """Some operations (batch_norm) do not count their writes."""
+        """Return True if a buffer was written by operations that do not count it (batch_norm)."""
         if isinstance(buffer, PlaceholderTensor):
             return False
         path, _, leaf = name.rpartition(".")
@@ -312,7 +318,10 @@ class _CallRecorder:
         return before is not None and not torch.equal(buffer, before)
 
     def _warn_of_state(self) -> None:
-        """Warn of numbers and the like that code between parts keeps in attributes: each stage that runs it has its own."""
+        """Warn of numbers and the like that code between parts keeps in attributes.
+
+        Each stage that runs the code has its own.
+        """
         plain, found = (bool, int, float, complex, str), []
         for copied, path in self.paths.items():
             if not self._in_part(path):
@@ -373,7 +382,7 @@ class _CallRecorder:
         return tree_unflatten(leaves, spec.structure)
 
     def _note_writes(self) -> None:
-        """Note what code between parts has changed in place since the last call."""
+        """Record changes in place by code between parts since the last call."""
         for name, buffer in self.loose:
             if id(buffer) in self.draw_mode.read:
                 self.first_read.setdefault(name, len(self.calls))

@@ -1,4 +1,7 @@
-"""Snapshot the RNG of Python and NumPy: a forward that draws from it would differ between ranks."""
+"""Snapshot the RNGs of Python and NumPy, to find forwards that draw from them.
+
+Ranks would draw different numbers.
+"""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ class StageLayers:
 
 
 def assign_layers(model: nn.Module, stages: int) -> list[StageLayers]:
-    """Return the parts of ``model`` for each stage, so that the slowest computes least; nothing is changed.
+    """Assign the parts of ``model`` to stages, so that the slowest computes least.
 
-    The model has its blocks in a ModuleDict ``layers``, keyed by names that stay, and computes without any of its children that is
-    None. A layer counts with its parameters, the output too; embeddings are looked up and count nothing. Raises PlanError for
-    a model that cannot be cut so.
+    Nothing is changed. The model has its blocks in a ModuleDict ``layers``, keyed by names that stay, and computes
+    without any of its children that is None. A layer counts with its parameters, the output too; embeddings are looked
+    up and count nothing. Raises PlanError for a model that cannot be cut so.
     """
     layers = getattr(model, LAYERS, None)
     if not isinstance(layers, nn.ModuleDict):
@@ -65,7 +65,10 @@ def assign_layers(model: nn.Module, stages: int) -> list[StageLayers]:
 
 
 def _cost(module: nn.Module) -> float:
-    """Products per token: of the parameters of a mixture those of the experts that one token sees, its ``active_share``."""
+    """Return the products per token.
+
+    Of a mixture's parameters those of the experts that one token sees count, its ``active_share``.
+    """
     return sum(
         parameter.numel() * float(getattr(part, "active_share", 1.0))
         for part in module.modules()
@@ -86,7 +89,10 @@ def is_prunable(model: nn.Module) -> bool:
 
 
 def refuse_tied(model: nn.Module) -> None:
-    """Raise PlanError for a parameter that more than one child of the model (or layer) uses: stages would train copies of it."""
+    """Raise PlanError for a parameter that several children of the model (or layer) use.
+
+    Stages would train copies of it.
+    """
     users: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         users.setdefault(parameter, []).append(name)
@@ -100,7 +106,10 @@ def refuse_tied(model: nn.Module) -> None:
 
 
 def prune(model: nn.Module, cuts: Sequence[StageLayers]) -> None:
-    """Delete from ``model``, in place, what none of ``cuts`` has: layers, and other children, which become None."""
+    """Delete from ``model``, in place, what none of ``cuts`` has.
+
+    They are layers, and other children, which become None.
+    """
     layers = getattr(model, LAYERS)
     for name in list(layers):
         if not any(name in cut.layers for cut in cuts):
@@ -111,7 +120,10 @@ def prune(model: nn.Module, cuts: Sequence[StageLayers]) -> None:
 
 
 def pruned_view(model: nn.Module, cut: StageLayers) -> nn.Module:
-    """Return a model of its own that has of ``model`` what ``cut`` says: the same submodules, below a copy of the outermost one."""
+    """Return a view of ``model`` that has the layers of ``cut``, sharing submodules.
+
+    They are below a copy of the outermost module.
+    """
     part = copy.copy(model)
     state: dict[str, Any] = part.__dict__
     for name, value in list(state.items()):

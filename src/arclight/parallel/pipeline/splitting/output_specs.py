@@ -22,7 +22,7 @@ from arclight.parallel.plan import PlanError
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """Describe what a call returns: leaves, of which tensors are placeholders, and their nesting."""
+    """Description of a call's result: leaves, of which tensors are placeholders, and nesting."""
 
     leaves: tuple[Any, ...]
     structure: TreeSpec
@@ -40,7 +40,10 @@ class OutputSpecs:
     """Output specifications of the parts of a model, whose parameters are not kept."""
 
     def __init__(self, root: nn.Module, units: Collection[str], home: torch.device | None = None) -> None:
-        """home: where parameters on the meta device are thought to be."""
+        """Initialise the specs of the parts ``units``.
+
+        home: where parameters on the meta device are thought to be.
+        """
         self.home = home
         self._originals = {path: module for path, module in walk(root) if path in units}
         self._parts: dict[str, nn.Module] = {}
@@ -59,7 +62,7 @@ class OutputSpecs:
         return self._parts[path]
 
     def listen(self, path: str, shown: nn.Module) -> None:
-        """Call hooks put on modules inside ``shown`` where those inside of the part at ``path`` are called."""
+        """Attach hooks of modules inside ``shown`` to those inside of the part at ``path``."""
         for own, other in itertools.islice(zip(self.part(path).modules(), shown.modules(), strict=True), 1, None):
             for name in HOOKS:
                 own.__dict__[name] = other.__dict__[name]
@@ -92,9 +95,9 @@ class OutputSpecs:
                             members[name] = move_placeholder(tensor, device, types)  # type: ignore[assignment]
 
     def find(self, path: str, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputSpec:
-        """Return the specification of what the part at ``path`` returns for such arguments.
+        """Return the specification of a part's result for such arguments.
 
-        Raises PlanError where that depends on their data.
+        Raises PlanError where that depends on their data. Raises PlanError if it depends on their data.
         """
         key = (path, training, *_autocast(), signature((args, kwargs)))
         part = self.part(path)
@@ -130,7 +133,10 @@ class OutputSpecs:
     def _run(
         self, part: nn.Module, path: str, args: Any, kwargs: Any, types: Mapping[torch.dtype, torch.dtype] | None = None
     ) -> OutputSpec:
-        """types: of floating tensors, for others as which the part is given them, and gives back what it returns of those."""
+        """Run a part on placeholders; return the spec of its result.
+
+        types: of floating tensors, for others as which the part is given them, and gives back what it returns of those.
+        """
         into = types or {}
         back = {inside: outside for outside, inside in into.items()}
 
@@ -181,7 +187,10 @@ class OutputSpecs:
         return self.home if tensor.device.type == "meta" and self.home is not None else tensor.device
 
     def _run_on_zeros(self, part: nn.Module, path: str, args: Any, kwargs: Any) -> OutputSpec:
-        """Run a part with data-dependent control flow on zeros and on ones, which must give the same specs."""
+        """Run a part with data-dependent control flow on zeros and on ones.
+
+        Both must give the same specs.
+        """
         results = []
         for fill in (0.0, 1.0):
 
@@ -223,7 +232,7 @@ class OutputSpecs:
 
 
 class ChangedArgumentError(DataDependentError):
-    """A part puts what it computes into a list or dict that it is given, instead of returning it."""
+    """Error of a part that puts its result into a list or dict argument instead of returning it."""
 
 
 def _refuse_changed(path: str, before: tuple[list[Any], TreeSpec], after: tuple[list[Any], TreeSpec]) -> None:
@@ -236,7 +245,7 @@ def _refuse_changed(path: str, before: tuple[list[Any], TreeSpec], after: tuple[
 def move_placeholder(
     placeholder: PlaceholderTensor, device: torch.device | None, types: Mapping[torch.dtype, torch.dtype]
 ) -> PlaceholderTensor:
-    """Return the placeholder ``placeholder`` on ``device`` (None: where it is), with another dtype."""
+    """Return ``placeholder`` on ``device`` (None: where it is), with another dtype."""
     made = placeholder_like(
         placeholder.to(types.get(placeholder.dtype, placeholder.dtype)),
         placeholder.of,
@@ -265,7 +274,7 @@ def _shown(leaves: list[Any]) -> list[Any]:
 
 
 def signature(tree: Any) -> tuple[Any, ...]:
-    """Give a key of what result shapes depend on: shapes and types of tensors, all else as it is."""
+    """Return a key of what result shapes depend on: shapes and types of tensors, all else as is."""
     found: list[Any] = []
     _sign(tree, found, 3)
     return tuple(found)

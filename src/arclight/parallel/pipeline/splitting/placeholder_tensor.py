@@ -28,7 +28,10 @@ _numbers = itertools.count()
 
 
 class DataDependentError(PlanError):
-    """Stages cannot run the code between the parts of a model: it needs data that another stage computes, or would do things twice."""
+    """Error of code between parts that stages cannot run.
+
+    It needs data that another stage computes, or would do things twice.
+    """
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,14 @@ class StorageState:
 
 @dataclass(eq=False)
 class Origin:
-    """Track what a placeholder, and all views of it, depend on."""
+    """Sources that a placeholder, and all views of it, depend on."""
 
     sources: frozenset[Source] = frozenset()
     memory: StorageState = field(default_factory=StorageState)
 
 
 class PlaceholderTensor(Tensor):
-    """A tensor of which all is known but its data."""
+    """Tensor with everything but data."""
 
     payload: Tensor
     origin: Origin
@@ -114,7 +117,10 @@ def make_placeholder(payload: Tensor, device: torch.device, of: str, origin: Ori
 def placeholder_like(
     tensor: Tensor, of: str, origin: Origin | None = None, home: torch.device | None = None
 ) -> PlaceholderTensor:
-    """Make a placeholder for ``tensor``. home: the device that it claims if ``tensor`` has no data."""
+    """Return a placeholder for ``tensor``.
+
+    home: the device that it claims if ``tensor`` has no data.
+    """
     device = home if home is not None and (tensor.is_meta or isinstance(tensor, PlaceholderTensor)) else tensor.device
     return make_placeholder(_on_meta(tensor), device, of, origin)
 
@@ -125,7 +131,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Hold what an operation does besides computing."""
+    """Side effects of an operation: writes, aliases, needs of data, random draws."""
 
     writes: tuple[tuple[int, str], ...]
     """Arguments that it changes, by position and name."""
@@ -173,7 +179,10 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def placeholders_in(tree: Any, deep: int = 0) -> Iterator[PlaceholderTensor]:
-    """Yield the placeholders in nested lists, tuples, sets and dicts; with ``deep``, as many levels into the attributes of other objects."""
+    """Yield the placeholders in nested lists, tuples, sets and dicts.
+
+    ``deep``: as many levels into the attributes of other objects.
+    """
     if isinstance(tree, PlaceholderTensor):
         yield tree
     elif isinstance(tree, (list, tuple, set, frozenset)):
@@ -187,7 +196,7 @@ def placeholders_in(tree: Any, deep: int = 0) -> Iterator[PlaceholderTensor]:
 
 
 def dispatch_placeholders(func: Any, args: Any, kwargs: Any) -> Any:
-    """Follow ``func`` on arguments of which some are placeholders; gives placeholders.
+    """Run ``func`` on arguments with placeholders; return placeholders.
 
     Raises DataDependentError where it needs data, or writes what it lacks into a tensor that has data.
     """

@@ -1,6 +1,7 @@
-"""Copy a module tree with proxies in place of some modules; tensors are shared, calls intercepted.
+"""Copy a module tree with proxies in place of some modules, sharing tensors.
 
-The original tree is never changed. A copy has the same classes, its own dicts, and the same tensors until they are replaced.
+Calls of these modules are intercepted. The original tree is never changed. A copy has the same classes, its own dicts,
+and the same tensors until they are replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from arclight.parallel.pipeline.splitting.placeholder_tensor import DataDependen
 
 
 def shallow_clone(module: nn.Module) -> nn.Module:
-    """Clone ``module`` alone: its class, its attributes, dicts (children, parameters, buffers, hooks) of its own.
+    """Clone ``module`` alone, with dicts (children, parameters, buffers, hooks) of its own.
 
     Models of transformers that return caches of keys and values unless they are told not to are told: no stage has all of one.
     """
@@ -43,7 +44,10 @@ def shallow_clone(module: nn.Module) -> nn.Module:
 
 
 def _gathers_parameters(hook: Any) -> bool:
-    """Return True for hooks that gather sharded parameters (FSDP, DDP); clones must not run them."""
+    """Return True for hooks that gather sharded parameters (FSDP, DDP).
+
+    Clones must not run them.
+    """
     return (getattr(hook, "__module__", None) or "").startswith("torch.distributed")
 
 
@@ -52,9 +56,10 @@ Visit = Callable[[str, nn.Module], "nn.Module | None"]
 
 
 def copy_tree(root: nn.Module, visit: Visit, changed: Callable[[str, nn.Module], None] | None = None) -> nn.Module:
-    """Return a copy of ``root``, where ``visit`` says what replaces a module; a module at several paths stays one unless it does.
+    """Return a copy of ``root``, in which ``visit`` chooses replacements of modules.
 
-    ``changed(path, copy)`` is told of each copied module, whose ``_parameters`` and ``_buffers`` it may change.
+    A module at several paths stays one unless it does. ``changed(path, copy)`` is told of each copied module, whose
+    ``_parameters`` and ``_buffers`` it may change.
     """
     made: dict[nn.Module, nn.Module] = {}
 
@@ -82,7 +87,7 @@ def copy_tree(root: nn.Module, visit: Visit, changed: Callable[[str, nn.Module],
 
 
 def _redirected(value: Any, made: dict[nn.Module, nn.Module]) -> Any:
-    """Plain attributes that refer to modules of the tree refer to their copies."""
+    """Return an attribute with modules of the tree replaced by their copies."""
     if isinstance(value, nn.Module):
         return made.get(value, value)
     if type(value) in (list, tuple) and any(isinstance(member, nn.Module) for member in value):
@@ -93,14 +98,14 @@ def _redirected(value: Any, made: dict[nn.Module, nn.Module]) -> Any:
 
 
 class CallHandler(Protocol):
-    """Take the calls that proxies of modules are given."""
+    """Handler of the calls of proxies."""
 
     def call(self, proxy: ModuleProxy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the call of the module in whose place ``proxy`` stands returns."""
+        """Return the result of the call of the module that ``proxy`` replaces."""
         ...
 
     def real(self, proxy: ModuleProxy) -> nn.Module | None:
-        """Return the module that the next call will be a call of, or None if nothing will be computed."""
+        """Return the module that the next call will call, or None if nothing will be computed."""
         ...
 
 
@@ -109,7 +114,7 @@ class AbsentError(DataDependentError, AttributeError):
 
 
 class ModuleProxy(nn.Module):
-    """Stands in the place of a module, is of its class, has its attributes - and a call of it goes to a `CallHandler`."""
+    """Proxy of a module's class with its attributes, whose calls go to a `CallHandler`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self.__dict__
@@ -148,7 +153,7 @@ class ModuleProxy(nn.Module):
 
     @property
     def proxy_path(self) -> str:
-        """Give the path at which it stands."""
+        """Return the proxy's path."""
         return self.__dict__["_path"]  # type: ignore[no-any-return]
 
 
@@ -167,7 +172,7 @@ HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_
 
 
 def make_proxy(path: str, stands_for: nn.Module, call_handler: CallHandler, original: nn.Module) -> ModuleProxy:
-    """Make a proxy at ``path`` that shows ``stands_for`` and gives its calls to ``call_handler``.
+    """Return a proxy at ``path`` of ``stands_for``, with calls handled by ``call_handler``.
 
     It has the hooks of ``original``, the module that is called there in the model.
     """
@@ -184,7 +189,10 @@ def make_proxy(path: str, stands_for: nn.Module, call_handler: CallHandler, orig
 
 
 def parameter_names(root: nn.Module) -> tuple[dict[str, str], dict[str, nn.Parameter]]:
-    """Map each name of a parameter to its first one, and first names to parameters. Tied ones are one object, or share memory."""
+    """Map each parameter's names to its first one, and first names to parameters.
+
+    Tied ones are one object, or share memory.
+    """
     first: dict[Any, str] = {}
     names: dict[str, str] = {}
     parameters: dict[str, nn.Parameter] = {}

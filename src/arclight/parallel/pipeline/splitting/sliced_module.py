@@ -1,4 +1,4 @@
-"""Define a stage that runs the whole model's own forward, but computes only its range of calls.
+"""Define a stage that runs the model's own forward, but computes only its calls.
 
 The stage calls a copy of the module tree with proxies (`proxy_modules`), which count calls: one before the stage's range returns
 what was received, or placeholders; one within it calls the module; after the last the forward ends.
@@ -35,15 +35,15 @@ from arclight.parallel.plan import PlanError
 
 
 class AbsentModule(nn.Module):
-    """In a module that is sharded, what stands for a part of which this process has nothing: it has no parameters."""
+    """Stand-in, without parameters, for a part of a sharded module that is elsewhere."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Raises PlanError."""
+        """Raise PlanError."""
         raise PlanError("this part of the model lies on another process of the pipeline: call it in a step")
 
 
 class SlicedModule:
-    """A model of which this process computes some stages.
+    """Model of which this process computes some stages.
 
     ``holder`` is left with the modules, parameters and buffers of these stages, under their names in the model: a bare module,
     or ``root`` itself, which then stays the user's own object. What is called of them are the modules in `parts`; modules above them
@@ -54,7 +54,11 @@ class SlicedModule:
         self, root: nn.Module, function: str | Callable[..., Any] | None, cuts: StageAssignment, own: Sequence[int], holder: nn.Module,
         home: torch.device | None = None,
     ) -> None:  # fmt: skip
-        """function: as for `capture_call_graph`. own: numbers of this process's stages. home: where what is on the meta device will be."""
+        """Initialise the sliced module.
+
+        function: as for `capture_call_graph`. own: numbers of this process's stages. home: where what is on the meta
+        device will be.
+        """
         self.cuts, self.own = cuts, tuple(own)
         self.holder, self.in_place = holder, holder is root
         self.units = {call.name for call in cuts.graph.calls}
@@ -82,7 +86,10 @@ class SlicedModule:
         return {call.name for call in self.cuts.graph.calls[begin:end]}
 
     def _view(self, root: nn.Module) -> nn.Module:
-        """Build this process's view of the model: whole parts that it calls, and of others what it uses."""
+        """Build this process's view of the model.
+
+        It has whole parts that it calls, and of others what it uses.
+        """
         needed = set().union(*(self.cuts.parameters(number) for number in self.own))
         called = set().union(*(self._called(number) for number in self.own))
         whole = {module for path, module in walk(root) if path in called}
@@ -118,7 +125,10 @@ class SlicedModule:
         return shallow_clone(found) if found is root else found
 
     def _copy_buffers(self, path: str, module: nn.Module) -> None:
-        """Buffers of code between parts are every stage's, and the first stage's to save. Those that it changes each has for itself."""
+        """Copy the buffers of code between parts that it changes; the first stage saves them.
+
+        They are every stage's, and those that a stage changes it has for itself.
+        """
         persistent = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
         self.borrowed += [_join(path, name) for name in persistent]
         module._non_persistent_buffers_set.update(persistent)
@@ -139,7 +149,7 @@ class SlicedModule:
             return None if isinstance(found, AbsentModule) else found
 
         def link(path: str, module: nn.Module) -> None:
-            """Give a copied module what the view has as a run begins, and placeholders for the rest."""
+            """Give a copied module the view's state at the start of a run, else placeholders."""
             own = visible(path)
             if own is not None:
                 module._buffers = own._buffers
@@ -208,9 +218,10 @@ class SlicedModule:
         return self.cuts.values_into(stage + 1)
 
     def run(self, stage: int, received: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute ``stage`` for arguments of the whole function: a tuple of what it sends, or on the last stage the result.
+        """Compute ``stage`` for the arguments of the whole function.
 
-        Raises PlanError where the code takes another way than for the example, or needs what no stage sends.
+        Returns a tuple of what it sends, or on the last stage the result. Raises PlanError where the code takes another
+        way than for the example, or needs what no stage sends.
         """
         if self.cuts.graph.writes_arguments:
             args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
@@ -248,7 +259,7 @@ class SlicedModule:
         return result
 
     def _follow(self) -> None:
-        """Placeholders are where the parameters of this process are now, and of the type that they have."""
+        """Move placeholders to the device and type that this process's parameters have now."""
         if self._sample is None:
             return
         members, name, device, dtype = self._sample

@@ -1,4 +1,4 @@
-"""Assign the calls of a call graph and their parameters to stages, and list the values that cross each cut.
+"""Assign the calls of a call graph and their parameters to stages; list crossing values.
 
 `arclight.parallel.pipeline.pipe.split` and the steps of ordinary modules (`pipelined_steps`) make one `StageAssignment` on every process,
 from the same arguments; stages are built from it by `sliced_module` or `traced_stage`. It must depend on nothing but its arguments.
@@ -50,7 +50,7 @@ class StageAssignment:
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """Map each parameter of which several stages have a copy to these stages."""
+        """Map each parameter with copies in several stages to these stages."""
         return {name: stages for name, stages in self.users.items() if len(stages) > 1 and name not in self.sent}
 
     def range(self, stage: int) -> tuple[int, int]:
@@ -58,7 +58,10 @@ class StageAssignment:
         return self.graph.ranges(self.begins)[stage]
 
     def values_into(self, stage: int) -> tuple[Value, ...]:
-        """List the values that ``stage`` receives, which the stage before sends: transmitted parameters, then results of calls."""
+        """List the values that ``stage`` receives from the stage before.
+
+        Transmitted parameters come first, then results of calls.
+        """
         if stage in (0, len(self.begins)):
             return ()
         users = self.users
@@ -79,7 +82,10 @@ class StageAssignment:
 
 
 def _settings(multi_use: MultiUse, graph: CallGraph, users: Mapping[str, Any]) -> dict[str, str]:
-    """Map each parameter that several stages use to "replicate" or "transmit". Raises PlanError, naming it, for anything else."""
+    """Map each parameter that several stages use to "replicate" or "transmit".
+
+    Raises PlanError, naming it, for anything else.
+    """
     if isinstance(multi_use, str) and multi_use not in ("replicate", "transmit"):
         raise PlanError(
             f"multi_use is {multi_use!r}: say 'replicate' (each stage has a parameter) or 'transmit' (it is sent)"
@@ -105,7 +111,11 @@ def _settings(multi_use: MultiUse, graph: CallGraph, users: Mapping[str, Any]) -
 
 
 def _check_side_effects(graph: CallGraph, begins: Sequence[int]) -> None:
-    """Raise DataDependentError if two stages need the same random numbers or change one buffer, or a value is changed before a cut and used after it."""
+    """Raise DataDependentError for side effects that cross stages.
+
+    Two stages may not need the same random numbers or change one buffer, and no value may be changed before a cut and
+    used after it.
+    """
     ends = graph.ranges(begins)
     stage_of = {call: stage for stage, (begin, end) in enumerate(ends) for call in range(begin, end)}
     drawn: dict[int, int] = {}

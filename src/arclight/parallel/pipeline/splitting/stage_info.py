@@ -51,5 +51,5 @@ class NamePreservingStage(nn.Module):
 
 
 def stage_info_of(stage: NamePreservingStage) -> StageInfo:
-    """Look up the description of ``stage``, also for models that use its names."""
+    """Return the description of ``stage``, also for models that use its names."""
     return stage._stage_info

@@ -1,4 +1,4 @@
-"""Interpret the proxied calls of one stage's forward: return received values, call own modules."""
+"""Interpret the proxied calls of one stage: return received values, call own modules."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class StageRun:
 
 
 def _refuse_reentrant(path: str) -> None:
-    """Raise PlanError within a checkpoint that switches gradients off: what is sent on from there would have none."""
+    """Raise PlanError within a reentrant checkpoint.
+
+    It switches gradients off, so that what is sent on from there would have none.
+    """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint" and frame.f_code.co_name == "forward":
@@ -148,7 +151,10 @@ class StageModuleTree:
         self.lent: list[tuple[nn.Module, str, Value]] = []
 
     def sync(self, values: Mapping[Value, Tensor]) -> None:
-        """Modes and parameters are those that the process's modules have now, whoever has moved or gathered them."""
+        """Set modes and parameters of the tree to those of the process's modules now.
+
+        Others may have moved or gathered these.
+        """
         for module, original in self.modes:
             module.__dict__["training"] = original.training
         for module, name, original in self.live:
@@ -158,7 +164,10 @@ class StageModuleTree:
 
     @contextmanager
     def lending(self, values: Mapping[Value, Tensor]) -> Iterator[None]:
-        """Parts compute with parameters that were sent. They keep the last ones, which a recomputation in backward needs."""
+        """Lend transmitted parameters to parts for the block.
+
+        They keep the last ones, which a recomputation in backward needs.
+        """
         held = []
         for module, name, value in self.lent:
             if name in module._parameters:

@@ -11,9 +11,10 @@ from arclight.parallel.pipeline.splitting.proxy_modules import copy_tree
 
 
 def meta_skeleton(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model``'s tree on the meta device: what stages must know of the whole, which takes no memory.
+    """Return a copy of ``model``'s tree on the meta device, which takes no memory.
 
-    Where parameters of the model are on the meta device themselves the copy has the same tensors, buffers with values included.
+    It is what stages must know of the whole. Where parameters of the model are on the meta device themselves the copy
+    has the same tensors, buffers with values included.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}
 
@@ -35,7 +36,7 @@ def named_tensors(stage: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def stored_tensors(stage: nn.Module, model: nn.Module | None = None) -> dict[torch.Tensor, list[str]]:
-    """List what of ``stage`` belongs into a file: each tensor with its names (several for tied ones).
+    """List the tensors of ``stage`` to save, with their names (several for tied ones).
 
     With ``model``, also buffers that are lasting there, and are kept out of this stage's state because another one saves them.
     Raises TypeError for what a module adds to its state that is no tensor.

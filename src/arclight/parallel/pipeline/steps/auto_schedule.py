@@ -25,7 +25,7 @@ OVERHEAD = 1e-4
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """Request what a plan leaves open: memory, evaluation, reduction, and what is chosen."""
+    """Request for what a plan leaves open: memory, evaluation, reduction, automatic choices."""
 
     memory: str | float | None = None
     evaluation_micro_batches: int = 1
@@ -55,7 +55,7 @@ def choose_pipeline(
     plan: Plan,
     request: PipelineRequest,
 ) -> PipelineChoice:
-    """Choose what the plan and the request leave open, so that a step of ``samples`` is shortest.
+    """Choose what the plan and the request leave open, for the shortest step of ``samples``.
 
     args: of the step, for one micro-batch. Every process that has the same model finds the same. Raises PlanError where nothing keeps
     the memory, there are too few parts, or what they cost cannot be predicted.
@@ -96,7 +96,10 @@ def choose_pipeline(
 
 
 def _allowed(plan: Plan, request: PipelineRequest) -> tuple[str, ...]:
-    """Names of schedules. Raises PlanError for the one that is asked for, where it does not go together with the plan."""
+    """Return the names of schedules that go together with the plan.
+
+    Raises PlanError for a schedule that was asked for and does not.
+    """
     names = AUTOMATIC if request.choose_schedule else (plan.schedule,)
     if plan.activation_checkpointing != "selective":
         return names
@@ -110,7 +113,7 @@ def _allowed(plan: Plan, request: PipelineRequest) -> tuple[str, ...]:
 
 
 def _costs(module: nn.Module, step: Step, args: tuple[Any, ...], graph: CallGraph) -> ModelCosts:
-    """Cost the whole step, or, where what comes after its last part needs data, all until then."""
+    """Predict the costs of the whole step, or until its last part if the rest needs data."""
     last = graph.calls[-1].name
     turns = sum(call.name == last for call in graph.calls)
     failure: Exception | None = None
@@ -133,9 +136,10 @@ class _StepEnd(BaseException):
 
 
 def _alone(module: nn.Module, step: Step, ends: tuple[str, int] | None) -> nn.Module:
-    """Make ``module`` callable as ``step``. It shares all members; a copy of it knows the same trainer.
+    """Make ``module`` callable as ``step``, sharing all members.
 
-    ends: the part after whose so-manyth call the step is over, and gives what that returned.
+    A copy of it knows the same trainer. ends: the part after whose so-manyth call the step is over, and gives what that
+    returned.
     """
     kind, function = type(module), step.__func__  # type: ignore[attr-defined]
 
@@ -173,11 +177,11 @@ def _alone(module: nn.Module, step: Step, ends: tuple[str, int] | None) -> nn.Mo
 
 
 def _discard(*_: Any, **__: Any) -> None:
-    """Discard what is logged: a cost estimate is no step of the run."""
+    """Discard logged values: a cost estimate is no step of the run."""
 
 
 def check_memory(memory: str | float | None) -> None:
-    """Raise PlanError for what is no size."""
+    """Raise PlanError for an invalid memory size."""
     if isinstance(memory, str):
         bytes_of(memory)
     elif memory is not None and not memory > 0:

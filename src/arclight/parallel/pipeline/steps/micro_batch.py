@@ -18,7 +18,10 @@ from arclight.parallel.step_protocol import own_batch_weight
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch and what else the step is called with. It is told apart from others by its shapes."""
+    """Micro-batch, with what else the step is called with.
+
+    It is told apart from others by its shapes.
+    """
 
     step: str
     number: int
@@ -32,7 +35,7 @@ class MicroBatch:
     seed: int
 
     def __repr__(self) -> str:
-        """Show what the shapes inside a model can depend on.
+        """Show all that the shapes inside a model can depend on.
 
         File names, numbers of batches and the like are not part of it, nor are numbers
         of rows that are no samples (boxes of some images): code between parts that lets them shape what crosses a cut is found out.
@@ -52,10 +55,11 @@ class MicroBatch:
 
 
 def split_samples(module: Any, batch: Any, number: int) -> list[tuple[Any, int]]:
-    """Split ``batch`` into ``number`` parts (or as many as it has samples), as even as can be, each with its number of samples.
+    """Split ``batch`` evenly into ``number`` parts, each with its number of samples.
 
-    A module may cut its own batches: ``part_of_batch(batch, start, stop)``. Otherwise all tensors have samples in dimension 0, and so
-    have lists of that length. Raises PlanError where they do not.
+    There are fewer parts if it has fewer samples. A module may cut its own batches: ``part_of_batch(batch, start,
+    stop)``. Otherwise all tensors have samples in dimension 0, and so have lists of that length. Raises PlanError where
+    they do not.
     """
     size = batch_size_of(batch)
     count = max(1, min(number, size))
@@ -75,7 +79,10 @@ def _check(module: Any, batch: Any, size: int) -> None:
 
 
 def weights(module: Any, cut: list[tuple[Any, int]]) -> tuple[list[float], bool]:
-    """Return what each part counts, and whether the module says so (``batch_weight``); else its samples."""
+    """Return the weight of each part, and whether it is the module's own (``batch_weight``).
+
+    Without that, weights are numbers of samples.
+    """
     count = own_batch_weight(module)
     if count is None:
         return [float(size) for _, size in cut], False
@@ -86,7 +93,7 @@ def weights(module: Any, cut: list[tuple[Any, int]]) -> tuple[list[float], bool]
 
 
 def hides_targets(module: Any, batch: Any) -> bool:
-    """Return True for batches with uncounted targets (-100) that the module does not count itself."""
+    """Return True for a batch with ignored targets (-100) that the module does not count."""
     integers = (
         x for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
     )
@@ -104,10 +111,10 @@ def split_step(
     reduction: ReductionKind,
     seed: int,
 ) -> tuple[list[MicroBatch], bool]:
-    """Return the micro-batches of a step's first argument, and whether their weights are the module's own counts.
+    """Return the micro-batches of a step's first argument.
 
-    Weights are shares of 1 where the module does not count. A micro-batch that counts nothing is left out, where another does: its
-    mean loss is NaN.
+    Also returns whether their weights are the module's own counts. Weights are shares of 1 where the module does not
+    count. A micro-batch that counts nothing is left out, where another does: its mean loss is NaN.
     """
     if not args:
         raise PlanError(f"{step} was called without a batch: a pipeline cuts its first argument into micro-batches")

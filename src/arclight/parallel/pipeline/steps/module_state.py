@@ -1,4 +1,4 @@
-"""Synchronise attributes of a module whose steps run in stages, and show the full module to hooks."""
+"""Synchronise attributes of a module whose steps run in stages; show it whole to hooks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _OURS = {*vars(nn.Module()), "_trainer", "_fabric", "_entries", "_fabric_optimiz
 
 
 def _candidates(module: nn.Module) -> dict[str, Any]:
-    """Attributes that a step may change, by name: what is no part of the model, and submodules without parameters (metrics)."""
+    """Return attributes that a step may change, by name.
+
+    They are no part of the model, or submodules without parameters (metrics).
+    """
     plain = {
         name: value for name, value in vars(module).items() if name not in _OURS and not isinstance(value, nn.Module)
     }
@@ -29,7 +32,7 @@ def _candidates(module: nn.Module) -> dict[str, Any]:
 
 
 def _holds_nothing(child: nn.Module) -> bool:
-    """Activations, pooling and the like, whose attributes are settings."""
+    """Return True for torch's modules (activations, pooling), whose attributes are settings."""
     return type(child).__module__.startswith("torch.nn.")
 
 
@@ -39,7 +42,10 @@ def _lacks(child: nn.Module) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out the model itself, its trainer and process groups, which every process has its own of."""
+    """Pickler that leaves out the model itself, its trainer and process groups.
+
+    Every process has its own of these.
+    """
 
     def __init__(self, file: io.BytesIO, module: nn.Module) -> None:
         super().__init__(file)
@@ -69,7 +75,10 @@ def _weighs(part: nn.Module) -> bool:
 
 
 def _packed(module: nn.Module, value: Any) -> bytes | None:
-    """None for what cannot be sent anywhere: locks, open files, functions made on the way."""
+    """Pickle an attribute; None for what cannot be sent.
+
+    Locks, open files and functions made on the way cannot.
+    """
     file = io.BytesIO()
     try:
         _Pickler(file, module).dump(value)
@@ -79,19 +88,22 @@ def _packed(module: nn.Module, value: Any) -> bytes | None:
 
 
 class AttributeSync:
-    """Attributes of ``module``, compared with what they were when the steps of an epoch or an evaluation began."""
+    """Attributes of ``module`` that steps of an epoch or an evaluation have changed."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._before: dict[str, str | None] | None = None
 
     def begin(self) -> None:
-        """Note what there is, before the first step since :meth:`sync`."""
+        """Record the attributes, before the first step since :meth:`sync`."""
         if self._before is None:
             self._before = {name: _digest(_packed(self.module, x)) for name, x in _candidates(self.module).items()}
 
     def sync(self, group: dist.ProcessGroup | None, source: int, device: torch.device) -> None:
-        """Give every process of ``group`` what steps have changed since, as the process ``source`` has it."""
+        """Broadcast attributes that steps have changed since, from the process ``source``.
+
+        All processes of ``group`` get them.
+        """
         before, self._before = self._before, None
         if group is None or dist.get_world_size(group) == 1:
             return
@@ -118,7 +130,7 @@ def _digest(data: bytes | None) -> str | None:
 
 @contextmanager
 def isolate_attributes(module: nn.Module) -> Iterator[None]:
-    """Let steps within the block work on copies of the module's attributes, which are thrown away afterwards."""
+    """Give steps within the block copies of the module's attributes, discarded afterwards."""
     kept: dict[str, Any] = {}
     trainer = module.__dict__.get("_trainer")
     memo = {id(part): part for part in module.modules() if part is module or _weighs(part)} | {id(trainer): trainer}
@@ -143,16 +155,19 @@ _MEMBERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"
 
 
 class FullModuleView:
-    """All parts of ``module``; those of other stages keep their shapes and lose their memory (:meth:`release`)."""
+    """View of ``module`` with all parts; other stages' have shapes and no memory.
+
+    They lose it by :meth:`release`.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        """Taken while ``module`` still has all parts."""
+        """Take the view while ``module`` still has all parts."""
         self.module = module
         self._tree = dict(module.named_modules(remove_duplicate=False))
         self._whole = {name: module.__dict__[name] for name in _MEMBERS}
 
     def release(self) -> None:
-        """Take the memory from all parameters and buffers but those that the module has now."""
+        """Free all parameters and buffers but those that the module has now."""
         held = {id(x) for x in (*self.module.parameters(), *self.module.buffers())}
         made: dict[int, Tensor] = {}
         with self.whole():
@@ -164,7 +179,7 @@ class FullModuleView:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Give the module all of its parts within the block."""
+        """Show the module with all of its parts within the block."""
         now = {name: self.module.__dict__[name] for name in _MEMBERS}
         if now["_modules"] is self._whole["_modules"]:
             yield
@@ -177,7 +192,7 @@ class FullModuleView:
             self.module.__dict__.update(now)
 
     def _catch_up(self) -> None:
-        """Parts that the process has may hold other tensors by now: those that were loaded, sharded or given memory."""
+        """Update the view with tensors that were loaded, sharded or allocated since."""
         for path, part in self.module.named_modules(remove_duplicate=False):
             whole = self._whole if not path else vars(self._tree[path]) if path in self._tree else None
             if whole is None or whole["_parameters"] is part._parameters:

@@ -1,4 +1,4 @@
-"""Parallelize a user's module over a plan: cut its steps into stages, shard each over the mesh."""
+"""Parallelize a user's module over a plan: cut its steps into stages, shard each."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def parallelize_steps(
     example: tuple[Any, Any],
     request: PipelineRequest,
 ) -> PipelinedSteps:
-    """Leave of ``module`` what this process's stages need, shard it, and give the steps that run on all of them.
+    """Prune ``module`` to this process's stages, shard it, and return the pipelined steps.
 
     example: the step that decides where to cut, and a batch for it. All processes of ``mesh`` call this. Raises PlanError for what
     cannot be cut, before it is changed.
@@ -104,9 +104,10 @@ def parallelize_steps(
 
 
 def _choose_once(choose: Callable[[], PipelineChoice], device: torch.device) -> PipelineChoice:
-    """Return what ``choose`` gives on rank 0, on all ranks: a prediction takes seconds of CPU, and ranks of a host share its cores.
+    """Call ``choose`` on rank 0 and broadcast its result.
 
-    Raises what ``choose`` raises there, on the other ranks a PlanError with its message.
+    A prediction takes seconds of CPU, and ranks of a host share its cores. Raises what ``choose`` raises there, on the
+    other ranks a PlanError with its message.
     """
     box: list[Any] = [None]
     failure: Exception | None = None
@@ -138,7 +139,7 @@ def _arguments(step: Any, piece: Any) -> tuple[Any, ...]:
 def _shard_stages(
     steps: PipelinedSteps, found: dict[int, StagePart], mesh: Mesh, device: torch.device, types: FsdpTypes, seed: int
 ) -> None:
-    """Give what the module has now memory on the device, and shard it."""
+    """Allocate the module's present parameters on the device, and shard it."""
     module, plan = steps.module, mesh.plan
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta and tensor.device.type != device.type:
@@ -155,7 +156,10 @@ def _shard_stages(
 
 
 def _begin(steps: PipelinedSteps, device: torch.device, seed: int) -> None:
-    """Initialise what declares no distribution, as its modules do. What declares one is drawn in shards later."""
+    """Initialise what declares no distribution, by its modules' own methods.
+
+    What declares one is drawn in shards later.
+    """
     declared = declarations(steps.module)
     tensors = (*steps.module.named_parameters(), *steps.module.named_buffers())
     if any(tensor.is_meta and name not in declared for name, tensor in tensors):

@@ -1,4 +1,4 @@
-"""Pipeline a user's training_step and its like: capture, assign calls to stages, run by a schedule."""
+"""Pipeline a user's training_step and its like: capture, assign calls, run a schedule."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class StagePart(StageProgram):
     """Run one stage of whichever step is under way; to others it is a module with its tensors."""
 
     def __init__(self, steps: PipelinedSteps, number: int, names: frozenset[str] | None) -> None:
-        """names: of the parameters and buffers of the module that are the stage's; None: all that the module has."""
+        """Initialise the part of stage ``number``.
+
+        names: of the parameters and buffers of the module that are the stage's; None: all that the module has.
+        """
         last = number == steps.topology.stages - 1
         super().__init__(_Stage(steps, number), steps.loss if last else None, sliced=True, first=number == 0)
         self.inner, self.names = steps.module, names
@@ -128,7 +131,10 @@ class PipelinedSteps:
     def cut(
         self, step: Step, graph: CallGraph, begins: Sequence[int], topology: PipelineTopology, options: StepOptions
     ) -> None:
-        """Share out the calls of ``graph``: stage n begins with call ``begins[n]``; the module keeps this process's parts."""
+        """Assign the calls of ``graph`` to stages; the module keeps this process's parts.
+
+        Stage n begins with call ``begins[n]``.
+        """
         self.topology, self.options = topology, options
         self.broadcaster = OutputBroadcaster(topology.group, topology.owner(topology.stages - 1), topology.device)
         self.last = topology.stages - 1 in topology.own
@@ -217,7 +223,7 @@ class PipelinedSteps:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """Running steps in here to see what they do leaves no trace."""
+        """Undo the side effects of steps that are run in the block for observation."""
         with ExitStack() as stack:
             stack.enter_context(self._own_randomness())
             stack.enter_context(self.skeleton.whole())
@@ -236,7 +242,7 @@ class PipelinedSteps:
         return next(iter(self._sliced.values()))
 
     def names_of(self) -> dict[str, tuple[int, ...]]:
-        """Return the stages of this process for each parameter and buffer of the module, by each of its names.
+        """Return this process's stages of each parameter and buffer, by each of its names.
 
         Buffers of no part are the last stage's, or everybody's.
         """
@@ -269,7 +275,7 @@ class PipelinedSteps:
 
     @torch.no_grad()
     def send_shared(self) -> None:
-        """Send parameters of several stages from the first of these to the others, so that all begin alike."""
+        """Send tied parameters from their first stage to the others, so that all start equal."""
         if self.topology.group is None:
             return
         own = {self._decided.names[name]: p for name, p in self.module.named_parameters()}
@@ -319,13 +325,16 @@ class PipelinedSteps:
         return loss if outcome.output is None else {"loss": loss, **outcome.output}
 
     def forward(self, number: int, received: tuple[Tensor, ...], micro_batch: MicroBatch) -> Any:
-        """Run one stage on one micro-batch, with random numbers of its own, which depend on no other stage's or micro-batch's."""
+        """Run one stage on one micro-batch, with random numbers of its own.
+
+        They depend on no other stage's or micro-batch's.
+        """
         seed_device(micro_batch.seed + number * _SEEDS, self.device)
         self.recorder.micro_batch = micro_batch.number
         return self._sliced[micro_batch.step].run(number, received, micro_batch.args, micro_batch.kwargs)
 
     def loss(self, output: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the weighted loss from what the last stage's step returned."""
+        """Return the weighted loss from the result of the last stage's step."""
         self._outputs[micro_batch.number] = output
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         if not torch.is_grad_enabled():
@@ -348,12 +357,12 @@ class PipelinedSteps:
         return StepOutput(names, torch.stack(values) if values else None, output)
 
     def sync_attributes(self) -> None:
-        """Sync what steps gathered in the module over the pipeline, after the last step of an epoch or an evaluation."""
+        """Synchronise attributes over the pipeline, after an epoch's or evaluation's last step."""
         self.attributes.sync(self.topology.group, self.broadcaster.source, self.device)
 
 
 def _besides(output: Any, trains: bool) -> Any:
-    """Take the loss out of a training step's output: None, or the rest of a dict.
+    """Return a training step's output without the loss: None, or the rest of a dict.
 
     An evaluation's output stays as it is.
     """

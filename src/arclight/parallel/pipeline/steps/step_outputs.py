@@ -1,4 +1,4 @@
-"""Merge logged values and outputs of a step's micro-batches, and broadcast them to all stages."""
+"""Merge logged values and outputs of a step's micro-batches; broadcast them to stages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class LoggedName:
-    """Name, options and type of a value that the step logs: sent to all processes once, its numbers at every step."""
+    """Name, options and type of a logged value, sent once; its numbers are sent every step."""
 
     name: str
     options: dict[str, Any]
@@ -41,9 +41,10 @@ class LoggedName:
 
 
 class LogRecorder:
-    """Record what micro-batches log, in the place of ``module.log``; the calls of each micro-batch are kept apart.
+    """Recorder of what micro-batches log, in the place of ``module.log``.
 
-    Only what the last stage's process records counts: it alone runs each step to its end.
+    The calls of each micro-batch are kept apart. Only what the last stage's process records counts: it alone runs each
+    step to its end.
     """
 
     def __init__(self, module: Any) -> None:
@@ -92,9 +93,10 @@ class LogRecorder:
     def combined(
         self, weights: Mapping[int, float], device: torch.device
     ) -> tuple[tuple[LoggedName, ...], list[Tensor]]:
-        """Return each value as if the step had run on the whole batch, and for each its number and batch size.
+        """Combine each logged value as if the step had run on the whole batch.
 
-        A mean counts with the batch sizes that were given, else with ``weights``; sums, least and greatest are those of all.
+        Values come with their number and batch size. A mean counts with the batch sizes that were given, else with
+        ``weights``; sums, least and greatest are those of all.
         """
         together: dict[tuple[str, int], list[tuple[float, _Call]]] = {}
         for micro_batch, calls in self.calls.items():
@@ -152,7 +154,7 @@ def _whole(calls: list[tuple[float, _Call]]) -> tuple[Tensor, Tensor]:
 
 
 def _newest_of(metric: Any) -> Any:
-    """Read what a metric's last call gave; NaN for one that was only updated."""
+    """Return the result of a metric's last call; NaN for one that was only updated."""
     cache = getattr(metric, "_forward_cache", None)
     return float("nan") if cache is None else cache
 
@@ -166,7 +168,10 @@ def _attribute(module: Any, entry: LoggedName) -> Any:
 
 
 def with_attribute(module: Any, call: _Call) -> dict[str, Any]:
-    """Return the options of ``call`` with the place where the module has its metric, so that every process can log its own."""
+    """Return the options of ``call`` with the name of the module's metric.
+
+    With it every process can log its own.
+    """
     if call.options.get("metric_attribute") is not None:
         return call.options
     for path, part in [*module.named_modules(), *vars(module).items()]:
@@ -216,7 +221,7 @@ def merge_step_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Se
 
 @dataclass
 class StepOutput:
-    """Hold what a step gave besides its loss."""
+    """Result of a step besides its loss."""
 
     names: tuple[LoggedName, ...] = ()
     values: Tensor | None = None
@@ -239,7 +244,10 @@ class OutputBroadcaster:
     with_output: bool = False
 
     def broadcast(self, outcome: StepOutput | None, check: int) -> StepOutput:
-        """Return the last stage's outcome, on every process; others give None. Raises RuntimeError where ``check`` differs."""
+        """Broadcast the last stage's outcome to all processes; others pass None.
+
+        Raises RuntimeError where ``check`` differs.
+        """
         if self.group is None:
             assert outcome is not None
             return outcome

@@ -31,12 +31,13 @@ CAUSES = {
 def timeline(
     run: Recording | Trace, predicted: Trace | None = None, file: str | Path = "timeline.html", title: str | None = None
 ) -> Path:
-    """Write one page that shows a step of a pipeline; it opens anywhere, without a network or another file.
+    """Write one self-contained page that shows a step of a pipeline.
 
-    run: what was recorded (its training step of median length is shown), or one step, measured or simulated. predicted: the
-    same step as simulated, shown above what was measured. file: ``.svg`` is a figure of the lanes alone, for papers and slides.
-    Of the processes of a recording the first of all writes. Gives the page's path; an older page is replaced in one step. Raises
-    PlanError where there is nothing to show, or the two steps are not of the same pipeline.
+    It opens anywhere, without a network or another file. run: what was recorded (its training step of median length is
+    shown), or one step, measured or simulated. predicted: the same step as simulated, shown above what was measured.
+    file: ``.svg`` is a figure of the lanes alone, for papers and slides. Of the processes of a recording the first of
+    all writes. Gives the page's path; an older page is replaced in one step. Raises PlanError where there is nothing to
+    show, or the two steps are not of the same pipeline.
     """
     trace = run.typical if isinstance(run, Recording) else run
     path = Path(file)
@@ -75,7 +76,7 @@ def _check(trace: Trace, predicted: Trace | None) -> None:
 
 
 class _Figures:
-    """Compute what the page says of one step, once."""
+    """Figures of one step for the page, computed once."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace, self.seconds = trace, trace.seconds
@@ -122,7 +123,10 @@ def _page(trace: Trace, predicted: Trace | None, title: str | None, recorded: Se
 
 
 def _lanes(name: str, shown: _Figures) -> dict[str, Any]:
-    """Return a step as the page's script reads it: for each process a flat list of kind, stage, micro-batch, start, end (us), bytes."""
+    """Return a step for the page's script: a flat list of spans for each process.
+
+    A span is kind, stage, micro-batch, start, end (us), bytes.
+    """
     kinds, lanes = list(KIND_NAMES), []
     for rank, lane in enumerate(by_process(shown.trace)):
         flat: list[float] = []
@@ -230,7 +234,7 @@ def _table(shown: _Figures) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds with three digits that count."""
+    """Format milliseconds with three significant digits."""
     value = seconds * 1000
     return f"{value:,.{0 if value >= 1000 else 1 if value >= 100 else 2 if value >= 10 else 3}f} ms"
 
@@ -306,7 +310,10 @@ text { fill: #1a1c1f; } .muted { fill: #63686f; font-weight: 400; } .title { fon
 
 
 def figure(trace: Trace, predicted: Trace | None = None, title: str | None = None) -> str:
-    """Return an ``<svg>`` document: for each process what it did, above it what was predicted, over milliseconds."""
+    """Draw an ``<svg>`` figure: measured lanes of each process, below predicted ones.
+
+    The axis is milliseconds.
+    """
     steps = [one for one in (predicted, trace) if one is not None]
     scale = (WIDTH - LEFT - RIGHT) / max(one.seconds for one in steps)
     row = TALL + (LOW + 2 if predicted is not None else 0) + GAP
@@ -358,7 +365,10 @@ def _axis(seconds: float, scale: float, height: int) -> Iterator[str]:
 
 
 def _boxes(step: Trace, spans: list[Span], scale: float, y: int, tall: int) -> Iterator[str]:
-    """Yield the boxes of one process, with the number of the micro-batch where there is room; those too thin to be seen are left out."""
+    """Yield the boxes of one process, numbered by micro-batch if there is room.
+
+    Those too thin to be seen are left out.
+    """
     begin, last = min(span.start for span in step.spans), -1.0
     first = min((span.action.stage for span in spans), default=0)
     size = min(12, tall - 3)

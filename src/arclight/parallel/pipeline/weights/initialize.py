@@ -1,4 +1,4 @@
-"""Initialise a stage from the meta device: a function of (seed, name), for any number of stages.
+"""Initialise a stage from the meta device: a function of (seed, name), for any cut.
 
 Modules initialize in several ways: what `arclight.parallel.deterministic_init` declares, ``_init_weights(module)`` of the model around
 them (as models of transformers have), ``reset_parameters()``. All of these draw one number after the other, so a process that
@@ -34,7 +34,7 @@ def initialize_stages(
     stages: nn.Module | Iterable[nn.Module], *, model: nn.Module | None = None, device: str | torch.device = "cpu",
     seed: int | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Give memory and first values to what of ``stages`` is on the meta device; return the names of all that got some.
+    """Allocate and initialise tensors of ``stages`` on the meta device; return their names.
 
     What has memory stays as it is, so this also gives values to buffers that no file has. ``model``: the whole, where stages
     lack modules of it, because methods of outer modules may name them; a copy of its tree whose tensors come and go. ``seed``: by
@@ -91,7 +91,10 @@ def _initialized(
 
 
 def _run_initializers(model: nn.Module, waiting: dict[torch.Tensor, str], device: torch.device, seed: int) -> None:
-    """Let the modules write what is ``waiting``, inner ones first, as constructors run."""
+    """Run the modules' initialisers for ``waiting`` tensors, inner ones first.
+
+    That is the order of constructors.
+    """
     first: dict[torch.Tensor, str] = {}
     for name, tensor in named_tensors(model):
         first.setdefault(tensor, name)
@@ -130,7 +133,7 @@ def _takes_one(maker: Any) -> bool:
 
 
 def _run(module: nn.Module, maker: Callable[[nn.Module], Any] | None, draws: _Draws) -> None:
-    """Initialise a module as the model around it does; by its own method for what the model leaves out."""
+    """Initialise a module by the model's method; by its own for what the model leaves out."""
     if maker is not None:
         maker(module)
     own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
@@ -141,7 +144,10 @@ def _run(module: nn.Module, maker: Callable[[nn.Module], Any] | None, draws: _Dr
 
 
 class _Draws(TorchDispatchMode):
-    """While a module begins: what is drawn is a function of names, and only what waits for values below that module is written."""
+    """Mode of one module's initialisation: draws are a function of names.
+
+    Only what waits for values below that module is written.
+    """
 
     def __init__(
         self, seed: int, names: dict[torch.Tensor, str], waiting: dict[torch.Tensor, str], device: torch.device
@@ -158,7 +164,10 @@ class _Draws(TorchDispatchMode):
 
     @contextmanager
     def of(self, name: str, module: nn.Module) -> Iterator[None]:
-        """Record the draws of ``module``; what it has beside this stage's tensors has memory meanwhile, to run the same everywhere."""
+        """Record the draws of ``module``.
+
+        What it has beside this stage's tensors has memory meanwhile, to run the same everywhere.
+        """
         self._module, self._last, self._counts = name, f"{name}*", {}
         lent: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for own, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -183,7 +192,10 @@ class _Draws(TorchDispatchMode):
             self._memory.append(tensor.detach())
 
     def has_value(self, tensor: torch.Tensor, now: torch.Tensor | None = None) -> bool:
-        """Return True once what waited for a value has one, in place or as what a module put there ``now``."""
+        """Return True once a waiting tensor has a value.
+
+        It is in place, or what a module put there ``now``.
+        """
         if now is not None and now is not tensor:
             return not now.is_meta
         if tensor not in self._waiting or not tensor.numel():

@@ -21,7 +21,7 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Report what was loaded for some stages."""
+    """Report on the weights loaded for some stages."""
 
     names: dict[str, str]
     """Name of each tensor in the files, by the first of its names."""
@@ -39,7 +39,7 @@ def load(
     device: str | torch.device = "cpu", dtype: torch.dtype | None = None, prefix: str | None = None,
     rename: Callable[[str], str] | None = None, mapped: bool = True,
 ) -> LoadReport:  # fmt: skip
-    """Fill ``stages`` with their tensors from ``path``: a safetensors file, its index, or a Hugging Face folder.
+    """Load tensors of ``stages`` from safetensors: a file, its index, or a Hugging Face folder.
 
     What is on the meta device gets memory on ``device``; what has memory is filled where it is; of what is sharded over processes
     each reads its share. A tensor is looked up by its names in the model (several where weights are tied), then below a
@@ -99,7 +99,10 @@ def _type(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _find(groups: list[list[str]], files: WeightFiles, prefix: str | None, known: list[str]) -> list[list[str]]:
-    """Return the names in ``files`` of each tensor, given by all its names: several if tied weights are stored twice."""
+    """Return the names in ``files`` of each tensor, by all its names.
+
+    There are several if tied weights are stored twice.
+    """
     if prefix is not None:
         moves = [_given(known, files, prefix.rstrip("."))]
     elif missing := [names for names in groups if not any(name in files for name in names)]:
@@ -160,7 +163,10 @@ def _given(known: list[str], files: WeightFiles, prefix: str) -> _PrefixChange:
 
 
 def _common(missing: Sequence[Sequence[str]], files: WeightFiles) -> list[_PrefixChange]:
-    """Return all the moves with which each of ``missing`` is found; those that find the same are one."""
+    """Return the prefix changes with which each of ``missing`` is found.
+
+    Those that find the same are one.
+    """
     ends: dict[str, list[str]] = {}
     for stored_name in files:
         ends.setdefault(stored_name.rpartition(".")[2], []).append(stored_name)
@@ -184,7 +190,7 @@ def _check(
     wanted: dict[torch.Tensor, list[str]], sources: dict[torch.Tensor, list[str]], dtype: torch.dtype | None,
     files: WeightFiles,
 ) -> None:  # fmt: skip
-    """Raise ValueError for tensors that cannot be what the stages need: before any of them is read."""
+    """Raise ValueError for tensors that do not fit the stages, before any is read."""
     if dtype is not None and dtype not in _FLOATS:
         raise ValueError(f"dtype {dtype} is none of {', '.join(map(str, _FLOATS))}")
     for tensor, names in wanted.items():

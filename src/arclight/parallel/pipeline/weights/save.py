@@ -1,4 +1,4 @@
-"""Save stages as one Hugging Face folder: each rank writes its tensors under the original names."""
+"""Save stages as one Hugging Face folder: each rank writes its tensors."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ def save(
     stages: nn.Module | Iterable[nn.Module], folder: str | Path, *, model: nn.Module | None = None,
     max_shard_size: int | str = "5GB", group: dist.ProcessGroup | None = None,
 ) -> None:  # fmt: skip
-    """Write the weights of all stages as ``folder``: safetensors, an index where there are several, config.json where there is one.
+    """Save the weights of all stages as ``folder``: safetensors, index, config.json.
 
-    Every process of ``group`` (by default of all) calls this with the stages that it has; those of others may be among them, on
-    the meta device. A weight that several processes have is written by one of them, a tied one once under its first name.
-    What is sharded over processes is gathered one tensor after the other. ``model``: where the ``config`` comes from, as
-    models of transformers have it. max_shard_size: bytes of a file at most, a number or such as "500MB". All processes see the same
-    files. The folder appears, or is replaced, when it is complete: whatever is there before stays whole until then.
+    There is an index if there are several files, and config.json if the model has one. Every process of ``group`` (by
+    default of all) calls this with the stages that it has; those of others may be among them, on the meta device. A
+    weight that several processes have is written by one of them, a tied one once under its first name. What is sharded
+    over processes is gathered one tensor after the other. ``model``: where the ``config`` comes from, as models of
+    transformers have it. max_shard_size: bytes of a file at most, a number or such as "500MB". All processes see the
+    same files. The folder appears, or is replaced, when it is complete: whatever is there before stays whole until
+    then.
 
     Raises FileExistsError where the folder has files that this does not write, ValueError for a tensor whose values no
     process has, and RuntimeError on all processes where one could not write.
@@ -133,7 +135,7 @@ def _prepare(folder: Path) -> Path:
 
 
 def _write(files: list[_File], held: dict[str, torch.Tensor], rank: int, staging: Path) -> None:
-    """Write this process's files; take part in putting together what is sharded, whoever writes it."""
+    """Write this process's files; take part in gathering what is sharded, for any writer."""
     failed: Exception | None = None
     for file in files:
         out = {}
@@ -152,7 +154,7 @@ def _write(files: list[_File], held: dict[str, torch.Tensor], rank: int, staging
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Dense, on the CPU, and with no other tensor in its memory, which a safetensors file needs."""
+    """Return a dense CPU tensor with memory of its own, as safetensors needs."""
     made = tensor.to("cpu").contiguous()
     return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
 

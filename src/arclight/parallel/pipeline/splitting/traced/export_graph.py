@@ -1,4 +1,4 @@
-"""Export a model's forward as one graph of operations, and refuse what `torch.export` would lose."""
+"""Export a model's forward as one graph, and refuse what `torch.export` would lose."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ExportedGraph:
 
 @dataclass(frozen=True)
 class Frame:
-    """Hold what a traced graph is true for, and refuse anything else."""
+    """Conditions under which a traced graph is valid; anything else is refused."""
 
     name: str
     spec: TreeSpec
@@ -83,7 +83,10 @@ class Frame:
         return self  # nothing in it changes
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Leaves of what the model is called with. Raises PlanError for what the graph is not true for."""
+        """Return the leaves of the model's arguments.
+
+        Raises PlanError for arguments that the graph does not hold for.
+        """
         ordered = {key: kwargs[key] for key in self.spec.child(1).context if key in kwargs}
         leaves, spec = tree_flatten((tuple(args), ordered | dict(kwargs)))
         if spec != self.spec:
@@ -100,7 +103,10 @@ class Frame:
         return leaves
 
     def refuse_precision(self) -> None:
-        """Raise PlanError where casts would happen that are not in the graph, or the other way round."""
+        """Raise PlanError if autocast differs from that of the trace.
+
+        Casts would happen that are not in the graph, or the other way round.
+        """
         now = _autocast(self.device)
         if now != self.autocast:
             raise PlanError(
@@ -122,10 +128,11 @@ class Frame:
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportedGraph:
-    """Return the graph of ``model(*args, **kwargs)``; nothing is computed or changed, and the model may be on the meta device.
+    """Export the graph of ``model(*args, **kwargs)`` without computing anything.
 
-    Regions under ``torch.no_grad`` stay such. Raises PlanError, with the line of the model, for what a graph cannot say: control
-    flow that depends on values, functions with a backward of their own, results that are no tensors, inputs that are written to.
+    Nothing is changed, and the model may be on the meta device. Regions under ``torch.no_grad`` stay such. Raises
+    PlanError, with the line of the model, for what a graph cannot say: control flow that depends on values, functions
+    with a backward of their own, results that are no tensors, inputs that are written to.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -145,7 +152,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _read(model: nn.Module, program: Any, frame: Frame) -> ExportedGraph:
-    """Read what the placeholders and the result of an exported program stand for."""
+    """Read the meaning of the placeholders and the result of an exported program."""
     first = first_names(model)
     states: dict[fx.Node, str] = {}
     parameters, persistent = set[fx.Node](), set[fx.Node]()
@@ -176,7 +183,10 @@ def _read(model: nn.Module, program: Any, frame: Frame) -> ExportedGraph:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Map each name of a parameter or buffer to its first one. Raises PlanError for two that share memory."""
+    """Map each parameter's and buffer's names to its first one.
+
+    Raises PlanError for two that share memory.
+    """
     names, _ = parameter_names(model)
     for name, first in names.items():
         if model.get_parameter(name) is not model.get_parameter(first):
@@ -192,7 +202,10 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def _hollow(model: nn.Module, mode: Any) -> nn.Module:
-    """Return a copy whose parameters and buffers have shapes and no memory, on the device of the model's (meta counts as the CPU)."""
+    """Return a copy with fake parameters and buffers, which have shapes and no memory.
+
+    They are on the device of the model's (meta counts as the CPU).
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(_fake(parameter, mode), requires_grad=parameter.requires_grad)
@@ -236,7 +249,10 @@ def _precision(dtype: torch.dtype | None) -> str:
 
 
 def _refuse_own_backward(model: nn.Module, result: Any) -> None:
-    """Raise PlanError if gradients of ``result`` pass through a function of the user's: a trace has its forward only."""
+    """Raise PlanError if gradients of ``result`` pass through a user's autograd function.
+
+    A trace has its forward only.
+    """
     waiting = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     seen: set[Any] = set(waiting)
     while waiting:
@@ -255,7 +271,10 @@ def _refuse_own_backward(model: nn.Module, result: Any) -> None:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Torch prints the whole graph where it cannot go on; the error says what matters."""
+    """Silence logging for the block.
+
+    Torch prints the whole graph where it cannot go on; the error says what matters.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -266,7 +285,7 @@ def _silence() -> Iterator[None]:
 
 @contextmanager
 def _errors_of(model: nn.Module) -> Iterator[None]:
-    """Errors while tracing become PlanErrors that say where in the user's code they arose."""
+    """Turn errors of tracing into PlanErrors that name the user's line."""
     name = type(model).__name__
     try:
         yield

@@ -29,7 +29,10 @@ class GraphMemory:
     """Sets of nodes that may share memory, each known by one of its nodes, the root."""
 
     def __init__(self, order: Iterable[Node], parts: Mapping[str, nn.Module]) -> None:
-        """order: operations as they run. parts: graphs within the graph, by the names under which it has them."""
+        """Analyse the memory of operations.
+
+        order: operations as they run. parts: graphs within the graph, by the names under which it has them.
+        """
         self._above: dict[Node, Node] = {}
         self._writers: dict[Node, list[Node]] = {}
         writes: list[tuple[Node, Node]] = []
@@ -48,12 +51,12 @@ class GraphMemory:
         return node
 
     def writers(self, node: Node) -> tuple[Node, ...]:
-        """Return the operations that write to where a node's tensor lies, or look at it with strides of their own."""
+        """Return the operations that write to a node's memory, or view it with other strides."""
         return tuple(self._writers.get(self.root(node), ()))
 
 
 def targets(node: Node, parts: Mapping[str, nn.Module]) -> Iterator[Any]:
-    """Yield what an operation calls: itself, and all that the graphs within it do."""
+    """Yield the targets of an operation: itself, and those of the graphs within it."""
     yield node.target
     for part in _within(node, parts):
         for inner in part.graph.nodes:
@@ -67,7 +70,10 @@ def _within(node: Node, parts: Mapping[str, nn.Module]) -> list[fx.GraphModule]:
 
 
 def _arguments(node: Node, parts: Mapping[str, nn.Module]) -> Iterator[tuple[Node, bool, bool]]:
-    """Yield each tensor that goes into an operation: whether a result may be a view of it, and whether it is written to."""
+    """Yield each tensor argument of an operation, if it is aliased, and if it is written to.
+
+    Aliased: a result may be a view of it.
+    """
     schema = getattr(node.target, "_schema", None)
     within = _within(node, parts)
     if within:
@@ -89,7 +95,10 @@ def _arguments(node: Node, parts: Mapping[str, nn.Module]) -> Iterator[tuple[Nod
 def _arguments_of_part(
     node: Node, within: list[fx.GraphModule], parts: Mapping[str, nn.Module]
 ) -> Iterator[tuple[Node, bool, bool]]:
-    """Yield the arguments of a graph within the graph, as it uses them; of several (branches), as any might."""
+    """Yield the arguments of a graph within the graph, as it uses them.
+
+    Of several (branches), they are used as any might.
+    """
     given = [before for before in node.all_input_nodes if before.op != "get_attr"]
     part = within[0]
     doors = [inner for inner in part.graph.nodes if inner.op == "placeholder"]
@@ -138,7 +147,10 @@ class TracedCalls:
 
 
 def find_calls(exported: ExportedGraph) -> TracedCalls:
-    """Return the calls of a traced graph. Raises PlanError where an input or a constant is written to, or no parameter is used."""
+    """Return the calls of a traced graph.
+
+    Raises PlanError if an input or a constant is written to, or no parameter is used.
+    """
     order = list(_operations(exported.graph))
     memory = GraphMemory(order, exported.parts)
     _refuse_writes(exported, memory)
@@ -165,7 +177,7 @@ def find_calls(exported: ExportedGraph) -> TracedCalls:
 
 
 def _operations(graph: fx.Graph) -> Iterator[Node]:
-    """Yield what the graph computes, in order, with parts of a result directly after it.
+    """Yield the operations of the graph, in order, with parts of a result directly after it.
 
     Checks of what is fixed anyway are left out.
     """
@@ -208,7 +220,10 @@ def _unit_graph(
 
 
 def _own(exported: ExportedGraph, order: Sequence[Node], memory: GraphMemory) -> set[Node]:
-    """Return the operations that belong to calls: all that depends on parameters, is drawn by chance or changes a buffer."""
+    """Return the operations that belong to calls.
+
+    They depend on parameters, draw random numbers or change a buffer.
+    """
     weighty = {node for node in exported.states if node in exported.persistent}
     for node in order:
         if any(before in weighty for before in node.all_input_nodes):
@@ -268,7 +283,7 @@ def _last_uses(exported: ExportedGraph, spine: Sequence[Node]) -> list[int]:
 
 
 def _crossing(exported: ExportedGraph, spine: Sequence[Node]) -> list[int]:
-    """Bytes that cross a cut before each operation."""
+    """Return the bytes that cross a cut before each operation."""
     steps = [0] * (len(spine) + 2)
     for at, (node, last) in enumerate(zip(spine, _last_uses(exported, spine), strict=True)):
         if last > at:
@@ -309,7 +324,10 @@ def _bytes(node: Node) -> int:
 
 
 def _path(node: Node) -> list[str]:
-    """Modules in whose forward an operation lies, the outermost first; calls of one module are told apart."""
+    """Return the modules in whose forward an operation lies, the outermost first.
+
+    Calls of one module are told apart.
+    """
     stack = node.meta.get("nn_module_stack") or {}
     return list(stack)[1:]
 

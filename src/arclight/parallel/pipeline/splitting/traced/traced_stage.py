@@ -26,7 +26,7 @@ from arclight.parallel.plan import PlanError
 
 @dataclass(frozen=True)
 class _Program:
-    """Hold a stage's graph; its placeholders are what it receives, inputs, states and constants."""
+    """Graph of a stage; its placeholders are received values, inputs, states and constants."""
 
     number: int
     receives: tuple[Value, ...]
@@ -42,7 +42,7 @@ class _Program:
 
 
 class TracedStage(NamePreservingStage):
-    """One stage: its part of the graph, over the model's live parameters under all of their names.
+    """Stage of a traced graph over the model's live parameters, under all of their names.
 
     ``forward(*received, args=..., kwargs=...)`` takes what :attr:`receives` lists and the whole model's arguments, and gives what
     :attr:`sends` lists, or the model's own result on the last stage. Raises PlanError for other shapes, precision or mode
@@ -52,7 +52,10 @@ class TracedStage(NamePreservingStage):
     def __init__(
         self, model: nn.Module, program: _Program, owned: Collection[str], names: Mapping[str, str], frame: Frame
     ) -> None:
-        """owned: first names of parameters and buffers. names: for all names their first ones."""
+        """Initialise the stage from its program.
+
+        owned: first names of parameters and buffers. names: for all names their first ones.
+        """
         super().__init__(StageInfo(program.number, program.receives, program.sends))
         self._frame, self._program = frame, program
         self._programs = {frame.device: program.module}
@@ -92,7 +95,7 @@ class TracedStage(NamePreservingStage):
         return tuple(tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor for tensor in out)
 
     def train(self, mode: bool = True) -> TracedStage:
-        """Raises PlanError unless that is the mode of the trace."""
+        """Set the mode, which must be that of the trace; raise PlanError for another."""
         self._frame.refuse_mode(mode)
         return super().train(mode)
 
@@ -147,7 +150,10 @@ class TracedModel:
                 )
 
     def stages(self, cuts: StageAssignment | Sequence[int]) -> list[TracedStage]:
-        """Return the stages of ``cuts`` (or from each of these calls, the first is 0, to the next). They share the model's live parameters."""
+        """Return the stages of ``cuts``, which share the model's live parameters.
+
+        Instead of cuts, the first call of each stage may be given; the first is 0.
+        """
         if not isinstance(cuts, StageAssignment):
             cuts = StageAssignment.of(self.graph, cuts)
         programs = [self._program(cuts, number) for number in range(len(cuts.begins))]
@@ -160,7 +166,7 @@ class TracedModel:
         ]  # fmt: skip
 
     def _place_unused(self, owned: list[set[str]]) -> None:
-        """Buffers that this mode does not use (counts of batches) lie where their modules' other tensors do."""
+        """Assign unused buffers (counts of batches) to the stages of their modules' tensors."""
         used = set().union(*owned)
         for name, _ in self.model.named_buffers():
             if name not in used:
