@@ -26,7 +26,10 @@ Inputs = tuple[Tensor, ...]
 
 
 def as_inputs(batch: Tensor | Sequence[Tensor]) -> Inputs:
-    """Return the positional inputs of a model: a tensor, or several; TypeError for anything else."""
+    """Return the positional inputs of a model, given as a tensor or several.
+
+    Raises TypeError for anything else.
+    """
     inputs = (batch,) if isinstance(batch, Tensor) else tuple(batch)
     if not inputs or not all(isinstance(value, Tensor) for value in inputs):
         raise TypeError(f"a batch must be a tensor or a sequence of tensors, got {type(batch).__name__}")
@@ -71,9 +74,10 @@ NOT_RUN = (
 def trial_run(
     model: nn.Module, inputs: Inputs, failure: type[ValueError] = ExportError, sentence: str = NOT_RUN
 ) -> Any:
-    """Run ``model`` on ``inputs``, which the capture does not always do; ``failure`` with the ``sentence`` where that fails.
+    """Run ``model`` on ``inputs``, which the capture does not always do.
 
-    A copy runs, with the same parameters: a model may count its calls in buffers.
+    A copy runs, with the same parameters: a model may count its calls in buffers. Raises ``failure`` with the
+    ``sentence`` if that fails.
     """
     with quiet():  # torch warns of itself where a graph is copied
         trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
@@ -105,7 +109,7 @@ def check_shared_batch(inputs: Inputs) -> None:
 
 
 def resized(inputs: Inputs, batch: int) -> Inputs:
-    """Resize ``inputs`` to ``batch`` samples: the first ones, repeated in order if there are too few."""
+    """Resize ``inputs`` to ``batch`` samples: the first ones, repeated in order if too few."""
     return tuple(value[torch.arange(batch) % len(value)] if value.dim() else value for value in inputs)
 
 
@@ -120,9 +124,10 @@ def in_float32(inputs: Inputs) -> Inputs:
 
 
 def as_copy_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Return ``inputs`` as the `frozen_copy` of ``model`` takes them: those in a type that it was cast from are float32.
+    """Cast ``inputs`` to the types that the `frozen_copy` of ``model`` takes.
 
-    bfloat16 is cast for every model, as NumPy, which programs take, has none.
+    Those in a type that it was cast from become float32. bfloat16 is cast for every model, as NumPy, which programs
+    take, has none.
     """
     tensors = (*model.parameters(), *model.buffers())
     cast = {value.dtype for value in tensors if value.is_floating_point()} | {torch.bfloat16}
@@ -136,10 +141,11 @@ FreeDimensions = Sequence[Mapping[int, str]]
 def free_dimensions(
     model: nn.Module, example: Inputs, dynamic: Mapping[str, Mapping[int, str]]
 ) -> list[dict[int, str]]:  # fmt: skip
-    """Return the free dimensions of each of ``example``, named in ``dynamic`` by the parameters of ``model.forward``.
+    """Return the free dimensions of each of ``example``, by the names in ``dynamic``.
 
-    ``{"tokens": {0: "batch", 1: "time"}}`` frees two dimensions of the input that ``forward`` calls tokens. Raises
-    ExportError for an input or dimension that is not there, and for two sizes under one name.
+    They are named by the parameters of ``model.forward``. ``{"tokens": {0: "batch", 1: "time"}}`` frees two dimensions
+    of the input that ``forward`` calls tokens. Raises ExportError for an input or dimension that is not there, and for
+    two sizes under one name.
     """
     names = input_names(model, len(example))
     if unknown := sorted(set(dynamic) - set(names)):
@@ -162,7 +168,10 @@ def free_dimensions(
 
 
 def input_names(model: nn.Module, count: int) -> list[str]:
-    """Name the first ``count`` positional inputs of ``model``; those of ``*past`` are all called past."""
+    """Name the first ``count`` positional inputs of ``model``.
+
+    Those of ``*past`` are all called past.
+    """
     names: list[str] = []
     for parameter in inspect.signature(model.forward).parameters.values():
         repeated = count - len(names) if parameter.kind is parameter.VAR_POSITIONAL else 1
@@ -171,9 +180,9 @@ def input_names(model: nn.Module, count: int) -> list[str]:
 
 
 def with_sizes(inputs: Inputs, free: FreeDimensions, sizes: Mapping[str, int]) -> Inputs:
-    """Resize the free dimensions of ``inputs`` to ``sizes`` by name: the first values, repeated in order if too few.
+    """Resize the free dimensions of ``inputs`` to ``sizes`` by name.
 
-    A dimension that was empty is filled with zeros.
+    They hold the first values, repeated in order if too few. A dimension that was empty is filled with zeros.
     """
     resized_inputs = []
     for value, dimensions in zip(inputs, free):
@@ -195,9 +204,10 @@ def free_sizes(inputs: Inputs, free: FreeDimensions) -> dict[str, int]:
 def dimensions_to_export(
     example: Inputs, free: FreeDimensions, *, least: int = 1
 ) -> tuple[Inputs, tuple[dict[int, Any], ...]]:  # fmt: skip
-    """Return the inputs to capture on, with at least 2 of each free dimension, and the dimensions as torch.export takes them.
+    """Return inputs to capture on, and free dimensions as torch.export takes them.
 
-    ``least`` is the smallest size that is allowed later; what is empty in ``example`` may be so later, too.
+    The inputs have at least 2 of each free dimension. ``least`` is the smallest size that is allowed later; what is
+    empty in ``example`` may be so later, too.
     """
     sizes = free_sizes(example, free)
     dims = {name: Dim(name, min=least if size else 0) for name, size in sizes.items()}
@@ -210,12 +220,13 @@ def capture(
     model: nn.Module, example: Inputs, *, dynamic_batch: bool = True, free: FreeDimensions | None = None,
     functional: bool = True,
 ) -> ExportedProgram:  # fmt: skip
-    """Export ``model`` on ``example``; with ``dynamic_batch`` the first dimension of inputs may be any size.
+    """Capture ``model`` on ``example`` by torch.export, by default with a dynamic batch size.
 
-    ``free`` names the dimensions that may, in place of the first ones. ``functional``: no operator writes in place, which takes as long
-    again as the capture; the conversion to ONNX sees to that itself. Raises ExportError where the model cannot be
-    captured, say because it turns its batch size into a plain number, and for inputs that hold no sample, or do not share
-    a batch size that is to be free.
+    With ``dynamic_batch`` the first dimension of inputs may be any size. ``free`` names the dimensions that may, in
+    place of the first ones. ``functional``: no operator writes in place, which takes as long again as the capture; the
+    conversion to ONNX sees to that itself. Raises ExportError where the model cannot be captured, say because it turns
+    its batch size into a plain number, and for inputs that hold no sample, or do not share a batch size that is to be
+    free.
     """
     shapes: tuple[dict[int, Any], ...] | None = None
     samples = batch_size(example)
@@ -246,7 +257,10 @@ def capture(
 
 
 def without_absent_outputs(exported: ExportedProgram) -> ExportedProgram:
-    """Return ``exported`` with a flat tuple of those of its outputs that are not None, which no runtime can give."""
+    """Return ``exported`` without outputs that are None, as a flat tuple.
+
+    No runtime can give these.
+    """
     specs = exported.graph_signature.output_specs
     kept = [not (spec.kind == OutputKind.USER_OUTPUT and _is_absent(spec.arg)) for spec in specs]
     if all(kept):
@@ -335,7 +349,10 @@ def quiet() -> Iterator[None]:
 
 
 def _issue(message: Any, category: type[Warning], filename: str, lineno: int) -> None:
-    """Issue a warning as its module would: filters go by its name, and it keeps what was shown once."""
+    """Issue a warning as its module would.
+
+    Filters go by the module's name, and it keeps what was shown once.
+    """
     module = next((one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == filename), None)
     if module is None:
         warnings.warn_explicit(message, category, filename, lineno)
@@ -345,7 +362,10 @@ def _issue(message: Any, category: type[Warning], filename: str, lineno: int) ->
 
 
 def _loggers() -> list[logging.Logger]:
-    """Return the exporters' loggers that write by themselves, but for those of torch.distributed and those that were asked for details."""
+    """Return the exporters' loggers that write by themselves.
+
+    Those of torch.distributed, and those that were asked for details, are left out.
+    """
     named = [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]
     loggers = [logging.getLogger(name) for name in (*_LOGGERS, *named) if not name.startswith("torch.distributed")]
     return [

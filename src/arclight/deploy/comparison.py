@@ -1,4 +1,4 @@
-"""Compare two networks of one task: scores, outputs, worst samples, latency and size, and the bounds that the second one breaks."""
+"""Compare two networks of one task: scores, outputs, worst samples, latency, size, bounds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class Evaluation:
     parts: Parts | None = None
 
     def scored(self, network: Network) -> Mapping[str, float]:
-        """Return the scores of ``network`` by name, the one to watch first; none where the task gives no metric."""
+        """Return the scores of ``network`` by name, the main one first.
+
+        There are none if the task gives no metric.
+        """
         found = {} if self.scores is None else self.scores(network)
         return found if isinstance(found, Mapping) else {"metric": float(found)}
 
@@ -71,7 +74,10 @@ def _first(samples: Samples, count: int) -> Iterator[NamedInputs]:
 
 
 def _named(batch: Tensor | Sequence[Tensor] | NamedInputs, seen: int) -> NamedInputs:
-    """Return a batch with the names of its samples, by default their numbers after the ``seen`` ones before it."""
+    """Return a batch with the names of its samples.
+
+    They are by default their numbers after the ``seen`` ones before it.
+    """
     given = batch if isinstance(batch, NamedInputs) else NamedInputs((), batch)
     inputs = as_inputs(given.inputs)
     count = batch_size(inputs)
@@ -169,7 +175,10 @@ class Comparison:
         }
 
     def lines(self, *, scores: bool = True) -> list[str]:
-        """Return what there is to read, without the bounds that are broken; and without ``scores``, where these are shown elsewhere."""
+        """Format the comparison as lines, without the bounds that are broken.
+
+        Without ``scores`` these are left out, for places that show them elsewhere.
+        """
         return [*(self._score_lines() if scores else ()), *self._output_lines(), *self._cost_lines()]
 
     def __str__(self) -> str:
@@ -222,7 +231,7 @@ def compare(
     max_latency: float | None = None,
     max_size: float | None = None,
 ) -> Comparison:
-    """Compare ``b`` with ``a``: programs, models or other callables of the same inputs and outputs.
+    """Compare ``b`` with ``a``: programs, models or other callables of the same inputs.
 
     ``samples``: batches of positional inputs, each a tensor, a sequence of tensors, or `NamedInputs`; both compute all of them, and each output
     (or part of one, as ``parts`` names them) of ``b`` is judged against that of ``a``, in total and sample by sample. ``scores`` takes either and
@@ -262,7 +271,10 @@ def compare(
 
 
 def bounded(found: Comparison, bounds: Bounds) -> Comparison:
-    """Return the comparison with a sentence for each bound that is broken; ComparisonError for one on what is not there."""
+    """Return the comparison with a sentence for each broken bound.
+
+    Raises ComparisonError for a bound on what is not there.
+    """
     return replace(found, exceeded=tuple(_broken(found, bounds)))
 
 
@@ -308,7 +320,10 @@ def check_alike(a: object, b: object) -> None:
 
 
 class _Side:
-    """One of the two, called on any number of samples; a program of a fixed batch size is called as often as it must be."""
+    """One of the two networks, callable on any number of samples.
+
+    A program of a fixed batch size is called as often as it must be.
+    """
 
     def __init__(self, name: str, network: nn.Module | Program | Network) -> None:
         self.name, self.network = name, network
@@ -330,7 +345,7 @@ class _Side:
             raise ComparisonError(f"{self.name}: {error}") from error
 
     def taken(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Return ``inputs`` in the floating-point types that the program, or the copy of the model, takes."""
+        """Cast ``inputs`` to the floating-point types that the program or model copy takes."""
         if not all(isinstance(value, Tensor) for value in inputs):
             return inputs
         if isinstance(self.network, nn.Module):

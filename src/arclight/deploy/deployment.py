@@ -1,4 +1,4 @@
-"""Say what a trained module ships, and write it as a program: the one way from any ``Module`` to `quantize` and `export`.
+"""Deploy any ``Module`` as a program: the one way to `quantize` and `export`.
 
 A Module may define ``configure_deployment``, as those of vision and text do; of any other the network, its inputs and its
 calibration batches are taken from ``forward``, ``example_input_array`` and the training batches.
@@ -60,7 +60,7 @@ EXAMPLES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Describe what a module ships: its network and inputs at least; the rest is as in `export` and `quantize`."""
+    """Deployment of a module: its network and inputs at least; else as `export`, `quantize`."""
 
     model: nn.Module
     """The network, in whatever mode and on whatever device: copies are exported."""
@@ -92,20 +92,23 @@ class Deployment:
 
 @runtime_checkable
 class Deployable(Protocol):
-    """A Module that says itself what it ships."""
+    """Module that defines its own deployment."""
 
     def configure_deployment(self, data: DataModule | None, batches: int) -> Deployment:
-        """Return what is shipped.
+        """Return the deployment.
 
-        data: of the module's training, not set up; None if nobody named any. batches: how many are wanted for calibration; 1 if none are.
+        data: of the module's training, not set up; None if nobody named any. batches: how many are wanted for
+        calibration; 1 if none are.
         """
 
 
 def configured(module: Module, data: DataModule | None = None, batches: int = 1) -> Deployment:
-    """Return what ``module`` ships: what its ``configure_deployment`` says, else its ``forward`` on ``example_input_array``.
+    """Return the deployment of ``module``, by default from ``forward``'s example or batches.
 
-    Without these, ``module.model`` is the network, and training batches are its inputs: a tensor, as many tensors of a sequence as the
-    network takes, or those of a mapping that have the names of its parameters. Raises ExportError where that gives no inputs.
+    A module's ``configure_deployment`` comes first, then its ``forward`` on ``example_input_array``. Without these,
+    ``module.model`` is the network, and training batches are its inputs: a tensor, as many tensors of a sequence as the
+    network takes, or those of a mapping that have the names of its parameters. Raises ExportError where that gives no
+    inputs.
     """
     if isinstance(module, Deployable):
         return module.configure_deployment(data, batches)
@@ -136,7 +139,10 @@ def configured(module: Module, data: DataModule | None = None, batches: int = 1)
 
 
 def evaluation_of(deployment: Deployment) -> Evaluation:
-    """Return what two networks of the task are compared by: the deployment's evaluation, or its metric and calibration batches."""
+    """Return the evaluation that compares two networks of the task.
+
+    It is the deployment's, or its metric and calibration batches.
+    """
     found = deployment.evaluation
     if found is None:
         batches = iter(deployment.calibration)
@@ -185,12 +191,13 @@ def ship(
     max_drop: float | None = None,
     sign: str | os.PathLike[str] | SigningKey | None = None,
 ) -> Program | dict[Format, Program]:
-    """Write what ``deployment`` says as a program at ``path``: in float32, or quantized by ``recipe`` for what runs ``format``.
+    """Write ``deployment`` as a program at ``path``, in float32 or quantized by ``recipe``.
 
-    ``batch_size`` fixes the first dimension, which may else be of any size. ``max_drop``: how much less the quantized model and its program may
-    score than the float model by the deployment's metric. ``format``, ``candidates`` and ``sign`` as in `export`; several formats, and those among which
-    the fastest is looked for, are each quantized for what runs them. Raises ExportError or QuantizeError where the program would not compute what the
-    model does, and before any work where ``format`` does not hold the recipe.
+    It is quantized for what runs ``format``. ``batch_size`` fixes the first dimension, which may else be of any size.
+    ``max_drop``: how much less the quantized model and its program may score than the float model by the deployment's
+    metric. ``format``, ``candidates`` and ``sign`` as in `export`; several formats, and those among which the fastest
+    is looked for, are each quantized for what runs them. Raises ExportError or QuantizeError where the program would
+    not compute what the model does, and before any work where ``format`` does not hold the recipe.
     """
     left_out: dict[Format, Exception] = {}
     plans = planned(path, recipe, format, candidates, signed=sign is not None, left_out=left_out)
@@ -241,10 +248,10 @@ def planned(
     signed: bool,
     left_out: dict[Format, Exception] | None = None,
 ) -> dict[Format, Target | None]:
-    """Return the formats of programs at ``path``, and for each the target that ``recipe`` is for; ExportError or QuantizeError where these do not fit.
+    """Return the formats of programs at ``path``, each with the target of ``recipe``.
 
-    Of those among which the fastest is looked for, the ones that hold the recipe, and in ``left_out`` why the others do not; the first reason is
-    raised where there are none.
+    Of those among which the fastest is looked for, the ones that hold the recipe, and in ``left_out`` why the others do
+    not; the first reason is raised where there are none. Raises ExportError or QuantizeError if these do not fit.
     """
     tried = candidates_of(format, candidates)
     if isinstance(format, list | tuple):
@@ -278,7 +285,10 @@ def _planned(
 
 
 def _target(path: str | os.PathLike[str], format: Format | None) -> Target | None:
-    """Return what runs ``format``, or the program at ``path`` if none is given: a folder is OpenVINO's; None for ONNX Runtime."""
+    """Return the target that runs ``format``, or the program at ``path``; None: ONNX Runtime.
+
+    Without a format, a folder is OpenVINO's.
+    """
     return _TARGETS.get(format or ("onnx" if Path(path).suffix == LONE else DEFAULT))
 
 
@@ -338,9 +348,10 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def _parameters(network: nn.Module, example: Inputs | None) -> list[str]:
-    """Name the positional parameters of ``forward``: as many as ``example`` has, else those without a default.
+    """Return the names of ``forward``'s positional parameters.
 
-    Raises ExportError where ``forward`` takes any number and no example says how many.
+    There are as many as ``example`` has, else those without a default. Raises ExportError where ``forward`` takes any
+    number and no example says how many.
     """
     parameters = inspect.signature(network.forward).parameters.values()
     named = [one for one in parameters if one.kind in _POSITIONAL]
@@ -357,7 +368,10 @@ def _parameters(network: nn.Module, example: Inputs | None) -> list[str]:
 
 
 def _example(example: Any, network: nn.Module) -> Inputs:
-    """Return the inputs that a module sets as its example, every one of them; ExportError for what is none."""
+    """Return the inputs that a module sets as its example.
+
+    Raises ExportError for what is no example, or names inputs that the network does not take.
+    """
     if isinstance(example, Mapping):
         names = [one.name for one in inspect.signature(network.forward).parameters.values() if one.kind in _POSITIONAL]
         given = [name for name in names if name in example]

@@ -8,11 +8,11 @@ class QuantizeError(ValueError):
 
 
 class ProgramError(ValueError):
-    """A program file, its inputs or its kernels are not what they should be."""
+    """Error of a program: its file, its inputs or its kernels are not as they should be."""
 
 
 class ExportError(ProgramError):
-    """A model could not be exported, or its program does not compute what the model computes."""
+    """Error of a model that cannot be exported, or whose program does not agree with it."""
 
 
 class ComparisonError(ProgramError):
@@ -20,7 +20,7 @@ class ComparisonError(ProgramError):
 
 
 class VerificationError(QuantizeError):
-    """A quantizer does not do what was expected of it; ``report`` holds what was measured until then."""
+    """Error of a quantizer that does not do what was expected; ``report`` holds measurements."""
 
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)

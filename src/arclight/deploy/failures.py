@@ -1,6 +1,7 @@
-"""Explain why a model cannot be captured or converted: the operator, the module and the line at fault, without torch's advice.
+"""Explain why a model cannot be captured or converted: operator, module and line.
 
-`capture` and `formats` hand over what torch raised; the words come back in one sentence.
+Torch's own advice is left out. `capture` and `formats` hand over what torch raised; the words come back in one
+sentence.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ class Place:
 
 
 def plain(error: object) -> str:
-    """Return the words of ``error`` in one line, without colours and without advice that is for users of torch's exporters."""
+    """Return the words of ``error`` in one line, without colours and exporters' advice."""
     said = _SENTENCES.split(_ANSI.sub("", str(error)))
     kept = [" ".join(sentence.split()) for sentence in said if sentence.strip() and not _ADVICE.search(sentence)]
     return " ".join(kept) or type(error).__name__
 
 
 def not_captured(error: Exception, model: nn.Module, again: Callable[[], object], *, sizes: str) -> str:
-    """Say what torch.export could not capture of ``model``, where, and what to do about it.
+    """Describe what torch.export could not capture of ``model``, where, and the fix.
 
     ``again`` repeats the capture: only so is the place found of a condition on a free dimension, which torch checks at
     the end. ``sizes``: what to do about such a condition.
@@ -88,7 +89,7 @@ def not_captured(error: Exception, model: nn.Module, again: Callable[[], object]
 
 
 def not_converted(error: Exception, way_out: str) -> str:
-    """Say at which node of a captured graph a conversion failed, why, and the ``way_out``."""
+    """Describe at which node of a captured graph a conversion failed, why, and ``way_out``."""
     chain = list(_chain(error))
     frames = (frame for one in chain for frame, _ in traceback.walk_tb(one.__traceback__))
     nodes = [value for frame in frames for value in frame.f_locals.values() if _is_operator(value)]
@@ -98,7 +99,7 @@ def not_converted(error: Exception, way_out: str) -> str:
 
 
 def _violated(error: Exception) -> str:
-    """Say which dimensions that were to be free are not."""
+    """Describe which dimensions that were to be free are not."""
     names = re.search(r"Constraints violated \(([^)]*)\)", str(error))
     return f"computes only for some sizes of {names[1]}, which is to be free" if names else f"fails: {plain(error)}"
 
@@ -120,7 +121,7 @@ def _is_operator(value: object) -> bool:
 
 
 def _node_place(node: torch.fx.Node) -> Place:
-    """Tell from its notes where ``node`` was written."""
+    """Return the place of ``node`` in the user's code, from its notes."""
     stack = node.meta.get("nn_module_stack") or {"": ("", "")}
     module, kind = list(stack.values())[-1]
     named = kind if isinstance(kind, str) else kind.__name__
@@ -135,7 +136,10 @@ def _is_torch(file: str) -> bool:
 
 
 def _place(frames: Iterable[tuple[FrameType, int]], model: nn.Module) -> Place | None:
-    """Find the innermost module of ``model`` among ``frames``, outermost first, and the line and the operator below it."""
+    """Find the innermost module of ``model`` among ``frames``, with its line and operator.
+
+    Frames come outermost first.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     inner: nn.Module | None = None
     own: tuple[str, int] | None = None
@@ -164,7 +168,7 @@ def _place(frames: Iterable[tuple[FrameType, int]], model: nn.Module) -> Place |
 
 
 def _specialising(model: nn.Module, again: Callable[[], object]) -> Place | None:
-    """Capture again, and return where the model first asks for something that only holds for some sizes; None if that is not known."""
+    """Capture again; return where the model first specialises a size, or None if unknown."""
     places: dict[tuple[str, int], Place] = {}
 
     def user_frame(_: Any) -> FrameType | None:
@@ -189,7 +193,7 @@ def _specialising(model: nn.Module, again: Callable[[], object]) -> Place | None
 
 
 def _conditions(error: Exception) -> Iterator[tuple[str, int]]:
-    """Yield where those conditions were met that only hold for some sizes, as torch's records of ``error`` have it."""
+    """Yield the places of conditions that hold for some sizes only, by torch's records."""
     for one in _chain(error):
         for frame, _ in traceback.walk_tb(one.__traceback__):
             shapes = frame.f_locals.get("self")
@@ -200,5 +204,8 @@ def _conditions(error: Exception) -> Iterator[tuple[str, int]]:
 
 
 def _is_general(condition: Any) -> bool:
-    """Return True if ``condition`` holds for all sizes of its free dimensions, as far as a few of them show."""
+    """Return True if ``condition`` holds for all sizes of its free dimensions.
+
+    A few of the sizes are tried.
+    """
     return all(condition.xreplace(dict.fromkeys(condition.free_symbols, size)) != False for size in _SIZES)  # noqa: E712

@@ -30,7 +30,7 @@ class Parity:
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """Hold what a `Parity` is computed from; those of several samples add up to that of all."""
+    """Sums that a `Parity` is computed from; those of several samples add up."""
 
     max_difference: float = 0.0
     largest: float = 0.0
@@ -86,7 +86,7 @@ def to_json(parity: Parity) -> dict[str, float | None]:
 
 
 def parity_summary(metadata: Mapping[str, Any]) -> str:
-    """Summarise how closely a program computes what its model computes, as measured when it was written."""
+    """Summarise how closely a program agrees with its model, as measured at export."""
     parity = metadata["parity"]
     closest = "every bit" if parity["sqnr_db"] is None else f"{parity['sqnr_db']:.0f} dB"
     outputs = parity.get("outputs", {})  # programs of the release before have none
@@ -100,7 +100,10 @@ def parity_summary(metadata: Mapping[str, Any]) -> str:
 
 
 def speed_summary(metadata: Mapping[str, Any]) -> str:
-    """Summarise how fast and large a quantized program is beside its float32 program; empty where none was timed."""
+    """Summarise speed and size of a quantized program against its float32 program.
+
+    Empty if none was timed.
+    """
     speed = metadata.get("quantization", {}).get("speed")
     if speed is None:
         return ""
@@ -115,7 +118,10 @@ def _named(outputs: Sequence[Tensor], parts: Parts | None) -> Mapping[str, Tenso
 
 
 def distance(reference: Tensor, output: Tensor, name: str) -> Distance:
-    """Compare an output with its reference of the same shape; ValueError as in `compare`, which says ``name``."""
+    """Compare an output with its reference of the same shape.
+
+    Raises ValueError as in `compare`, which says ``name``.
+    """
     wanted, given = reference.detach().double().flatten(), output.detach().double().flatten()
     finite = wanted.isfinite()
     if len(wanted) and (wanted.isnan().any() or not finite.any()):

@@ -20,7 +20,10 @@ PLACEMENTS: Mapping[Target, Placement] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Int8(Checked):
-    """Post-training quantization: unsigned 8-bit activations, signed 8-bit weights, one scale per channel."""
+    """Settings of post-training quantization: 8-bit activations and weights, per channel.
+
+    Activations are unsigned, weights are signed.
+    """
 
     needs_calibration: ClassVar[bool] = True
     observer: Observer = "histogram"
@@ -42,9 +45,10 @@ class Int8(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicInt8(Checked):
-    """Linear layers in 8 bits without calibration: each call takes the range of its own activations.
+    """Settings of dynamic quantization: 8-bit linear layers without calibration.
 
-    One range serves a whole batch, so a sample's result depends on those beside it. Convolutions stay in float.
+    Each call takes the range of its own activations. One range serves a whole batch, so a sample's result depends on
+    those beside it. Convolutions stay in float.
     """
 
     needs_calibration: ClassVar[bool] = False
@@ -124,7 +128,7 @@ class LowBit(Checked):
 
 
 def calibration_batches(recipe: Quantization | None) -> int:
-    """Return how many batches a recipe is calibrated on, at least one, to compare the program on."""
+    """Return the number of batches to calibrate a recipe on, at least one, to compare on."""
     return recipe.calibration_batches if recipe is not None and is_calibrated(recipe) else 1
 
 

@@ -1,4 +1,4 @@
-"""Export a model as a program, which is kept only if it computes what the model computes.
+"""Export a model as a program, which is kept only if it agrees with the model.
 
 `export` captures the model, writes it by `formats` into a staging place, compares program and model in a fresh process, times it, and
 publishes it with what was found. A bound of the comparison is a constant here; a new format belongs in `formats`.
@@ -159,7 +159,7 @@ def export(
     parts: Parts | None = None,
     sign: str | os.PathLike[str] | SigningKey | None = None,
 ) -> Program | dict[Format, Program]:
-    """Write ``model`` as a program at ``path``, compare it with the model in a fresh process, and return it.
+    """Export ``model`` as a program at ``path``, verify it in a fresh process, and return it.
 
     A ``path`` that ends in .onnx is that one file, any other a folder. ``format``: onnx, openvino, pt2 or aoti; by default that of the target that the model
     was quantized for, or openvino. Several of them are written of one capture, each as the folder ``path/FORMAT``, all or none, and returned by format;
@@ -207,7 +207,7 @@ def export_one(
 
 
 def candidates_of(format: Format | Fastest | Several | None, candidates: Sequence[Format] | None) -> Sequence[Format]:
-    """Return the formats among which the fastest is looked for: ``candidates``, or the usual ones.
+    """Return the formats to time for the fastest: ``candidates``, or the usual ones.
 
     Raises ExportError for candidates where the fastest is not asked for, for none of them, and for what is no format.
     """
@@ -231,7 +231,10 @@ def check_folder(path: str | os.PathLike[str]) -> None:
 
 
 def each_format(formats: Sequence[Format], value: T) -> dict[Format, T]:
-    """Return ``value`` for each of ``formats``; ExportError where there is none, or one is named twice."""
+    """Return ``value`` for each of ``formats``.
+
+    Raises ExportError if there is none, or one is named twice.
+    """
     if not formats or len(set(formats)) < len(formats):
         named = ", ".join(map(str, formats)) or "nothing"
         raise ExportError(f"format names {named}: name each format once, and one at least")
@@ -241,7 +244,10 @@ def each_format(formats: Sequence[Format], value: T) -> dict[Format, T]:
 def export_each(
     models: Mapping[Format, nn.Module | QuantizedModel], path: str | os.PathLike[str], request: Request
 ) -> dict[Format, Program]:
-    """Write each of ``models``, by format, as a folder in ``path``, once all are accepted; a model in several formats is captured once."""
+    """Export each of ``models``, by format, into a folder in ``path``, all or none.
+
+    A model in several formats is captured once.
+    """
     plans = {form: _plan(model, destination_in(path, form), form, request.sign) for form, model in models.items()}
     sources = _Source.of_each(models, request)
     captures = _captures(sources)
@@ -267,10 +273,10 @@ def export_fastest(
     request: Request,
     left_out: Mapping[Format, Exception] = MappingProxyType({}),
 ) -> Program:
-    """Write ``models``, by format, where ``path`` is to be, time them in turns, and keep the fastest there, with the times of all.
+    """Export ``models``, by format, time them in turns, and keep the fastest at ``path``.
 
-    A format that this machine cannot write or run is left out, with a warning and the reason in the program, beside those ``left_out`` before; the
-    first reason is raised where none is left.
+    The times of all are kept with it. A format that this machine cannot write or run is left out, with a warning and
+    the reason in the program, beside those ``left_out`` before; the first reason is raised where none is left.
     """
     check_folder(path)
     sources = _Source.of_each(models, request)
@@ -344,7 +350,10 @@ def _plan(
     format: Format | None,
     sign: str | os.PathLike[str] | SigningKey | None,
 ) -> _Plan:
-    """Plan a program of ``model``; ExportError for a format that does not hold it, and for a place where it cannot be."""
+    """Plan the export of ``model``.
+
+    Raises ExportError for a format that does not hold it, and for a place where it cannot be.
+    """
     target = model.target if isinstance(model, QuantizedModel) else None
     path, form = destination(path, format, target)
     key = _signing_key(sign, path, form)
@@ -357,7 +366,7 @@ def _precision(model: nn.Module | QuantizedModel) -> str:
 
 
 class _Source:
-    """A model that programs are made of: a copy, its inputs, and what is said of it in every program."""
+    """Model that programs are made of: a copy, its inputs, and metadata of every program."""
 
     def __init__(self, model: nn.Module | QuantizedModel, request: Request) -> None:
         self._request = request
@@ -390,7 +399,10 @@ class _Source:
         return Captured(exported, self.sizes.names(), self._request.input_names, self._request.output_names)
 
     def drafted(self, plan: _Plan, captured: Captured, stack: ExitStack) -> _Draft:
-        """Write the program, unpublished until ``stack`` is left, and accept it by its outputs, kernels and scores."""
+        """Write the program as a draft, and accept it by its outputs, kernels and scores.
+
+        It is unpublished until ``stack`` is left.
+        """
         quantized, request = self._quantized, self._request
         stack.enter_context(_disk_named(plan.path))
         draft = _Draft(captured, stack.enter_context(_staging(plan.path)), plan)
@@ -425,7 +437,10 @@ def _taken(model: nn.Module | QuantizedModel, batch: Tensor | Sequence[Tensor]) 
 def _tried(
     module: nn.Module, inputs: Inputs, input_names: Sequence[str] | None, output_names: Sequence[str] | None
 ) -> dict[str, list[str]]:
-    """Try the model on the example, and name the outputs that are None; ExportError for those that no program can give, and for names that do not fit."""
+    """Run the model on the example; return the names of outputs that are None.
+
+    Raises ExportError for outputs that no program can give, and for names that do not fit.
+    """
     outputs = trial_run(module, inputs)
     tensors = as_outputs(outputs)
     _check_names(len(inputs), input_names, len(tensors), output_names)
@@ -457,14 +472,17 @@ def _check_names(
 
 
 def _required(runtime: Runtime) -> Runtime:
-    """Return ``runtime``; MissingExtraError where what writes or runs its programs is not installed."""
+    """Return ``runtime``.
+
+    Raises MissingExtraError if what writes or runs its programs is not installed.
+    """
     for package in _PACKAGES[runtime]:
         require(package, extra="deploy")
     return runtime
 
 
 class _Draft:
-    """A program under construction in the folder ``staging``, which is to be at the path of its plan."""
+    """Program under construction in the folder ``staging``, to be moved to its plan's path."""
 
     program: Program
     """The program in staging, once it is opened."""
@@ -477,7 +495,7 @@ class _Draft:
         self._main = ""
 
     def write(self, precision: str) -> dict[str, Any]:
-        """Write the files; return what they need of the machine that runs them."""
+        """Write the files; return the instructions that they require."""
         stem = self.plan.path.stem if self.lone else "model"
         self._main, needs = write(self._captured, self._staging, self.plan.format, precision, stem)
         return needs
@@ -503,7 +521,10 @@ class _Draft:
         files.publish(self._staging, self.plan.path)
 
     def _publish_file(self, draft: Path, described: dict[str, Any]) -> None:
-        """Put the file in place in one step; weights beside it come before it, under a name that is theirs alone."""
+        """Put the file in place atomically, after its weights.
+
+        Weights beside it have a name that is theirs alone.
+        """
         path = self.plan.path
         seal(draft, described)
         unseal(draft)
@@ -529,7 +550,10 @@ class _Draft:
 
 @contextmanager
 def _staging(path: Path) -> Iterator[Path]:
-    """Make a folder beside ``path`` that is gone afterwards, unless it was published; remove those of killed exports."""
+    """Yield a staging folder beside ``path``, deleted unless published.
+
+    Those of killed exports are removed.
+    """
     staging = files.make_staging(path)
     files.sweep(path.parent)
     try:
@@ -560,7 +584,7 @@ def _weights_of(path: Path) -> set[Path]:
 
 
 def check_signed(path: Path, form: Format, *, signed: bool) -> None:
-    """Raise ExportError where a format needs a key and has none, and for a program that cannot be signed."""
+    """Raise ExportError if a format needs a key and has none, or cannot be signed."""
     if not signed and form in folder.EXECUTED:
         raise ExportError(
             f"{form} programs are loaded only if somebody who is trusted signed them ({folder.EXECUTED[form]}): give sign= an "
@@ -582,7 +606,7 @@ def _signing_key(sign: str | os.PathLike[str] | SigningKey | None, path: Path, f
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a program: those it is captured in, those that are free, and those it is compared in."""
+    """Sizes of a program: those of capture, free ones, and those it is compared in."""
 
     example: Inputs
     free: FreeDimensions | None
@@ -624,7 +648,7 @@ class _Sizes:
         return [{0: "batch"} if self.dynamic_batch and value.dim() else {} for value in self.example]
 
     def described(self) -> dict[str, Any]:
-        """Say on what sizes a program was compared."""
+        """Return the sizes in which a program was compared, for its metadata."""
         if self.free is None:
             return {"batch_sizes": [batch_size(batch) for batch in self.batches.values()]}
         return {"sizes": {name: free_sizes(batch, self.free) for name, batch in self.batches.items()}}
@@ -635,7 +659,10 @@ class _Sizes:
 
 
 def _other_sizes(inputs: Inputs, free: FreeDimensions) -> dict[str, Inputs]:
-    """Return ``inputs`` in two other sizes of every free dimension: 1, and one more or (from 3 on) one less than they have."""
+    """Return ``inputs`` in two other sizes of every free dimension.
+
+    They are 1, and one more or (from 3 on) one less than they have.
+    """
     given = free_sizes(inputs, free)
     near = {name: size - 1 if size > 2 else size + 1 for name, size in given.items()}
     found = (dict.fromkeys(given, 1), near)
@@ -667,9 +694,9 @@ def _callers_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 def _parity(
     program: Program, module: nn.Module, batches: Mapping[str, Inputs], parts: Parts | None, *, fresh: bool = False
 ) -> dict[str, Parity]:  # fmt: skip
-    """Compare the program with ``module`` on ``batches`` by name; the worst of every output, or part, by name.
+    """Compare the program with ``module`` on ``batches``; return the worst parity by output.
 
-    ``fresh``: the program runs in a process of its own.
+    With ``parts`` it is by part. ``fresh``: the program runs in a process of its own.
     """
     named = parts or (lambda *outputs: {spec.name: value for spec, value in zip(program.outputs, outputs)})
     if fresh:
@@ -700,7 +727,10 @@ def _parity(
 
 
 def precision_of(recipe: Quantization) -> str:
-    """Name what the program of a recipe computes in; ExportError where no kernel does."""
+    """Return the precision of a recipe's program.
+
+    Raises ExportError if no kernel computes in it.
+    """
     match recipe:
         case Int8():
             return "int8"
@@ -752,7 +782,7 @@ def _accept(found: Mapping[str, Parity], max_difference: float | None, precision
 def _quantization_report(
     quantized: QuantizedModel, program: Program, inputs: Inputs, parts: Parts | None, sizes: _Sizes
 ) -> dict[str, Any]:
-    """Report what was quantized, its distance to the float model, its kernels, and its speed and scores."""
+    """Report what was quantized, its distance to the float model, kernels, speed and scores."""
     calibrated = isinstance(quantized.recipe, Int8)
     against_float = _parity(program, quantized.reference, {"the example": inputs}, parts)
     kind = {} if calibrated else {"kind": kind_of(type(quantized.recipe))}
@@ -772,7 +802,10 @@ def _quantization_report(
 
 
 def _measured(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
-    """Count kernels and measure speed in the target; ExportError where layers would not run on the kernels they are for."""
+    """Count kernels and measure speed in the target.
+
+    Raises ExportError if layers would not run on the kernels they are for.
+    """
     if quantized.target == "tensorrt":
         log.warning(
             "TensorRT is not here: kernels and speed of the program are not measured, only its outputs, in ONNX Runtime; measure "
@@ -813,7 +846,10 @@ def _kernels(quantized: QuantizedModel, program: Program) -> dict[str, int]:
 
 
 def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
-    """Time the program against the float32 program of the same model, on one sample where the batch is free."""
+    """Time the program against the float32 program of the same model.
+
+    If the batch is free, it has one sample.
+    """
     exported = sizes.capture(frozen_copy(quantized.reference), ["onnx"])
     place = program.path if program.path.is_dir() else program.path.parent  # where the program is being made
     size = sum(file.stat().st_size for file in place.iterdir() if file.name != folder.NAME)
@@ -864,7 +900,10 @@ def _described(found: Mapping[str, Parity]) -> dict[str, Any]:
 
 
 def _environment(runtime: Runtime, lone: bool) -> dict[str, Any]:
-    """Name the runtime where a program does not go without saying, OpenVINO's precision, versions, and instruction sets of this machine."""
+    """Return runtime, precision, versions and instruction sets, for the metadata.
+
+    The runtime is named where it does not go without saying.
+    """
     named = {} if lone and runtime == "onnxruntime" else {"runtime": runtime}
     hint = {"precision_hint": PRECISION_HINTS[runtime]} if runtime in PRECISION_HINTS else {}
     return {**named, **hint, "versions": _versions(runtime), "instruction_sets": sorted(instruction_sets())}

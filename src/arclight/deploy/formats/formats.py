@@ -1,4 +1,4 @@
-"""The formats that programs are written in, which recipes each can hold, and those that are refused with the reason."""
+"""Define the formats of programs, and which recipes each can hold; refuse others."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ class Captured:
     output_names: Sequence[str] | None
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Name inputs and outputs, each once: where nobody did, after the graph, and an output that is an input, or another one, by a number."""
+        """Return the names of inputs and outputs, unique, by default from the graph.
+
+        An output that is an input, or another one, is told by a number.
+        """
         taken, given = self._nodes()
         inputs = list(self.input_names or [node.name for node in taken])
         if self.output_names is not None:
@@ -94,7 +97,10 @@ class Captured:
         return taken, given[len(given) - len(signature.user_outputs) :]
 
     def specs(self) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-        """Describe inputs and outputs; sizes that depend on free dimensions are expressions in their names."""
+        """Return the specs of inputs and outputs.
+
+        Sizes that depend on free dimensions are expressions in their names.
+        """
         taken, given = self._nodes()
         symbols = {
             str(node.meta["val"].shape[place]): name
@@ -125,7 +131,10 @@ _ISA = {"avx512": "avx512f"}
 
 
 def write_graph(exported: ExportedProgram, path: Path) -> None:
-    """Write ``exported`` without its example inputs, which are somebody's data, and which torch would pickle."""
+    """Save ``exported`` without its example inputs, which are users' data.
+
+    Torch would pickle them.
+    """
     examples = exported.example_inputs
     exported.example_inputs = None
     try:
@@ -138,7 +147,7 @@ def write_graph(exported: ExportedProgram, path: Path) -> None:
 
 
 def write_library(exported: ExportedProgram, path: Path) -> dict[str, Any]:
-    """Compile ``exported`` with AOTInductor, and return what the library needs of a machine.
+    """Compile ``exported`` with AOTInductor; return what the library requires of a machine.
 
     It is compiled frozen and without gradients: otherwise no integer kernel comes of an int8 graph. Raises ExportError without a
     C++ compiler.
@@ -165,9 +174,10 @@ def write_library(exported: ExportedProgram, path: Path) -> dict[str, Any]:
 
 
 def destination(path: str | os.PathLike[str], format: str | None, target: Target | None) -> tuple[Path, Format]:
-    """Return where a program goes and its format, by argument, else by suffix, else by the target it was quantized for.
+    """Return path and format of a program: by argument, else suffix, else its target.
 
-    Raises ExportError for a format that is refused, that does not fit the suffix, and for a folder that holds something else.
+    The target is what the model was quantized for. Raises ExportError for a format that is refused, that does not fit
+    the suffix, and for a folder that holds something else.
     """
     path = Path(path)
     by_suffix = "onnx" if path.suffix == LONE else _SUFFIXES.get(path.suffix)
@@ -187,7 +197,10 @@ def destination(path: str | os.PathLike[str], format: str | None, target: Target
 
 
 def destination_in(path: str | os.PathLike[str], format: Format) -> Path:
-    """Return where a program goes that is one of several in the folder ``path``; ExportError where that is no such folder."""
+    """Return the path of one of several programs in the folder ``path``.
+
+    Raises ExportError if that is no such folder.
+    """
     path = Path(path)
     if path.suffix == LONE or path.suffix in _SUFFIXES:
         raise ExportError(
@@ -201,7 +214,7 @@ def destination_in(path: str | os.PathLike[str], format: Format) -> Path:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise ExportError where something is at ``path`` that would be lost with the program that is replaced."""
+    """Raise ExportError if something at ``path`` would be lost with the replaced program."""
     if path.suffix == LONE:
         if path.is_dir():
             raise ExportError(f"{path} is a folder, and a program of that name is one file: name another one")
@@ -215,7 +228,10 @@ def check_replaceable(path: Path) -> None:
 
 
 def runtime_of(format: Format, precision: str, target: Target | None) -> Runtime:
-    """Return what runs ``precision`` in ``format``; ExportError where that is not ``target``, which it was quantized for."""
+    """Return what runs ``precision`` in ``format``.
+
+    Raises ExportError if that is not ``target``, which it was quantized for.
+    """
     if target is None:
         return _FLOAT[format]
     runtime = _QUANTIZED[target].get(format)
@@ -237,7 +253,10 @@ def runtime_of(format: Format, precision: str, target: Target | None) -> Runtime
 def write(
     captured: Captured, folder: Path, format: Format, precision: str, stem: str
 ) -> tuple[str, dict[str, Any]]:  # fmt: skip
-    """Write ``captured`` into ``folder``; return the name of the main file, and what it needs of the machine that runs it."""
+    """Write ``captured`` into ``folder``; return the main file, and required instructions.
+
+    What is required is of the machine that runs it.
+    """
     main = f"{stem}{_ENDINGS[format]}"
     return main, _WRITERS[format](captured, folder / main, precision)
 
@@ -249,7 +268,10 @@ def _write_onnx(captured: Captured, path: Path, precision: str) -> dict[str, Any
 
 
 def _write_openvino(captured: Captured, path: Path, precision: str) -> dict[str, Any]:
-    """Write OpenVINO's representation of the ONNX graph: its reader of torch graphs loses names, and has no rounded layers."""
+    """Write OpenVINO's representation of the ONNX graph.
+
+    Its reader of torch graphs loses names, and has no rounded layers.
+    """
     openvino = require("openvino", extra="deploy")
     inputs, outputs = captured.names()
     model = onnx_graph.convert(captured.exported, input_names=inputs, output_names=outputs)

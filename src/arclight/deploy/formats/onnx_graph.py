@@ -31,7 +31,10 @@ LARGEST_FILE = 2**31 - 2**24
 def convert(
     exported: ExportedProgram, *, input_names: Sequence[str] | None, output_names: Sequence[str] | None
 ) -> onnx.ModelProto:
-    """Convert ``exported`` to ONNX, its free dimension called batch; ExportError if ONNX cannot express it."""
+    """Convert ``exported`` to ONNX, with a free dimension called batch.
+
+    Raises ExportError if ONNX cannot express it.
+    """
     require("onnxscript", extra="deploy")
     try:
         with torch.no_grad(), quiet(), _cached_tables():
@@ -55,9 +58,10 @@ def convert(
 
 
 def write(model: onnx.ModelProto, path: Path) -> list[Path]:
-    """Write ``model``; return its files: two where one cannot hold the weights, which lie beside it under a name of their own.
+    """Write ``model``; return its files.
 
-    The name has their digest, so that they never take the place of those of another program.
+    They are two if one cannot hold the weights, which then lie beside it under a name of their own. The name has their
+    digest, so that they never take the place of those of another program.
     """
     held = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     if held < LARGEST_FILE:
@@ -78,7 +82,7 @@ _TABLES = threading.Lock()
 
 @contextmanager
 def _cached_tables() -> Iterator[None]:
-    """Keep torch's tables of ONNX functions and of decompositions from one conversion to the next.
+    """Cache torch's tables of ONNX functions and decompositions between conversions.
 
     torch makes both for each model, by reading the sources of 500 functions, which takes longer than converting a small model does.
     """
@@ -112,7 +116,10 @@ def _cached_tables() -> Iterator[None]:
 
 
 def _operators() -> int:
-    """Count the operators of torch: libraries that are imported later bring more of them, and those belong in the tables."""
+    """Count the operators of torch, to notice libraries imported later.
+
+    Their operators belong in the tables.
+    """
     return len(torch._C._dispatch_get_all_op_names())
 
 
@@ -203,7 +210,7 @@ def _select_in_two_steps(model: onnx.ModelProto) -> None:
 
 
 def _tidy(model: onnx.ModelProto) -> None:
-    """Drop the exporter's notes (source lines, paths of this machine) and give the batch dimension its name."""
+    """Delete the exporter's notes (source lines, local paths) and name the batch dimension."""
     graph = model.graph
     del model.metadata_props[:], graph.metadata_props[:], graph.value_info[:]
     described: Iterable[Any] = (*graph.node, *graph.input, *graph.output, *graph.initializer)

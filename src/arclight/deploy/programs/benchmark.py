@@ -108,7 +108,10 @@ class Table:
         return len({(row.batch, row.threads) for row in self.rows}) > 1
 
     def json(self) -> dict[str, float]:
-        """Return one flat object: ``<name>/<figure>`` to number, or ``<name>/batch 8/threads 2/<figure>`` of several settings."""
+        """Return one flat object ``<name>/<figure>``, or ``<name>/batch 8/threads 2/<figure>``.
+
+        The latter is for several settings.
+        """
         flat: dict[str, float] = {}
         for row in self.rows:
             place = f"{row.name}/batch {row.batch}/threads {row.threads}" if self._several else row.name
@@ -168,7 +171,7 @@ def benchmark(
     batch_sizes: Sequence[int] | None = None,
     fresh: bool = False,
 ) -> Table:
-    """Time each of ``programs`` on ``inputs``, one call in turn per round, on ``threads`` CPU threads.
+    """Benchmark ``programs`` on ``inputs``, one call each per round, on ``threads`` CPU threads.
 
     A ``Program`` runs on NumPy arrays, on the device that it was loaded on; an ``nn.Module`` runs as a copy in evaluation mode without
     gradients, in float32 on the CPU (inputs in the type of its weights, too), or as it is on the CUDA device that holds its weights; any other
@@ -199,7 +202,10 @@ def benchmark(
 
 
 def _check_inputs(name: str, program: Callable[..., Any], tensors: Inputs) -> None:
-    """Raise ProgramError where ``program`` does not take ``tensors``, ValueError for a model on a device that is not timed."""
+    """Raise ProgramError if ``program`` does not take ``tensors``.
+
+    Raises ValueError for a model on a device that is not timed.
+    """
     if not isinstance(program, Program):
         _device_of(name, program)
         return
@@ -261,7 +267,10 @@ def _cost(run: FreshRun | None) -> dict[str, Any]:
 
 
 def _device_of(name: str, program: Callable[..., Any]) -> str | None:
-    """Return where ``program`` runs; None for a callable. Raises ValueError for a model on several devices, or on one that is not timed."""
+    """Return the device of ``program``; None for a callable.
+
+    Raises ValueError for a model on several devices, or on one that is not timed.
+    """
     if isinstance(program, Program):
         return program.device
     if not isinstance(program, nn.Module):
@@ -279,7 +288,7 @@ def _device_of(name: str, program: Callable[..., Any]) -> str | None:
 
 
 def _call(name: str, program: Callable[..., Any], tensors: Inputs, threads: int) -> Callable[[], Any]:
-    """Return ``program`` bound to inputs of the kind it takes; on CUDA a call waits for the device."""
+    """Bind ``program`` to inputs of the kind it takes; on CUDA a call waits for the device."""
     if isinstance(program, Program):  # it returns arrays of this process, so its device has finished by then
         pinned, arrays = program.with_threads(threads), [tensor.numpy() for tensor in tensors]
         return lambda: pinned(*arrays)
@@ -297,14 +306,14 @@ def _call(name: str, program: Callable[..., Any], tensors: Inputs, threads: int)
 
 
 def _finished(result: Any, device: str | None) -> Any:
-    """Return ``result`` when CUDA has computed it; nothing is waited for where CUDA is not in use."""
+    """Return ``result`` after synchronising with CUDA, if that is in use."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize(device)
     return result
 
 
 def _timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """Wall and CPU seconds of one call."""
+    """Return wall and CPU seconds of one call."""
     wall, cpu = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - wall, time.process_time() - cpu

@@ -1,4 +1,4 @@
-"""Read, check and write ``program.json``: what a program's folder holds, by SHA-256, and who signed it.
+"""Read, verify and write ``program.json``: a program's files by SHA-256, and its signer.
 
 All of it is checked before a runtime reads a file: a digest covers the description and the list of files, the list covers
 their contents, and a signature covers the digest.
@@ -87,7 +87,7 @@ def write(
     description: Mapping[str, Any],
     key: SigningKey | None = None,
 ) -> None:
-    """Write ``program.json`` over the files of ``folder``, which are on the disk when this returns; sign it with ``key``."""
+    """Write ``program.json`` for the files of ``folder``, durably; sign it with ``key``."""
     files = {file.name: asdict(_recorded(file)) for file in sorted(folder.iterdir()) if file.name != NAME}
     body = {
         "format": FORMAT,
@@ -109,7 +109,7 @@ def write(
 
 
 def read(folder: Path, trusted: Trusted | None = None) -> Contents:
-    """Check the program in ``folder`` and return what it holds; no runtime has seen a file by then.
+    """Verify the program in ``folder`` and return its contents, before any runtime reads it.
 
     ``trusted`` asks for a signature by one of these keys. Raises ProgramError where anything is missing, changed, added or
     not signed as asked.
@@ -134,7 +134,10 @@ def read(folder: Path, trusted: Trusted | None = None) -> Contents:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Return what ``folder`` holds beside a program of ours, in whatever state: that must not be lost with it."""
+    """Return what ``folder`` holds beside a program of ours, which must not be lost with it.
+
+    The program may be in any state.
+    """
     listed: set[str] = set()
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged, or another tool's program.json
         body = json.loads((folder / NAME).read_bytes())
@@ -144,7 +147,7 @@ def foreign_files(folder: Path) -> list[str]:
 
 
 def description(folder: Path) -> dict[str, Any] | None:
-    """Return what the program in ``folder`` says of itself, unchecked; None where there is none that can be read."""
+    """Return the description of the program in ``folder``, unverified; None if unreadable."""
     try:
         body, _, _, _ = _read_body(folder)
     except ProgramError:
@@ -159,7 +162,10 @@ def mark(path: Path) -> Mark:
 
 
 def marks_at(path: Path) -> dict[Path, Mark] | None:
-    """Return the marks of the program at ``path``, unchecked: those that `Program.load` would find; None where none is there."""
+    """Return the marks of the program at ``path``, unverified; None without one.
+
+    They are those that `Program.load` would find.
+    """
     try:
         return {file: mark(file) for file in (path.iterdir() if path.is_dir() else [path])}
     except OSError:  # missing, or being replaced
@@ -168,7 +174,10 @@ def marks_at(path: Path) -> dict[Path, Mark] | None:
 
 @contextmanager
 def unchanged(marks: Mapping[Path, Mark]) -> Iterator[None]:
-    """Raise ProgramError at the end if a file of ``marks`` is not the one that was checked: a runtime may have read another."""
+    """Raise ProgramError after the block if a file of ``marks`` was replaced.
+
+    A runtime may have read another than the one that was checked.
+    """
     with ExitStack() as held:
         for path in marks:
             with suppress(FileNotFoundError):  # told below
@@ -180,7 +189,10 @@ def unchanged(marks: Mapping[Path, Mark]) -> Iterator[None]:
 
 
 def trusted_keys(trusted: Trusted) -> frozenset[str]:
-    """Return the public keys that ``trusted`` names; ProgramError for a file or text that holds none."""
+    """Return the public keys that ``trusted`` names.
+
+    Raises ProgramError for a file or text that holds none.
+    """
     if isinstance(trusted, str) and is_public_key(trusted):
         return frozenset({trusted})
     if isinstance(trusted, (str, os.PathLike)):
@@ -202,7 +214,10 @@ def trusted_keys(trusted: Trusted) -> frozenset[str]:
 
 
 def _read_body(folder: Path) -> tuple[dict[str, Any], str | None, Any, Mark]:
-    """Return what ``program.json`` says, its digest (None if that does not fit), its signature, and its mark."""
+    """Return the body of ``program.json``, its digest, signature and mark.
+
+    The digest is None if it does not fit.
+    """
     path = folder / NAME
     try:
         found = path.lstat()
@@ -278,7 +293,10 @@ def _signer(folder: Path, digest: str, signature: Any, keys: frozenset[str] | No
 
 
 def _check_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[Path, Mark]:
-    """Return the marks of the files; ProgramError if the folder holds one that is not listed, or one listed is not what it was."""
+    """Verify the files of ``folder`` and return their marks.
+
+    Raises ProgramError if it holds one that is not listed, or one listed is not what it was.
+    """
     added = sorted(entry.name for entry in folder.iterdir() if entry.name != NAME and entry.name not in files)
     if added:
         raise ProgramError(f"{folder} holds {', '.join(added[:5])}, which {NAME} does not list: remove what was added")

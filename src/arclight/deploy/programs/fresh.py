@@ -1,4 +1,4 @@
-"""Run a program in a process of its own, which knows nothing of the model or of what was loaded before."""
+"""Run a program in a process of its own, which knows nothing of the model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FreshRun:
 
 
 def run_fresh(program: Program, calls: Sequence[Sequence[np.ndarray[Any, Any]]]) -> FreshRun:
-    """Load ``program`` again in a new process, in the same runtime, and run it on each of ``calls``.
+    """Load ``program`` in a new process, in the same runtime, and run it on ``calls``.
 
     Raises ProgramError where that fails or takes longer than 15 minutes.
     """
@@ -73,7 +73,7 @@ def run_fresh(program: Program, calls: Sequence[Sequence[np.ndarray[Any, Any]]])
 
 
 def _serve_request(place: Path) -> None:
-    """Answer the request in the folder ``place``: the other side of `run_fresh`."""
+    """Handle the request in the folder ``place``, for `run_fresh`."""
     from arclight.deploy.programs.program import Program, import_runtime
 
     request = json.loads((place / "request.json").read_text())

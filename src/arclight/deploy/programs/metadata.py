@@ -1,4 +1,4 @@
-"""Append metadata to an ONNX program and read it: JSON under the key ``arclight``, with a checksum.
+"""Append metadata to an ONNX program, and read it: checksummed JSON (key ``arclight``).
 
 The exporter calls `check` and `seal`, `Program.load` calls `unseal` before any runtime reads the file. This is a file format: a change
 needs a new `FORMAT`, and programs of the format before must load for one more release.
@@ -34,7 +34,7 @@ _SEALED = re.compile(r'(?s)(.*), "sha256": "([0-9a-f]{64})"}')
 
 
 def check(metadata: dict[str, Any], *, reserved: set[str]) -> None:
-    """Raise ExportError if users' ``metadata`` has keys that the exporter writes itself, or values that JSON cannot hold."""
+    """Raise ExportError if users' ``metadata`` has reserved keys, or values JSON cannot hold."""
     taken = sorted(({"format", "files", "sha256"} | reserved).intersection(metadata))
     if taken:
         raise ExportError(f"metadata must not hold {', '.join(taken)}: the exporter writes these itself")
@@ -47,9 +47,10 @@ def check(metadata: dict[str, Any], *, reserved: set[str]) -> None:
 
 
 def seal(path: Path, metadata: dict[str, Any]) -> None:
-    """Append ``metadata`` to the ONNX file at ``path``, with checksums of the model, its external files and the metadata.
+    """Append ``metadata`` to the ONNX file at ``path``, with checksums.
 
-    Raises ExportError if the model keeps weights in a file that is missing or outside its folder.
+    They are of the model, its external files and the metadata. Raises ExportError if the model keeps weights in a file
+    that is missing or outside its folder.
     """
     digest, names = _scan(path, path.stat().st_size)
     files = {}
@@ -104,7 +105,10 @@ def unseal(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _check_previous_format(path: Path, metadata: dict[str, Any], digest: str, names: set[str]) -> None:
-    """Raise ProgramError for a changed program of the previous format; warn that its checksum does not cover the description."""
+    """Raise ProgramError for a changed program of the previous format; warn of others.
+
+    Its checksum does not cover the description.
+    """
     if digest != metadata["sha256"]:
         raise changed(path)
     if names:
@@ -119,7 +123,7 @@ def _check_previous_format(path: Path, metadata: dict[str, Any], digest: str, na
 
 
 def check_weights(path: Path, listed: Collection[str]) -> None:
-    """Raise ProgramError if the ONNX model at ``path`` keeps weights in a file that is not ``listed``."""
+    """Raise ProgramError if the ONNX model at ``path`` has weights in an unlisted file."""
     _, names = _scan(path, path.stat().st_size)
     if unlisted := sorted(names.difference(listed)):
         raise ProgramError(
@@ -136,7 +140,7 @@ def changed(path: Path) -> ProgramError:
 
 
 def _last_record(file: BinaryIO) -> tuple[int, str] | None:
-    """Find the description at the end of the file: number of bytes before it, and its text; None without one."""
+    """Find the description at the end of the file: bytes before it, and its text; or None."""
     size = file.seek(0, 2)
     window, begins = min(1 << 16, size), _field(_ENTRY_KEY, KEY.encode()) + _tag(_ENTRY_VALUE)
     while True:
@@ -153,7 +157,7 @@ def _last_record(file: BinaryIO) -> tuple[int, str] | None:
 
 
 def _scan(path: Path, length: int) -> tuple[Any, set[str]]:
-    """Read the first ``length`` bytes once; return their SHA-256, and the external files of the model's weights."""
+    """Read the first ``length`` bytes; return their SHA-256, and external weight files."""
     digest, names, window = hashlib.sha256(), set(), b""
     with path.open("rb") as file:
         while piece := file.read(min(CHUNK, length)):
@@ -202,7 +206,10 @@ def _tag(number: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Encode a varint: seven bits a byte, least significant first; the high bit is set if more bytes follow."""
+    """Encode a varint: seven bits a byte, least significant first.
+
+    The high bit is set if more bytes follow.
+    """
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

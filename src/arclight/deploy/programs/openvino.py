@@ -26,7 +26,10 @@ _DTYPES = {
 
 
 def check_bfloat16() -> None:
-    """Raise ProgramError where this processor has no bfloat16 arithmetic, which would be emulated in float32."""
+    """Raise ProgramError if this processor has no bfloat16 arithmetic.
+
+    OpenVINO would emulate it in float32.
+    """
     capabilities = _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     if "BF16" not in capabilities:
         raise ProgramError(
@@ -36,9 +39,9 @@ def check_bfloat16() -> None:
 
 
 class OpenVinoSession:
-    """One compiled model; ``bfloat16`` says what float32 operators compute in, which OpenVINO would choose itself.
+    """Session of one compiled model; ``bfloat16``: what float32 operators compute in.
 
-    Raises ProgramError for a file that OpenVINO cannot run.
+    OpenVINO would choose that itself. Raises ProgramError for a file that OpenVINO cannot run.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"

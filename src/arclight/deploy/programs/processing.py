@@ -22,10 +22,13 @@ class Processing(Protocol):
     """Pre- and postprocessing of ``Program.predict``."""
 
     def preprocess(self, inputs: Sequence[Any]) -> tuple[Any, Any]:
-        """Return the program's input for ``inputs`` (an array or a tuple of them, batch first), and a context for `postprocess`."""
+        """Return the program's input for ``inputs``, and a context for `postprocess`.
+
+        The input is an array or a tuple of them, batch first.
+        """
 
     def postprocess(self, outputs: Any, context: Any) -> Sequence[Any]:
-        """Return one result for each input, from the program's outputs and the context of `preprocess`."""
+        """Return one result per input, from outputs and the context of `preprocess`."""
 
 
 def check_name(name: object) -> str:
@@ -42,7 +45,10 @@ def check_name(name: object) -> str:
 
 
 def resolve(name: str, arguments: dict[str, Any]) -> Processing:
-    """Instantiate the class ``name``. Raises ProgramError if it is unknown, not a `Processing`, or takes other arguments."""
+    """Instantiate the processing class ``name``.
+
+    Raises ProgramError if it is unknown, not a `Processing`, or takes other arguments.
+    """
     module, _, attribute = current(check_name(name)).partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute, None)

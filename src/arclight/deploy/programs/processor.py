@@ -1,4 +1,4 @@
-"""Name the instruction sets of this processor, and check that a program finds those it needs."""
+"""Name this processor's instruction sets, and check that a program finds those it needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VNNI = {"avx512_vnni", "avx_vnni", "amx_int8"}
 
 @cache
 def instruction_sets() -> frozenset[str]:
-    """Return the names that Linux gives what this processor has of them; empty on other systems, which do not say."""
+    """Return this processor's instruction sets by Linux's names; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -31,13 +31,19 @@ def instruction_sets() -> frozenset[str]:
 
 
 def overflows() -> bool:
-    """Return whether this processor adds products of 8-bit activations and weights in 16 bits, where two large ones have no room."""
+    """Return True if this processor adds products of 8-bit values in 16 bits.
+
+    Two large products overflow there.
+    """
     present = instruction_sets()
     return "avx2" in present and not _VNNI & present
 
 
 def check_processor(description: Mapping[str, Any]) -> None:
-    """Raise ProgramError for a program that needs other instructions; warn of one whose 8-bit sums may overflow here."""
+    """Raise ProgramError for a program that needs other instructions.
+
+    Warns of one whose 8-bit sums may overflow here.
+    """
     present = instruction_sets()
     required = description.get("requires", [])
     if description.get("requires_machine", platform.machine()) != platform.machine():

@@ -1,4 +1,4 @@
-"""Run a program: a file that computes what a model computes, without the model and without PyTorch.
+"""Run programs: files that compute what models compute, without model and PyTorch.
 
 `Program` is a public class, which `export` returns and ``arclight predict``, ``scan``, ``serve`` and ``benchmark`` load. Runtimes are behind
 `session`; metadata that programs hold (`folder`, `metadata`) stay readable.
@@ -75,15 +75,15 @@ class Program:
         runtime: Runtime | None = None,
         trusted: Trusted | None = None,
     ) -> Program:
-        """Load the program at ``path``, a folder or an .onnx file, on ``threads`` CPU threads (default: all cores).
+        """Load the program at ``path``, a folder or an .onnx file, on ``threads`` CPU threads.
 
-        ``threads`` may be a function that gives them for the program's runtime and metadata.
-        ``processing`` replaces what the program names. ``device``: cuda needs onnxruntime-gpu; auto takes it where it is,
-        except for quantized programs, whose kernels are those of the CPU. ``runtime`` replaces what the program
-        names (default: ONNX Runtime). ``trusted``: load it only if one of these public keys signed it, which formats that run
-        what their file says (pt2, aoti) always need. Raises ProgramError where the program is
-        missing, damaged, changed since its export, not signed as asked, or names a processing outside this package; no runtime has
-        seen it by then.
+        By default these are all cores. ``threads`` may be a function that gives them for the program's runtime and
+        metadata. ``processing`` replaces what the program names. ``device``: cuda needs onnxruntime-gpu; auto takes it
+        where it is, except for quantized programs, whose kernels are those of the CPU. ``runtime`` replaces what the
+        program names (default: ONNX Runtime). ``trusted``: load it only if one of these public keys signed it, which
+        formats that run what their file says (pt2, aoti) always need. Raises ProgramError where the program is missing,
+        damaged, changed since its export, not signed as asked, or names a processing outside this package; no runtime
+        has seen it by then.
         """
         path = Path(path)
         if path.is_dir():
@@ -138,12 +138,15 @@ class Program:
 
     @property
     def precision(self) -> str:
-        """fp32, int8, dynamic int8, 8-bit weights, 4-bit weights, bf16 or w4a8; "unknown" for an ONNX file from elsewhere."""
+        """Precision: fp32, int8, dynamic int8, 8-bit weights, 4-bit weights, bf16 or w4a8.
+
+        "unknown" for an ONNX file from elsewhere.
+        """
         return str(self.metadata.get("precision", "unknown"))
 
     @property
     def nbytes(self) -> int:
-        """Size of the folder's files; of an .onnx file, and of those beside it that hold its weights."""
+        """Size of the program's files in bytes, including external weights of an .onnx file."""
         if self._contents is not None:
             return sum(record.bytes for record in self._contents.files.values())
         files = (self.path, *(self.path.parent / name for name in self.metadata.get("files", {})))
@@ -151,7 +154,10 @@ class Program:
 
     @cached_property
     def processing(self) -> Processing:
-        """Return the processing around ``predict``; ProgramError if neither file nor caller names one."""
+        """Processing around ``predict``.
+
+        Raises ProgramError if neither file nor caller names one.
+        """
         if self._given_processing is not None:
             return self._given_processing
         if "processing" not in self.metadata:
@@ -183,15 +189,16 @@ class Program:
 
     @property
     def batch_size(self) -> int | None:
-        """The only number of samples that a call takes; None where it may be any, and where inputs differ in their first sizes."""
+        """Fixed number of samples of a call; None if any, or if first sizes of inputs differ."""
         sizes = {spec.shape[0] for spec in self.inputs if spec.shape}
         size = sizes.pop() if len(sizes) == 1 else None
         return size if isinstance(size, int) else None
 
     def in_batches(self, *inputs: Any) -> Any:
-        """Compute the outputs for any number of samples: in calls of `batch_size`, the last one filled up with samples again.
+        """Compute outputs for any number of samples, in calls of `batch_size`.
 
-        ProgramError as in a call, and for an output that has another first size, which cannot be joined.
+        The last call is filled up with samples again. ProgramError as in a call, and for an output that has another
+        first size, which cannot be joined.
         """
         values = [value if _is_tensor(value) else np.asarray(value) for value in inputs]
         size, counts = self.batch_size, {len(value) for value in values if value.ndim}
@@ -214,7 +221,7 @@ class Program:
         return joined[0] if len(joined) == 1 else tuple(joined)
 
     def predict(self, inputs: Iterable[Any], batch_size: int = 8) -> list[Any]:
-        """Return one result for each of ``inputs``, ``batch_size`` at a time, with the file's processing."""
+        """Return one result for each of ``inputs``, ``batch_size`` at a time, by `processing`."""
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         results: list[Any] = []
@@ -233,7 +240,10 @@ class Program:
         return self.predict([item])[0]
 
     def with_threads(self, threads: int) -> Program:
-        """Open the same program on ``threads`` CPU threads, on the same device; ProgramError where its files were replaced since it was loaded."""
+        """Open the same program on ``threads`` CPU threads, on the same device.
+
+        Raises ProgramError if its files were replaced since it was loaded.
+        """
         file = self.path if self._contents is None else self.path / self._contents.main
         with folder.unchanged(self.marks):
             session = _session(file, threads, self.device, self.runtime, self._contents)
@@ -243,11 +253,14 @@ class Program:
         )  # fmt: skip
 
     def kernels(self) -> Counter[str]:
-        """Count the kernels that its runtime runs, by its names for them: QLinearConv, "Convolution u8", qconv_pointwise."""
+        """Count the kernels of the runtime, by its names: QLinearConv, qconv_pointwise.
+
+        OpenVINO's are such as "Convolution u8".
+        """
         return self._session.kernels()
 
     def openvino_kernels(self) -> Counter[tuple[str, str]]:
-        """Count the operators that OpenVINO runs for this program, by kind and precision: ("Convolution", "bf16")."""
+        """Count the operators that OpenVINO runs, by kind and precision: ("Convolution", "bf16")."""
         if not isinstance(self._session, OpenVinoSession):
             raise ProgramError(f"{self.path} runs in {NAMES[self.runtime]}: load it with runtime='openvino'")
         return self._session.by_precision()
@@ -279,7 +292,7 @@ _TYPES: Mapping[str, type] = {
 
 
 def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Raise ProgramError for a description whose fields have other types than an exporter gives them."""
+    """Raise ProgramError for a description whose fields have other types than expected."""
     for name, kind in _TYPES.items():
         if name in metadata and not isinstance(metadata[name], kind):
             raise ProgramError(
@@ -292,7 +305,10 @@ def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def _check_described(path: Path, contents: folder.Contents, session: Session) -> None:
-    """Raise ProgramError if the model has other inputs or outputs than its description, by which they are told apart."""
+    """Raise ProgramError if the model's inputs or outputs differ from its description.
+
+    By that they are told apart.
+    """
     for kind, described, held in (
         ("inputs", contents.inputs, session.inputs), ("outputs", contents.outputs, session.outputs),
     ):  # fmt: skip

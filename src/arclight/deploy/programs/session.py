@@ -1,4 +1,4 @@
-"""Define the interface of runtimes to a program: typed inputs and outputs, one thread-safe call, and its kernels.
+"""Define the interface of runtimes: typed inputs and outputs, a thread-safe call, kernels.
 
 ``onnx_runtime``, ``openvino`` and ``torch_runtime`` implement `Session`; `Program` holds one. `TensorSpec` is stored as JSON in program folders.
 """
@@ -56,7 +56,10 @@ class TensorSpec:
         return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
 
     def fits(self, other: TensorSpec, *, named: bool) -> bool:
-        """Return True if ``other`` may describe the same tensor; dynamic dimensions may differ in name."""
+        """Return True if ``other`` may describe the same tensor.
+
+        Dynamic dimensions may differ in name.
+        """
         sizes = len(self.shape) == len(other.shape) and all(
             isinstance(mine, str) or isinstance(theirs, str) or mine == theirs
             for mine, theirs in zip(self.shape, other.shape)
@@ -81,7 +84,10 @@ class Session(Protocol):
     device: Literal["cpu", "cuda"]
 
     def run(self, values: Sequence[Array]) -> list[Array]:
-        """Compute the outputs for ``values``, in the order of ``inputs``. Raises whatever the runtime raises."""
+        """Compute the outputs for ``values``, in the order of ``inputs``.
+
+        Raises whatever the runtime raises.
+        """
 
     def kernels(self) -> Counter[str]:
         """Count the kernels that the runtime executes, by its names for them."""

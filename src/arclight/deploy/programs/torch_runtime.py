@@ -79,7 +79,7 @@ class TorchSession:
 
 
 class _Threads:
-    """Numbers of threads of torch, set for a call and put back, while other threads may do the same.
+    """Torch's numbers of threads, set for a call and restored, safely among threads.
 
     A thread in which torch runs for the first time takes the number that was set last in the process, also one that is set for a call
     elsewhere. So what is put back is the number from before the first of all calls in progress.
@@ -92,7 +92,7 @@ class _Threads:
 
     @contextmanager
     def of(self, count: int | None) -> Iterator[None]:
-        """Let torch use ``count`` threads in this one until the block ends; None changes nothing."""
+        """Set torch's threads to ``count`` until the block ends; None changes nothing."""
         import torch
 
         if count is None:

@@ -1,4 +1,4 @@
-"""Fuse batch norms into the layers before them for quantization-aware training, and fold them into weights afterwards.
+"""Fuse batch norms into layers for quantization-aware training, and fold them after it.
 
 Weights are rounded as the deployed program rounds them: scaled by what the batch norm does to each channel. torchao does so by
 rewriting patterns of operators, which resets epsilon to 1e-5, momentum to 0.1 and dropout to 0.5 when a model is prepared,
@@ -38,11 +38,12 @@ TRAINING, EPSILON = 5, 7
 
 
 def fuse(graph: GraphModule) -> None:
-    """Scale weights by the batch norms that alone read their layers, and take the scale back before the batch norm.
+    """Fuse batch norms: scale the weights of their layers, and undo it before the batch norm.
 
-    conv(x, w * s) / s + b, with s = gamma / sqrt(running variance + epsilon), is conv(x, w) + b until w * s is rounded.
-    Annotations follow: what was asked for the weight is asked for the scaled one. A bias is added in float32; what was asked for it
-    is heeded when the batch norm is folded into it.
+    Only layers that the batch norm alone reads are fused. conv(x, w * s) / s + b, with s = gamma / sqrt(running
+    variance + epsilon), is conv(x, w) + b until w * s is rounded. Annotations follow: what was asked for the weight is
+    asked for the scaled one. A bias is added in float32; what was asked for it is heeded when the batch norm is folded
+    into it.
     """
     for norm in list(graph.graph.nodes):
         layer = _layer_before(graph, norm)
@@ -99,7 +100,10 @@ def _fuse(graph: GraphModule, layer: Node, norm: Node) -> None:
 
 
 def _scale(new: Graph, norm: Node) -> Node:
-    """Return gamma / sqrt(running variance + epsilon), or 1 for a channel whose gamma is 0: what it divides must be finite."""
+    """Return gamma / sqrt(running variance + epsilon), or 1 for a gamma of 0.
+
+    What it divides must be finite.
+    """
     _, gamma, _, _, variance = norm.args[:5]
     std = new.call_function(aten.sqrt.default, (new.call_function(aten.add.Scalar, (variance, norm.args[EPSILON])),))
     scale = new.call_function(aten.div.Tensor, (gamma, std))
@@ -124,7 +128,10 @@ def _move_annotations(new: Graph, layer: Node, weight: Node, scaled: Node, bias:
 
 
 def _sources_of(spec: Any, layer: Node) -> tuple[int, ...]:
-    """Return the places among the layer's arguments from whose ranges that of its bias derives; QuantizeError for others."""
+    """Return the arguments of the layer from whose ranges the bias's range derives.
+
+    Raises QuantizeError for others.
+    """
     if isinstance(spec, pt2e.SharedSpec):
         raise QuantizeError(
             f"the bias of {layer.name} cannot share a range: it is folded with its batch norm; derive it"
@@ -146,7 +153,7 @@ def _moved(spec: Any, edges: dict[Any, Any]) -> Any:
 
 
 def fold(graph: GraphModule) -> None:
-    """Fold batch norms of a trained graph, fused or not, into weights and biases of the layers before them."""
+    """Fold batch norms of a trained graph, fused or not, into layers' weights and biases."""
     layers = {node.name: node for node in graph.graph.nodes}
     for norm in list(graph.graph.nodes):
         if FUSED in norm.meta:
@@ -167,7 +174,7 @@ def fold(graph: GraphModule) -> None:
 
 
 def _fold(graph: GraphModule, layer: Node, norm: Node, weight: Node, scaled: Node, bias: Node | None) -> None:
-    """Let ``layer`` read, in place of ``scaled``, ``weight`` with all that ``norm`` does to each channel."""
+    """Fold ``norm`` into ``weight`` and bias of ``layer``, which reads it for ``scaled``."""
     gamma, beta, mean, variance = (stored_tensor(graph, node) for node in norm.args[1:5])  # type: ignore[arg-type]
     old_bias = None if bias is None else stored_tensor(graph, bias)
     new_weight, new_bias = fuse_conv_bn_weights(
@@ -203,7 +210,7 @@ def _round_bias(graph: GraphModule, layer: Node) -> None:
 
 
 def insert_bias_range(graph: GraphModule, layer: Node, observer: torch.nn.Module) -> None:
-    """Let ``layer`` read its bias through ``observer``."""
+    """Insert ``observer`` between ``layer`` and its bias."""
     bias = layer.args[2]
     assert isinstance(bias, Node)
     name = f"bias_range_{layer.name}"
@@ -227,7 +234,7 @@ def _bias_before(norm: Node) -> Node | None:
 
 
 def _store(graph: GraphModule, name: str, value: Tensor, *, like: Node) -> Node:
-    """Store a tensor at a name of its own: others may still read what is stored at ``name``."""
+    """Store a tensor under a new name, as others may still read ``name``."""
     used = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
     plain = name.replace(".", "_")
     attribute = next(free for i in range(len(used) + 1) if (free := f"folded_{i}_{plain}") not in used)
@@ -238,7 +245,7 @@ def _store(graph: GraphModule, name: str, value: Tensor, *, like: Node) -> Node:
 
 
 def use_batch_statistics(graph: GraphModule, enabled: bool) -> None:
-    """Let batch norms that were captured in training mode use the batch's statistics, or their running ones."""
+    """Set batch norms captured in training mode to the batch's or running statistics."""
     for node in graph.graph.nodes:
         if node.target is aten.batch_norm.default and node.meta.setdefault(TRAINED, node.args[TRAINING]):
             node.update_arg(TRAINING, enabled)
@@ -248,7 +255,7 @@ def use_batch_statistics(graph: GraphModule, enabled: bool) -> None:
 
 
 def set_training(graph: GraphModule, training: bool) -> None:
-    """Let batch norms and dropout of a graph that was captured in training mode compute as in training, or as in evaluation.
+    """Set batch norms and dropout of a graph captured in training mode to train or evaluate.
 
     Nothing else of them is written; torchao's own switch sets epsilon, momentum and the probability of dropout, too.
     """
@@ -259,7 +266,10 @@ def set_training(graph: GraphModule, training: bool) -> None:
 
 
 def literals(graph: GraphModule) -> dict[str, tuple[float, ...]]:
-    """Return (momentum, epsilon) of each batch norm by the name of its running mean, and (p,) of each dropout by its place."""
+    """Return (momentum, epsilon) of each batch norm, and (p,) of each dropout.
+
+    Keys are the name of the running mean, and the dropout's place.
+    """
     found: dict[str, tuple[float, ...]] = {}
     dropouts = 0
     for node in graph.graph.nodes:

@@ -1,4 +1,4 @@
-"""Round the layers of a captured graph to bfloat16: their weights for good, what they read whenever they run."""
+"""Round a captured graph's layers to bfloat16: weights at once, inputs at each call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _LIBRARY.define("round_bfloat16(Tensor x) -> Tensor")
 
 
 def round_bfloat16(x: Tensor) -> Tensor:
-    """Round to bfloat16 and hold the result as before; a runtime that computes in bfloat16 does so by itself."""
+    """Round to bfloat16, in the type as before.
+
+    A runtime that computes in bfloat16 does so by itself.
+    """
     return x.to(torch.bfloat16).to(x.dtype, copy=True)
 
 
@@ -31,9 +34,9 @@ ROUND = torch.ops.arclight.round_bfloat16.default
 
 
 def round_layers(graph: GraphModule) -> tuple[list[str], list[str]]:
-    """Round linear layers and convolutions of ``graph`` in place; return the names of layers that are and are not rounded.
+    """Round linear layers and convolutions of ``graph``; return rounded and other layers.
 
-    A weight that an embedding reads as well is rounded for both.
+    It is done in place, and layers are returned by name. A weight that an embedding reads as well is rounded for both.
     """
     layers = [node for node in graph.graph.nodes if node.target in LAYERS and _weight(node) is not None]
     if not layers:
@@ -62,7 +65,7 @@ def _weight(node: Node) -> Node | None:
 
 
 def _store(graph: GraphModule, weight: Node, held: dict[int, str]) -> None:
-    """Let readers of ``weight`` read it from a tensor in bfloat16, of which each weight has one."""
+    """Store ``weight`` in bfloat16 for its readers, once per weight."""
     values = stored_tensor(graph, weight)
     name = held.setdefault(values.data_ptr(), f"bfloat16_{len(held)}")
     if name not in graph._buffers:

@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 
 
 class QuantizationAwareTraining(Callback):
-    """Train ``pl_module.<attribute>`` with rounded weights and activations; validate and test it as the int8 model.
+    """Callback for quantization-aware training; evaluation runs the converted int8 model.
 
-    ``recipe`` and ``target``: as in `prepare_qat`.
-    ``attribute``: the submodule that is trained and deployed; it must be there when the callback's ``setup`` is called.
-    ``example_inputs``: its positional inputs, by default the Module's ``example_input_array``; ranges start from theirs.
-    From step ``freeze_observers_at`` on, ranges of activations stay as they are, and from ``freeze_batch_norm_at`` on batch
-    norms use their running statistics, as the program will; None never. Every metric of validation, test and prediction is of
-    the converted model. After the fit ``convert(pl_module.model)`` gives that model for ``export``.
+    It trains ``pl_module.<attribute>`` with rounded weights and activations. ``recipe`` and ``target``: as in
+    `prepare_qat`. ``attribute``: the submodule that is trained and deployed; it must be there when the callback's
+    ``setup`` is called. ``example_inputs``: its positional inputs, by default the Module's ``example_input_array``;
+    ranges start from theirs. From step ``freeze_observers_at`` on, ranges of activations stay as they are, and from
+    ``freeze_batch_norm_at`` on batch norms use their running statistics, as the program will; None never. Every metric
+    of validation, test and prediction is of the converted model. After the fit ``convert(pl_module.model)`` gives that
+    model for ``export``.
 
     A checkpoint has the weights under their names, with ranges and ``weight_bits`` beside them; a resumed run has the bits of one that was
     never stopped. Ranges are those of the batches of all ranks, which have to call the model as often as each other, and running
@@ -83,9 +84,9 @@ class QuantizationAwareTraining(Callback):
         self._prepare(pl_module, lambda recipe: recipe)
 
     def _prepare(self, pl_module: Module, agreed: Callable[[Quantization], Quantization]) -> None:
-        """Put a prepared model in the place of the module's, unless one of a stage before or what is deployed is there.
+        """Replace the module's model by a prepared one, unless that is there already.
 
-        agreed: gives the recipe that all ranks take, of this one's.
+        One of a stage before, or what is deployed, stays. agreed: gives the recipe that all ranks take, of this one's.
         """
         model = getattr(pl_module, self.attribute, None)
         if isinstance(model, PreparedModel | QuantizedModel):
@@ -110,7 +111,7 @@ class QuantizationAwareTraining(Callback):
         setattr(pl_module, self.attribute, PreparedModel(model, inputs, self.recipe, self.target, settled=settled))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Put the bits of weights beside the ranges, in a checkpoint of when they were this callback's state."""
+        """Move weight bits of an older checkpoint from the callback's state to the ranges."""
         other = self._generate_state_key(attribute=self.attribute)
         state = checkpoint.get("callbacks", {}).pop(self.state_key if self.attribute == "model" else other, {})
         if (reduced := state.get("reduce_range")) is not None:

@@ -22,7 +22,7 @@ NAME = "arclight_name"
 
 
 class NamedGraphs(WholeUnit):
-    """Hold graphs that read their tensors from here, where each has the name that it has in the model.
+    """Module that holds graphs and their tensors, under the model's names.
 
     A graph is no submodule, so the state dict has each tensor once, without a prefix; moving this module moves what
     its graphs compute with. Subclasses register tensors and then call :meth:`bind`.
@@ -33,7 +33,7 @@ class NamedGraphs(WholeUnit):
         self.graphs = dict(graphs)
 
     def register_by_name(self, tensors: Mapping[str, Tensor]) -> None:
-        """Register parameters and buffers under dotted names, in plain modules where the names have parts."""
+        """Register parameters and buffers under dotted names, creating plain submodules."""
         for path, value in tensors.items():
             holder: nn.Module = self
             *parents, name = path.split(".")
@@ -45,7 +45,7 @@ class NamedGraphs(WholeUnit):
             registered[name] = value
 
     def bind(self) -> None:
-        """Let the graphs read the tensors and modules that are registered here now."""
+        """Bind the graphs to the tensors and modules that are registered here now."""
         for graph in self.graphs.values():
             for node in graph.graph.nodes:
                 if node.op not in ("get_attr", "call_module"):
@@ -62,7 +62,7 @@ class NamedGraphs(WholeUnit):
         return self
 
     def _move_operators(self) -> None:
-        """Let operators that make tensors, say aten.arange, make them where the registered ones are now."""
+        """Move operators that create tensors (aten.arange) to the registered tensors' device."""
         registered = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), None)
         for graph in self.graphs.values() if registered is not None else ():
             changed = False
@@ -86,9 +86,10 @@ class NamedGraphs(WholeUnit):
 
 
 def pickle_graph(graph: GraphModule) -> bytes:
-    """Pickle the nodes of a graph that needs their notes no more; its tensors are those of the NamedGraphs that runs it.
+    """Pickle the nodes of a graph without its notes and tensors.
 
-    The guards of torch.export, which refuse inputs of other shapes in its own words, are code that cannot be pickled, and stay behind.
+    Tensors are those of the NamedGraphs that runs it. The guards of torch.export, which refuse inputs of other shapes
+    in its own words, are code that cannot be pickled, and stay behind.
     """
     with quiet():
         bare = GraphModule(nn.Module(), Graph())
@@ -109,7 +110,7 @@ def unpickle_graph(pickled: bytes) -> GraphModule:
 
 
 def shared_copy(graph: GraphModule) -> GraphModule:
-    """Copy ``graph`` with the tensors that it has now, so that several quantizers can each rewrite one."""
+    """Copy ``graph``, sharing its tensors, so that several quantizers can rewrite it."""
     held: dict[int, Any] = {id(tensor): tensor for tensor in (*graph.parameters(), *graph.buffers())}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about how it copies graphs
@@ -117,10 +118,11 @@ def shared_copy(graph: GraphModule) -> GraphModule:
 
 
 def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
-    """Store quantized weights of a converted graph as integers; return its tensors by their names in the model.
+    """Fold quantized weights of a converted graph to integers; return tensors by name.
 
-    An integer weight takes the name of the float one; beside it are ``NAME_scale`` and ``NAME_zero_point``. torchao's
-    own folding calls them ``_frozen_param0``, ``_scale_0``. The graph is left without tensors: a NamedGraphs binds them.
+    Names are those in the model. An integer weight takes the name of the float one; beside it are ``NAME_scale`` and
+    ``NAME_zero_point``. torchao's own folding calls them ``_frozen_param0``, ``_scale_0``. The graph is left without
+    tensors: a NamedGraphs binds them.
     """
     tensors: dict[str, Tensor] = {}
     sources = _constant_sources(graph)
@@ -154,7 +156,7 @@ def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
 
 
 def fold_linear_weights(graph: GraphModule) -> GraphModule:
-    """Store the weights that linear layers make of a stored tensor by views and permutations, in place, and return ``graph``.
+    """Fold views and permutations of linear weights in place, and return ``graph``.
 
     Quantizers know a weight that is stored. Experts, stacked in one tensor, are multiplied as one matrix. What torch.export adds to
     check a tensor's type goes: it would count as another reader of the weight, which then could not be quantized.
@@ -212,12 +214,18 @@ def _read(graph: GraphModule, reader: Node, name: str, *, like: Node) -> Node:
 
 
 def _layer_name(node: Node) -> str:
-    """Name the tensor that ``node`` reads; torchao calls the bias of a folded batch norm ``conv.weight_bias``."""
+    """Return the name of the tensor that ``node`` reads.
+
+    Torchao calls the bias of a folded batch norm ``conv.weight_bias``.
+    """
     name = str(node.meta.get(NAME, node.target))
     return f"{name.removesuffix('weight_bias')}bias" if name.endswith(".weight_bias") else name
 
 
 def _free_name(name: str, taken: Mapping[str, Tensor]) -> str:
-    """Return ``name``, or ``name_1``, ...: a layer that is applied twice has a bias in units of each place."""
+    """Return ``name``, or ``name_1``, ..., which is not taken.
+
+    A layer that is applied twice has a bias in units of each place.
+    """
     names = (name, *(f"{name}_{i}" for i in range(1, len(taken) + 1)))
     return next(free for free in names if free not in taken)

@@ -1,4 +1,4 @@
-"""Quantize the linear layers of a captured graph without calibration data: weights in groups, or all in 8 bits.
+"""Quantize a graph's linear layers without calibration: weights in groups, or 8 bits.
 
 Each becomes one operator that computes here what its kernel in ONNX Runtime computes. With 4-bit weights and float32
 activations the kernel multiplies in float32. With 8-bit weights that kernel takes eight times as long as float32
@@ -35,7 +35,7 @@ SHRINK = torch.linspace(1.0, 0.75, 11)
 
 
 def linear_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply with 8-bit integers, activations in the range of this very tensor, as ONNX's DynamicQuantizeLinear.
+    """Multiply in 8 bits, with this tensor's range, as ONNX's DynamicQuantizeLinear.
 
     x: (..., K); weight: (N, K) int8; scale: (N,) of each output; all samples of a batch share the range.
     """
@@ -52,10 +52,10 @@ def linear_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 def linear_grouped(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, bits: int, integer: bool
 ) -> Tensor:  # fmt: skip
-    """Multiply with integers of ``bits`` that have a scale for each group of inputs, as ONNX Runtime's MatMulNBits.
+    """Multiply by grouped integers of ``bits``, as ONNX Runtime's MatMulNBits.
 
-    x: (..., K); weight: (N, groups, bytes) uint8, two 4-bit values in a byte; scale: (N, groups). With ``integer``
-    activations are rounded to 8 bits, group by group.
+    Each group of inputs has a scale. x: (..., K); weight: (N, groups, bytes) uint8, two 4-bit values in a byte; scale:
+    (N, groups). With ``integer`` activations are rounded to 8 bits, group by group.
     """
     if integer:
         grouped = x.unflatten(-1, (weight.shape[1], -1))
@@ -80,7 +80,7 @@ GROUPED = torch.ops.arclight.linear_grouped.default
 def quantize_linears(
     graph: GraphModule, recipe: DynamicInt8 | WeightOnly | LowBit
 ) -> tuple[list[str], list[str]]:  # fmt: skip
-    """Replace linear layers of ``graph`` in place; return the names of layers that run on integers and that stay in float.
+    """Quantize linear layers of ``graph`` in place; return quantized and float layers.
 
     A weight that something else reads as well, such as a tied embedding, stays in float everywhere.
     """
@@ -103,9 +103,10 @@ def quantize_linears(
 
 
 def pack(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Round ``weight`` (N, K) in groups of inputs; return the integers (N, groups, bytes) uint8 and scales (N, groups).
+    """Pack ``weight`` (N, K) in groups: integers (N, groups, bytes) uint8, and scales.
 
-    A group's value of largest magnitude is the most negative integer, of which there is one more than of positive ones.
+    Scales are (N, groups). A group's value of largest magnitude is the most negative integer, of which there is one
+    more than of positive ones.
     """
     largest = 2 ** (bits - 1)
     groups = weight.float().unflatten(1, (-1, group_size))

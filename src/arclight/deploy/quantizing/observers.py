@@ -76,9 +76,10 @@ class LeastErrorObserver(pt2e.ObserverBase):
 def least_error_range(
     counts: Tensor, low: float, high: float, reader: Reader = "any", steps: int = 255
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the part of [low, high], 0 included, whose ``steps`` + 1 levels change what ``reader`` computes least.
+    """Return the subrange of [low, high] with the least error of what ``reader`` computes.
 
-    ``counts``: how many values lie in each of as many equal parts of [low, high].
+    It includes 0, and has ``steps`` + 1 levels. ``counts``: how many values lie in each of as many equal parts of [low,
+    high].
     """
     if high - low <= 0:
         return low, high
@@ -105,7 +106,10 @@ def _centers(bins: int, low: float | Tensor, high: float | Tensor) -> Tensor:
 
 
 def _magnitudes(counts: Tensor, low: float, high: float) -> tuple[Tensor, float, float]:
-    """Return the histogram of absolute values, and its range: what a range around 0 is chosen from."""
+    """Return the histogram of absolute values, and its range.
+
+    A range around 0 is chosen from it.
+    """
     largest = max(-low, high)
     at = (_centers(len(counts), low, high).abs() / max(largest, torch.finfo(torch.float32).tiny) * len(counts)).long()
     return torch.zeros_like(counts).index_add_(0, at.clamp(max=len(counts) - 1), counts), 0.0, largest
@@ -118,7 +122,7 @@ def _rebinned(counts: Tensor, old: tuple[float, float], new: tuple[float, float]
 
 
 def _rounded(values: Tensor, low: float | Tensor, high: Tensor, steps: int) -> Tensor:
-    """Return ``values`` on ``steps`` + 1 levels from ``low`` to ``high``, one row for each ``high``."""
+    """Round ``values`` to ``steps`` + 1 levels from ``low`` to each ``high``, a row each."""
     scale = (high - low).clamp(min=torch.finfo(torch.float32).tiny) / steps
     zero_point = (-low / scale).round()
     return ((values / scale).round() + zero_point).clamp(0, steps).sub(zero_point) * scale
@@ -161,7 +165,7 @@ class MovingRange(pt2e.ObserverBase):
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
-        """Take the range of one batch into the average, without waiting for the device."""
+        """Average the range of one batch in, without waiting for the device."""
         low, high = (value.float() for value in x.aminmax())
         low, high = low.clamp(max=0), high.clamp(min=0)  # padding must be exact
         if self.synchronized:
@@ -191,7 +195,7 @@ class MovingRange(pt2e.ObserverBase):
 
 
 class LeastErrorMovingRange(MovingRange):
-    """Fake-quantize an activation of few bits: the range of a batch is the part of it with the least rounding error.
+    """Fake quantization of activations of few bits, in the least-error range of the batch.
 
     With 16 levels the extremes of a batch would leave few of them to most of its values.
     """
@@ -201,7 +205,10 @@ class LeastErrorMovingRange(MovingRange):
     HISTOGRAM_BINS = 256
 
     def _range_between(self, x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose it from a histogram of values at quasi-random places; of all ranks together while ``synchronized``."""
+        """Choose the range by a histogram of values at quasi-random places.
+
+        It is of all ranks together while ``synchronized``.
+        """
         values = x.flatten()
         if len(values) > SAMPLES:
             places = torch.arange(SAMPLES, device=x.device, dtype=torch.float64) * GOLDEN_RATIO % 1 * len(values)
@@ -223,7 +230,7 @@ class LeastErrorMovingRange(MovingRange):
 
 
 class PerChannelWeightRange(pt2e.ObserverBase):
-    """Fake-quantize a weight in the range that it has now: what is trained is what is converted."""
+    """Fake quantization of a weight in its present range, as conversion rounds it."""
 
     scale: Tensor
 
@@ -259,7 +266,10 @@ class PerChannelWeightRange(pt2e.ObserverBase):
 
 
 class PerChannelLeastErrorRange(PerChannelWeightRange):
-    """Fake-quantize a weight of few bits in the range of least squared error, which may cut its largest values."""
+    """Fake quantization of weights of few bits, in the range of least squared error.
+
+    The range may cut a weight's largest values.
+    """
 
     SHARES = tuple(1 - step / 20 for step in range(13))
     """Shares of the largest value that are tried as the end of the range."""
@@ -278,7 +288,10 @@ class PerChannelLeastErrorRange(PerChannelWeightRange):
 
 
 class PerChannelBiasRange(pt2e.ObserverBase):
-    """Keep a bias as int32 in units of (activation scale x weight scale): what an integer kernel adds to its sums."""
+    """Observer of biases: int32 in units of (activation scale x weight scale).
+
+    That is what an integer kernel adds to its sums.
+    """
 
     def __init__(self, scale: Tensor) -> None:
         super().__init__(dtype=torch.int32)

@@ -63,7 +63,7 @@ kernel gathers its input position by position, a few bytes each (YOLOv5n at 320 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Describe the tensors that integer kernels of a runtime read and write, and the operators that they fuse."""
+    """Tensors that a runtime's integer kernels read and write, and operators they fuse."""
 
     signed: bool = False
     """Activations are signed integers; unsigned ones are faster on x86."""
@@ -99,9 +99,10 @@ PROFILES: Mapping[str, Profile] = {
 
 
 class PlacementQuantizer(pt2e.Quantizer):
-    """Annotates one exported graph for runtimes that fuse quantize-dequantize pairs into integer kernels.
+    """Quantizer that places integers for runtimes that fuse quantize-dequantize pairs.
 
-    With ``qat`` it asks for fake quantization. Afterwards ``quantized_layers`` and ``float_layers`` name the layers with weights on either side.
+    It annotates one exported graph. With ``qat`` it asks for fake quantization. Afterwards ``quantized_layers`` and
+    ``float_layers`` name the layers with weights on either side.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         self._quantized: dict[Node, Any] = {}  # nodes whose output is quantized, and how
 
     def transform_for_annotation(self, graph: GraphModule) -> GraphModule:
-        """SiLU becomes x * sigmoid(x) for runtimes that have integer kernels for both parts, not for the whole."""
+        """Replace SiLU by x * sigmoid(x), for runtimes with integer kernels for these only."""
         for node in list(graph.graph.nodes) if self.profile.splits_silu else ():
             if node.target is aten.silu.default:
                 with graph.graph.inserting_before(node):
@@ -240,7 +241,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         return self._quantized.get(source, self.activation)
 
     def _tail(self, node: Node) -> Node:
-        """Return the batch norm and clip (ReLU, ReLU6) that alone read ``node``, else ``node`` itself."""
+        """Return the batch norm and clip (ReLU, ReLU6) that alone read ``node``, else ``node``."""
         readers = _readers(node)
         if self.qat and len(readers) == 1 and readers[0].target is aten.batch_norm.default:
             return self._tail(readers[0])
@@ -256,7 +257,7 @@ def module_name(node: Node) -> str:
 
 
 def weighted(graph: GraphModule) -> list[tuple[Node, str]]:
-    """List operators that combine a value with a stored matrix, and their layers: of whatever kind, so that none is forgotten.
+    """List operators that multiply by a stored matrix, and their layers, of any kind.
 
     Tables that are only added or multiplied, such as positions, are no layers. An operator outside of any module is
     named after its matrix.
@@ -292,12 +293,15 @@ def _read_by_silu(node: Node) -> bool:
 
 
 def _readers(node: Node) -> list[Node]:
-    """Users of the values of ``node``; asking for its size does not count."""
+    """Return the users of the values of ``node``; asking for its size does not count."""
     return [user for user in node.users if user.target is not aten.sym_size.int]
 
 
 def _own(graph: GraphModule, layer: Node, bias: Node) -> Node:
-    """Return the bias as a node that only ``layer`` reads: layers that share a bias each hold it in units of their own."""
+    """Return the bias as a node of ``layer`` alone.
+
+    Layers that share a bias each hold it in units of their own.
+    """
     if len(bias.users) == 1:
         return bias
     with graph.graph.inserting_before(layer):
@@ -307,7 +311,7 @@ def _own(graph: GraphModule, layer: Node, bias: Node) -> Node:
 
 
 def _before(graph: GraphModule, targets: set[Any]) -> set[Node]:
-    """Nodes whose value reaches an operator in ``targets``."""
+    """Return the nodes whose value reaches an operator in ``targets``."""
     found: set[Node] = set()
     for node in reversed(graph.graph.nodes):
         if any(user.target in targets or user in found for user in node.users):
@@ -324,9 +328,9 @@ def _is_float(node: Node) -> bool:
 
 
 def _activations(node: Node) -> list[Node]:
-    """Return the float tensors that ``node`` reads, each once; none where it also computes with a constant.
+    """Return the float tensors that ``node`` reads, or none if it also reads a constant.
 
-    Runtimes have no integer kernels for sums and products with plain numbers or parameters.
+    Each comes once. Runtimes have no integer kernels for sums and products with plain numbers or parameters.
     """
     floats = [source for source in node.all_input_nodes if _is_float(source)]
     binary = node.target in (aten.add.Tensor, aten.mul.Tensor)

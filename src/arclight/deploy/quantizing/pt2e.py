@@ -19,7 +19,7 @@ from arclight.fabric.extras import require
 
 @contextmanager
 def _dropped(logger: str, text: str) -> Iterator[None]:
-    """While inside, ``logger`` does not report messages that contain ``text``."""
+    """Filter messages with ``text`` from ``logger`` within the block."""
 
     def keep(record: logging.LogRecord) -> bool:
         return text not in record.getMessage()
@@ -70,9 +70,10 @@ _WEIGHT_EPS = 2.0**-16
 def activation_spec(
     observer: Any, bits: int = 8, *, signed: bool = False, zero_point: bool = True, **options: Any
 ) -> Any:  # fmt: skip
-    """Unsigned with a zero point: in 8 bits the activation type of the fast integer kernels on x86 and ARM.
+    """Return the spec of unsigned activations with a zero point.
 
-    ``signed`` and without ``zero_point`` it is TensorRT's. ``observer`` is an ObserverBase, made with ``options``.
+    In 8 bits it is the activation type of the fast integer kernels on x86 and ARM. ``signed`` and without
+    ``zero_point`` it is TensorRT's. ``observer`` is an ObserverBase, made with ``options``.
     """
     least = -(2 ** (bits - 1)) if signed else 0
     return QuantizationSpec(
@@ -85,10 +86,11 @@ def activation_spec(
 
 
 def weight_spec(weight: torch.Tensor, *, bits: int = 8, observer: Any = _pt2e.PerChannelMinMaxObserver) -> Any:
-    """Signed integers of ``bits`` without a zero point, one scale per output channel (first dimension).
+    """Return the spec of weights: signed integers of ``bits``, a scale per output channel.
 
-    A channel's scale is at least 2^-16 of the largest weight: runtimes hold the bias as int32 in units of
-    (activation scale x weight scale), which overflows where a nearly dead channel has a vanishing scale.
+    There is no zero point, and channels are the first dimension. A channel's scale is at least 2^-16 of the largest
+    weight: runtimes hold the bias as int32 in units of (activation scale x weight scale), which overflows where a
+    nearly dead channel has a vanishing scale.
     """
     largest = 2 ** (bits - 1) - 1
     eps = max(float(weight.detach().abs().max()) * _WEIGHT_EPS, torch.finfo(torch.float32).tiny)
@@ -103,7 +105,10 @@ def weight_spec(weight: torch.Tensor, *, bits: int = 8, observer: Any = _pt2e.Pe
 
 
 def bias_spec(source: Node, layer: Node) -> Any:
-    """Signed 32-bit in units of (activation scale x weight scale): what an integer kernel adds to its sums."""
+    """Return the spec of biases: int32 in units of (activation scale x weight scale).
+
+    That is what an integer kernel adds to its sums.
+    """
 
     def derive(observers: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         (activation, _), (weights, zero_points) = (observer.calculate_qparams() for observer in observers)
@@ -121,13 +126,16 @@ def bias_spec(source: Node, layer: Node) -> Any:
 
 
 def range_of_bias(spec: Any, ranges: list[Any]) -> Any:
-    """Make the observer that ``spec`` asks for; a derived one reads ``ranges``, in the order of its ``derived_from``."""
+    """Return the observer of ``spec``; a derived one reads ``ranges``.
+
+    They are in the order of its ``derived_from``.
+    """
     edges = spec.derived_from if isinstance(spec, DerivedSpec) else []
     return _prepare._create_obs_or_fq_from_qspec(spec, dict(zip(edges, ranges, strict=True)), True)
 
 
 def annotate(node: Node, *, inputs: dict[Node, Any], output: Any | None = None) -> None:
-    """Ask for ``inputs`` (producer -> spec) and the output of ``node`` to be quantized, beside earlier requests."""
+    """Annotate ``inputs`` (producer -> spec) and output of ``node``, beside earlier requests."""
     annotation = node.meta.setdefault(_ANNOTATION_KEY, _quantizer.QuantizationAnnotation(_annotated=True))
     annotation.input_qspec_map.update(inputs)
     if output is not None:
@@ -135,7 +143,7 @@ def annotate(node: Node, *, inputs: dict[Node, Any], output: Any | None = None) 
 
 
 def annotation_of(node: Node) -> Any:
-    """Return what was asked for ``node``, None if nothing was."""
+    """Return the annotation of ``node``, None without one."""
     return node.meta.get(_ANNOTATION_KEY)
 
 
@@ -145,13 +153,13 @@ def is_annotated(node: Node) -> bool:
 
 
 def prepare(graph: GraphModule, quantizer: Any) -> GraphModule:
-    """Fold batch norms of ``graph`` and insert the observers that ``quantizer`` asks for (in place)."""
+    """Fold batch norms of ``graph`` and insert the observers of ``quantizer``, in place."""
     prepared: GraphModule = _prepare_convert.prepare_pt2e(graph, quantizer)
     return prepared
 
 
 def prepare_qat(graph: GraphModule, quantizer: Any, fuse: Callable[[GraphModule], None]) -> GraphModule:
-    """Insert the fake quantization that ``quantizer`` asks for; ``fuse`` rewrites layers with batch norms before that.
+    """Insert the fake quantization of ``quantizer``, after ``fuse`` has fused batch norms.
 
     torchao's own function of this name fuses them in patterns that set epsilon and momentum to torch's defaults.
     """
@@ -195,7 +203,7 @@ def traced(pattern: torch.nn.Module, example_inputs: tuple[Any, ...]) -> GraphMo
 
 
 def _unchanged(graph: GraphModule, *_: Any, **__: Any) -> GraphModule:
-    """Return ``graph``, in place of torchao's fold of the batch norms that its own ``prepare_qat_pt2e`` fuses.
+    """Return ``graph``, in place of torchao's fold of batch norms.
 
     `prepare` and `prepare_qat` leave none of them, and where another batch norm stays, it traces 192 patterns: 20 s a model.
     """

@@ -75,7 +75,10 @@ class Scores:
     """How layers were chosen that stay in float for the score; None where it was kept without any."""
 
     def check(self, score: float, of: str) -> None:
-        """Raise QuantizeError if ``score`` is NaN or infinite, or lower than the float model's by more than ``max_drop``."""
+        """Raise QuantizeError for a ``score`` that is not finite, or drops beyond ``max_drop``.
+
+        The drop is from the float model's score.
+        """
         _check_finite(score, of)
         if not self.fits(score):
             raise self.refusal(
@@ -174,7 +177,10 @@ class QuantizedModel(NamedGraphs):
             return self.graph(*(value.float() if value.is_floating_point() else value for value in inputs))
 
     def __reduce__(self) -> tuple[Callable[..., QuantizedModel], tuple[Any, ...]]:
-        """Pickle nodes of the graph, tensors and settings, as for spawned ranks. Raises QuantizeError for what would be lost."""
+        """Pickle the graph's nodes, tensors and settings, as for spawned ranks.
+
+        Raises QuantizeError for what would be lost.
+        """
         if put := [name for name, module in self.named_modules() if name and type(module) is not nn.Module]:
             raise QuantizeError(
                 f"the quantized model cannot be pickled: {put[0]} was put into it after it was made; put that beside it"
@@ -183,7 +189,10 @@ class QuantizedModel(NamedGraphs):
         return _unpickled, (pickle_graph(self.graph), dict(self.state_dict(keep_vars=True)), fields)
 
     def train(self, mode: bool = True) -> QuantizedModel:
-        """Stay in evaluation mode: integers have no gradients, and batch norms and dropout are gone."""
+        """Stay in evaluation mode.
+
+        Integers have no gradients, and batch norms and dropout are gone.
+        """
         del mode
         super().train(False)
         return self
@@ -194,7 +203,7 @@ _REGISTERED = ("graphs", "_parameters", "_buffers", "_modules")
 
 
 def _unpickled(pickled: bytes, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> QuantizedModel:
-    """Make a model of what was pickled."""
+    """Build a model from its pickle."""
     quantized = QuantizedModel.__new__(QuantizedModel)
     NamedGraphs.__init__(quantized, {"inference": unpickle_graph(pickled)})
     quantized.register_by_name(tensors)
@@ -216,7 +225,7 @@ def quantize(
     target: Target | None = None,
     quantizer: Any = None,
 ) -> QuantizedModel:
-    """Quantize ``model`` by ``recipe``, by default `Int8`: 8-bit activations and weights, ranges from ``calibration``.
+    """Quantize ``model`` by ``recipe``, by default `Int8` with ranges from ``calibration``.
 
     ``calibration``: batches of the model's positional inputs, each a tensor or a sequence of tensors whose first dimension is the
     batch (floating-point ones are taken in float32, as the model is); None for the recipes that need none (`DynamicInt8`,
@@ -301,7 +310,7 @@ class _Source:
 
 @torch.no_grad()
 def _within(source: _Source, quantized: QuantizedModel, metric: Metric, max_drop: float | None) -> QuantizedModel:
-    """Score both models, and return the one with the fewest layers in float that drops by no more than ``max_drop``.
+    """Score both models; return the one with fewest float layers within ``max_drop``.
 
     Raises QuantizeError where none does.
     """
@@ -331,7 +340,7 @@ def _within(source: _Source, quantized: QuantizedModel, metric: Metric, max_drop
 
 
 def _scored(metric: Metric, model: nn.Module) -> float:
-    """Return the score of ``model``, which is in evaluation mode on the CPU again whatever the metric did with it."""
+    """Return the score of ``model``, and restore its evaluation mode on the CPU."""
     try:
         return float(metric(model))
     finally:
@@ -341,7 +350,10 @@ def _scored(metric: Metric, model: nn.Module) -> float:
 def _search(
     source: _Source, recipe: _Skippable, metric: Metric, least: float, first: float
 ) -> tuple[Search, QuantizedModel, float] | None:  # fmt: skip
-    """Rank the layers that ``skip`` can name, and find the fewest that must stay in float; return that model and its score, too."""
+    """Find the fewest layers to keep in float; return them, the model, and its score.
+
+    Layers that ``skip`` can name are ranked first.
+    """
     graph, quantized_layers, _ = source.rounded(recipe)
     names = {module_name(node) for node in graph.graph.nodes}
     sensitivity = noise_by_layer(
@@ -370,7 +382,7 @@ def _keeping(recipe: _Skippable, kept: Sequence[str]) -> _Skippable:
 
 
 def _way_out(recipe: Quantization, target: Target) -> str:
-    """Say what loses less than ``recipe``."""
+    """Describe what loses less than ``recipe``."""
     if is_calibrated(recipe):
         made = "Int8()" if isinstance(recipe, Int8) else "LowBit(activation_bits=4)"
         return f"Train it with rounding: prepared = prepare_qat(model, example_inputs, recipe={made}, target={target!r}), then convert(prepared)"
@@ -380,7 +392,10 @@ def _way_out(recipe: Quantization, target: Target) -> str:
 
 
 def chosen_target(recipe: Quantization, target: Target | None) -> Target:
-    """Return the runtime to quantize for, by default ONNX Runtime; QuantizeError for one that has no kernels for ``recipe``."""
+    """Return the runtime to quantize for, by default ONNX Runtime.
+
+    Raises QuantizeError for one that has no kernels for ``recipe``.
+    """
     alone: Target = "openvino" if isinstance(recipe, BFloat16) else "onnxruntime"
     if target is None:
         return alone
@@ -402,7 +417,10 @@ _MADE_FOR: Mapping[str, Target] = {
 
 
 def foreign_target(quantizer: Any, recipe: Quantization, target: Target | None) -> Target:
-    """Return what runs what ``quantizer`` places; QuantizeError where nobody knows, and for settings that it would ignore."""
+    """Return the target that runs what ``quantizer`` places.
+
+    Raises QuantizeError if it is unknown, and for settings that the quantizer would ignore.
+    """
     name = type(quantizer).__name__
     if not isinstance(quantizer, pt2e.Quantizer):
         raise QuantizeError(f"quantizer must be a Quantizer of torchao.quantization.pt2e, got {quantizer!r}")
@@ -434,7 +452,10 @@ _ON_X86 = ("onnxruntime", "openvino", "inductor")
 
 
 def for_processor(recipe: Quantization, target: Target) -> Quantization:
-    """Return the recipe with its weights' bits settled: 7 where it leaves them open, and a program of 8 would overflow on this processor."""
+    """Return the recipe with its weights' bits settled for this processor.
+
+    They are 7 if it leaves them open, and a program of 8 would overflow here.
+    """
     if not isinstance(recipe, Int8 | DynamicInt8) or recipe.reduce_range is not None:
         return recipe
     reduced = target in _ON_X86 and processor.overflows()
@@ -444,7 +465,10 @@ def for_processor(recipe: Quantization, target: Target) -> Quantization:
 
 
 def placement(recipe: Quantization, target: Target, *, qat: bool = False) -> PlacementQuantizer:
-    """Return the quantizer of a recipe whose activations have fixed ranges; QuantizeError for another recipe."""
+    """Return the quantizer of a recipe whose activations have fixed ranges.
+
+    Raises QuantizeError for another recipe.
+    """
     profile = PLACEMENTS[target]
     if isinstance(recipe, Int8):
         bits = 7 if recipe.reduce_range else 8
@@ -462,7 +486,10 @@ def placement(recipe: Quantization, target: Target, *, qat: bool = False) -> Pla
 def _inputs(
     recipe: Quantization, calibration: Iterable[Tensor | Sequence[Tensor]] | None, example: Any
 ) -> tuple[Inputs, list[Inputs]]:  # fmt: skip
-    """Return the inputs to capture on, and the calibration batches; QuantizeError where they are not what is needed."""
+    """Return the inputs to capture on, and the calibration batches.
+
+    Raises QuantizeError if they are not what is needed.
+    """
     if is_calibrated(recipe):
         if calibration is None:
             raise QuantizeError(
@@ -487,7 +514,7 @@ def _inputs(
 def _calibrated(
     graph: GraphModule, batches: Sequence[Inputs], quantizer: Any, name: str, target: Target
 ) -> tuple[GraphModule, list[str], list[str]]:  # fmt: skip
-    """Place quantization in ``graph`` with ranges from ``batches``; return it, and the layers that are rounded and that are not."""
+    """Calibrate ``graph`` on ``batches``; return it, quantized layers and float layers."""
     with torch.no_grad():
         with quiet():
             prepared = pt2e.prepare(graph, quantizer)
@@ -517,7 +544,10 @@ def _calibrated(
 
 
 def _foreign_layers(prepared: GraphModule, quantizer: str) -> tuple[list[str], list[str]]:
-    """Return the layers of a graph with observers whose weights a quantizer rounds, and the others; QuantizeError if it rounds none."""
+    """Return the layers of an observed graph that a quantizer rounds, and the others.
+
+    Raises QuantizeError if it rounds none.
+    """
 
     def observes_weight(node: Node) -> bool:
         source = node.args[0] if node.op == "call_module" and node.args else None
@@ -534,9 +564,10 @@ def _foreign_layers(prepared: GraphModule, quantizer: str) -> tuple[list[str], l
 
 
 def _check_signed(prepared: GraphModule, quantizer: str, quantized_layers: Sequence[str]) -> None:
-    """Raise QuantizeError for quantized layers with signed activations if ONNX Runtime's kernels for them are no faster than float32.
+    """Raise QuantizeError for signed activations if their ONNX Runtime kernels are slow.
 
-    On x86 it multiplies signed by signed bytes fast with AVX-VNNI-INT8 alone; ARM has instructions for them.
+    They are slow if they are no faster than float32. On x86 it multiplies signed by signed bytes fast with
+    AVX-VNNI-INT8 alone; ARM has instructions for them.
     """
     present = processor.instruction_sets()
     if "avx" not in present or "avx_vnni_int8" in present:
@@ -560,9 +591,10 @@ def _check_signed(prepared: GraphModule, quantizer: str, quantized_layers: Seque
 
 
 class Calibration(torch.fx.Interpreter):
-    """Run batch after batch through a prepared graph for its observers; QuantizeError names the layer of a NaN or infinite value.
+    """Interpreter that calibrates a prepared graph, batch by batch.
 
-    A value that no observer sees may be infinite: attention masks are.
+    A value that no observer sees may be infinite: attention masks are. Raises QuantizeError that names the layer of a
+    NaN or infinite value.
     """
 
     def __init__(self, prepared: GraphModule) -> None:
@@ -638,7 +670,10 @@ def _place(node: Node) -> str:
 def distances(
     reference: nn.Module, quantized: QuantizedModel, inputs: Inputs, parts: Parts | None
 ) -> dict[str, Parity]:  # fmt: skip
-    """Compare every output of both models on ``inputs``; QuantizeError where one is NaN or infinite."""
+    """Compare every output of both models on ``inputs``.
+
+    Raises QuantizeError if one is NaN or infinite.
+    """
     wanted, given = as_outputs(reference(*inputs)), as_outputs(quantized(*inputs))
     try:
         return compare(wanted, given, parts)
@@ -682,10 +717,10 @@ def _batches(calibration: Iterable[Tensor | Sequence[Tensor]], most: int) -> lis
 
 
 def check_varied(names: Sequence[str], batches: Sequence[Inputs]) -> None:
-    """Raise QuantizeError where none of the inputs ``names`` varies; warn of a floating-point one that does not, as a mask may.
+    """Raise QuantizeError if none of the inputs ``names`` varies; warn of a constant one.
 
-    Ranges would fit that one value, and outputs on it would be close to the float model's, whatever real inputs make. A
-    single number may be what it is.
+    Only floating-point inputs are warned of, as a mask may be constant. Ranges would fit that one value, and outputs on
+    it would be close to the float model's, whatever real inputs make. A single number may be what it is.
     """
     columns = [[value.flatten() for value in column] for column in zip(*batches)]
     constant = [all(bool((part == column[0][:1]).all()) for part in column) for column in columns]

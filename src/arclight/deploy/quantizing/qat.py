@@ -115,9 +115,10 @@ class PreparedModel(NamedGraphs):
     _batch_norm_frozen = False
 
     def evaluate_int8(self, enabled: bool) -> None:
-        """Let evaluation mode run the model that ``convert`` makes of the weights at the next batch, or round in the graph.
+        """Set whether evaluation mode runs the converted int8 model, or rounds in the graph.
 
-        It is not registered here: the state dict is that of training, whenever it is saved.
+        The next batch converts the weights. It is not registered here: the state dict is that of training, whenever it
+        is saved.
         """
         self.__dict__.update(evaluates_int8=enabled, _int8=None)
 
@@ -149,9 +150,10 @@ class PreparedModel(NamedGraphs):
             return getattr(self.__dict__["float_model"], name)
 
     def __reduce__(self) -> tuple[Callable[..., PreparedModel], tuple[Any, ...]]:
-        """Pickle the float model and the ranges, as for spawned ranks: graphs are captured again, as torch's pickles lose their notes.
+        """Pickle the float model and ranges, as for spawned ranks; graphs are captured again.
 
-        Raises QuantizeError where a layer or tensor was put here since: the float model does not have it.
+        Torch's pickles lose their notes. Raises QuantizeError where a layer or tensor was put here since: the float
+        model does not have it.
         """
         self._bind_own()
         ours, captured = _entries(self), _entries(self.float_model)
@@ -173,7 +175,7 @@ class PreparedModel(NamedGraphs):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *strict_and_misfits: Any
     ) -> None:
-        """Raise MisconfigurationError for weights that were trained in other bits, before any of them is copied."""
+        """Raise MisconfigurationError for weights trained in other bits, before copying any."""
         inside = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         self.check_trained_alike(inside)
         ranges = [value for name, value in inside.items() if name.startswith(f"{RANGES}.")]
@@ -185,14 +187,20 @@ class PreparedModel(NamedGraphs):
         return (RECORD,)
 
     def check_trained_alike(self, weights: Mapping[str, Tensor]) -> None:
-        """Raise MisconfigurationError for weights that were trained in other bits; see `RecordsTraining`."""
+        """Raise MisconfigurationError for weights that were trained in other bits.
+
+        See `RecordsTraining`.
+        """
         if RECORD in weights:
             self.check_bits(int(weights[RECORD]))
         elif any(name.startswith(f"{RANGES}.") for name in weights):
             self.check_bits(self._unrecorded_bits, recorded=False)
 
     def check_bits(self, found: int | None = None, *, recorded: bool = True) -> None:
-        """Raise MisconfigurationError unless weights of ``found`` bits, by default those on record, are those of this model."""
+        """Raise MisconfigurationError unless ``found`` bits are those of this model's weights.
+
+        By default they are those on record.
+        """
         found = int(self._modules[RANGES].get_buffer(WEIGHT_BITS)) if found is None else found  # type: ignore[union-attr]
         if found == self.weight_bits:
             return
@@ -206,7 +214,10 @@ class PreparedModel(NamedGraphs):
         raise MisconfigurationError(f"{what}, by the recipe or this processor: {way_out}")
 
     def _bind_own(self) -> None:
-        """Let the model and the graphs read the tensors that are registered here itself: torch and FSDP put others in their place."""
+        """Bind the registered tensors to model and graphs.
+
+        Torch and FSDP put others in the place of what these read.
+        """
         for kind in ("_parameters", "_buffers"):
             registered = getattr(self, kind)
             for reader in (self.float_model, *self.graphs.values()) if registered else ():
@@ -218,17 +229,20 @@ class PreparedModel(NamedGraphs):
         return [module for module in self._modules[RANGES].modules() if isinstance(module, MovingRange)]  # type: ignore[union-attr]
 
     def observe(self, enabled: bool) -> None:
-        """Let training update the ranges of activations, or keep them as they are."""
+        """Set whether training updates the ranges of activations."""
         for module in self.ranges():
             module.observing = enabled
 
     def synchronize(self, enabled: bool) -> None:
-        """Let ranges be those of the batches of all ranks together, which then have to call the model as often, or of this one's."""
+        """Set whether ranges are those of the batches of all ranks, or of this one's.
+
+        With all ranks, each has to call the model as often.
+        """
         for module in self.ranges():
             module.synchronized = enabled
 
     def running_statistics(self) -> list[Tensor]:
-        """List the running means and variances that the batch norms of the model move in training: not those of frozen ones."""
+        """List the running means and variances that training updates, not those of frozen norms."""
         norms = (node for node in self.graphs["training"].graph.nodes if node.target is aten.batch_norm.default)
         moved = (node for node in norms if node.args[batch_norm.TRAINING])
         stored = {
@@ -237,7 +251,10 @@ class PreparedModel(NamedGraphs):
         return [value for name, value in self.named_buffers() if name in stored]
 
     def freeze_batch_norm(self, frozen: bool) -> None:
-        """Let batch norms use their running statistics in training, as the program will, or the batch's."""
+        """Set whether batch norms use running statistics in training, or the batch's.
+
+        The program will use the running ones.
+        """
         self._batch_norm_frozen = frozen
         batch_norm.use_batch_statistics(self.graphs["training"], not frozen)
 
@@ -257,7 +274,7 @@ class PreparedModel(NamedGraphs):
 
     @torch.no_grad()
     def _set_first_ranges(self) -> None:
-        """Take the first ranges from the example inputs, unrounded, in evaluation mode."""
+        """Initialise the ranges by the example inputs, unrounded, in evaluation mode."""
         modules = [m for m in self._modules[RANGES].modules() if isinstance(m, MovingRange | PerChannelWeightRange)]  # type: ignore[union-attr]
         modes = [module.training for module in modules]
         for module in modules:
@@ -270,7 +287,10 @@ class PreparedModel(NamedGraphs):
 
 
 def _is_of_machine(error: RuntimeError) -> bool:
-    """Return True for lack of memory, and for faults of the device and of other ranks, which gloo raises as RuntimeErrors."""
+    """Return True for out-of-memory errors, and for faults of the device or other ranks.
+
+    Gloo raises them as RuntimeErrors.
+    """
     return is_out_of_memory(error) or isinstance(error, torch.AcceleratorError) or is_collective_error(error)
 
 
@@ -278,7 +298,7 @@ def _captured_again(
     model: nn.Module, example: Inputs, target: Target, recipe: Quantization, settled: Quantization, captured: dict[str, bool],
     ranges: dict[str, Tensor], modes: dict[str, bool], observing: bool, batch_norm_frozen: bool,
 ) -> PreparedModel:  # fmt: skip
-    """Prepare ``model`` in the modes that it was ``captured`` in, and give the result what the one before had learnt and was set to."""
+    """Prepare ``model`` again in its captured modes, with the ranges and settings learnt."""
     _set_modes(model, captured)
     inputs = inputs_on(model, example)  # the model may have been moved
     prepared = PreparedModel(model, inputs, recipe, target, settled=settled)
@@ -336,7 +356,7 @@ def inputs_on(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Inputs:
 
 
 def convert(prepared: PreparedModel, *, parts: Parts | None = None) -> QuantizedModel:
-    """Convert a trained model: batch norms folded, weights as integers, ranges as training left them.
+    """Convert a trained model: fold batch norms, store integer weights, fix ranges.
 
     ``prepared`` itself is not changed, and can be trained further. Where FSDP shards it every rank has to call this, and each gets
     the whole model. The ratio of the noisiest output, or part, against the
@@ -353,7 +373,10 @@ def convert(prepared: PreparedModel, *, parts: Parts | None = None) -> Quantized
 
 
 def _converted(prepared: PreparedModel) -> QuantizedModel:
-    """Convert without a look at how much was lost: a model that still trains is scored, however noisy it is."""
+    """Convert without measuring the loss.
+
+    A model that still trains is scored, however noisy it is.
+    """
     prepared.check_bits()  # of weights that were copied in place: from another rank, or in a round of clients
     whole = _whole_parameters(prepared)
     with quiet():  # torch warns of itself
@@ -380,7 +403,7 @@ def _converted(prepared: PreparedModel) -> QuantizedModel:
 
 
 def _whole_parameters(prepared: PreparedModel) -> dict[int, Any]:
-    """Gather the parameters that are sharded, for a ``copy.deepcopy`` to take them in the place of shards; every rank must call this."""
+    """Gather the sharded parameters as a memo for ``copy.deepcopy``; on every rank."""
     prepared._bind_own()
     sharded = [parameter for parameter in prepared.parameters() if isinstance(parameter, DTensor)]
     return {id(shard): nn.Parameter(full_tensor(shard).detach().clone()) for shard in sharded}
@@ -389,7 +412,7 @@ def _whole_parameters(prepared: PreparedModel) -> dict[int, Any]:
 def _graphs(
     model: nn.Module, example: Inputs, recipe: Quantization, target: Target
 ) -> tuple[dict[str, GraphModule], PlacementQuantizer]:
-    """Capture ``model`` in training and evaluation mode, and insert fake quantization into both graphs."""
+    """Capture ``model`` in training and evaluation mode, and insert fake quantization."""
     graphs = {}
     for kind in ("training", "inference"):
         with keeping_modes(model):
@@ -456,7 +479,10 @@ def _is_free(size: Any, ranges: Mapping[Any, Any]) -> bool:
 
 
 def _write_out_of_place(graph: GraphModule, kind: str) -> None:
-    """Replace operators that write into a value which nothing else reads by those that return it; ExportError for others."""
+    """Replace in-place operators on values that nothing else reads.
+
+    Raises ExportError for others.
+    """
     for node in list(graph.graph.nodes):
         if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
             continue
@@ -482,7 +508,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _tie_ranges(graphs: dict[str, GraphModule]) -> nn.ModuleDict:
-    """Let both graphs round the same value in the same range; returns the ranges by the names of the values."""
+    """Tie the ranges of equal values in both graphs; return the ranges by value name."""
     places = {kind: _range_places(graph) for kind, graph in graphs.items()}
     ranges = nn.ModuleDict()
     names: dict[int, str] = {}  # of ranges in the training graph: several values may share one
@@ -512,7 +538,7 @@ def _tie_ranges(graphs: dict[str, GraphModule]) -> nn.ModuleDict:
 
 
 def _range_places(graph: GraphModule) -> dict[str, Node]:
-    """Map values that are rounded, by a name that they have in both modes, to the nodes that round them."""
+    """Map rounded values, by a name common to both modes, to the nodes that round them."""
     seen: Counter[str] = Counter()
     names: dict[Node, str] = {}
     for node in graph.graph.nodes:
@@ -536,7 +562,7 @@ def _range_places(graph: GraphModule) -> dict[str, Node]:
 
 
 def round_biases(graph: GraphModule) -> None:
-    """Let layers that multiply integers add their bias in int32, as runtimes do."""
+    """Round biases of layers that multiply integers to int32, as runtimes do."""
     for node in list(graph.graph.nodes):
         if node.target not in batch_norm.FUSABLE or len(node.args) < 3 or not isinstance(node.args[2], Node):
             continue

@@ -1,4 +1,4 @@
-"""Measure how much each layer's rounding costs, and keep the fewest layers in float that a score can do with.
+"""Measure each layer's rounding noise; keep the fewest layers in float for a score.
 
 A converted graph comes in before its weights are folded; `noise_by_layer` runs it once for each layer, with that layer alone
 rounded, and `search` bisects over the layers in that order, noisiest first.
@@ -45,7 +45,10 @@ class Search:
     """Quantized forms that were scored, in that order."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a program records; a layer whose rounding changes nothing has no ratio."""
+        """Return the search for a program's metadata.
+
+        A layer whose rounding changes nothing has no ratio.
+        """
         return {
             "kept": list(self.kept),
             "evaluations": [[one.float_layers, one.score] for one in self.evaluations],
@@ -56,7 +59,10 @@ class Search:
 
 
 class PartialRounding(torch.fx.Interpreter):
-    """Run a converted graph, whose weights are not folded yet, where only the layers in ``rounding`` round."""
+    """Interpreter of a converted graph in which only the layers in ``rounding`` round.
+
+    Weights are not folded yet.
+    """
 
     def __init__(self, graph: GraphModule, layers: Collection[str]) -> None:
         super().__init__(graph)
@@ -110,10 +116,10 @@ def _layers_of(graph: GraphModule, layers: Collection[str]) -> dict[Node, frozen
 def noise_by_layer(
     graph: GraphModule, layers: Sequence[str], inputs: Inputs, parts: Parts | None = None
 ) -> dict[str, float]:
-    """Return the signal-to-noise ratio of the noisiest output, decibels, with each of ``layers`` alone rounded; least first.
+    """Return the noisiest output's SNR in dB with each of ``layers`` alone rounded.
 
-    ``graph``: converted, weights not folded. The reference is the same graph without rounding. Outputs are judged one by one, or
-    the tensors that ``parts`` takes out of them.
+    The least comes first. ``graph``: converted, weights not folded. The reference is the same graph without rounding.
+    Outputs are judged one by one, or the tensors that ``parts`` takes out of them.
     """
     run = PartialRounding(graph, layers)
     exact = as_outputs(run.run(*inputs))
@@ -125,9 +131,9 @@ def noise_by_layer(
 
 
 def fewest(count: int, fits: Callable[[int], bool], most: int) -> int | None:
-    """Return the least number below ``count`` that ``fits``, by bisection of at most ``most`` calls; None if none does.
+    """Return the least number below ``count`` that ``fits``, by bisection; or None.
 
-    If one number fits, larger ones should; 0 is known not to.
+    It takes at most ``most`` calls. If one number fits, larger ones should; 0 is known not to.
     """
     low, high = 0, count
     while high - low > 1 and most > 0:
@@ -143,9 +149,10 @@ def fewest(count: int, fits: Callable[[int], bool], most: int) -> int | None:
 def search(
     sensitivity: Mapping[str, float], score: Callable[[tuple[str, ...]], float], least: float, first: float
 ) -> Search | None:
-    """Return the fewest of the layers in ``sensitivity`` with which the score is at least ``least``; None if all but one are too few.
+    """Find the fewest float layers for a score of ``least``; None if all but one are too few.
 
-    ``score`` takes layers to keep in float; ``first`` is the score without any. The two scores before it count as evaluations.
+    Layers are those in ``sensitivity``, in its order. ``score`` takes layers to keep in float; ``first`` is the score
+    without any. The two scores before it count as evaluations.
     """
     order = tuple(sensitivity)
     evaluations = [Evaluation(float_layers=0, score=first)]

@@ -1,4 +1,4 @@
-"""Make a quantized graph of a model by any quantizer of torchao, and keep what it is compared with."""
+"""Quantize a model by any quantizer of torchao, and keep its references."""
 
 from __future__ import annotations
 
@@ -46,13 +46,19 @@ class Conversion:
     """The same behind each step of the way."""
 
     def rewritten(self) -> GraphModule:
-        """Convert again, with operators rewritten to integer arithmetic where torchao knows how; it takes seconds."""
+        """Convert again, with operators rewritten to integer arithmetic if torchao knows how.
+
+        It takes seconds.
+        """
         with torch.no_grad(), quiet():
             return pt2e.convert(copy.deepcopy(self.prepared), fold=True, reference=True)
 
 
 def post_training(model: nn.Module, batches: Sequence[Inputs], quantizer: Any, free: FreeDimensions) -> Conversion:
-    """Quantize ``model`` with ranges of all of ``batches``; QuantizeError where they make NaN or infinite values."""
+    """Quantize ``model`` with ranges of all of ``batches``.
+
+    Raises QuantizeError if they make NaN or infinite values.
+    """
     reference = frozen_copy(model)
     graph = capture(frozen_copy(model), batches[0], free=free).module(check_guards=False)
     assert isinstance(graph, GraphModule)
@@ -71,10 +77,11 @@ def post_training(model: nn.Module, batches: Sequence[Inputs], quantizer: Any, f
 def trained(
     model: nn.Module, batches: Sequence[Inputs], quantizer: Any, free: FreeDimensions | None, steps: int
 ) -> Conversion:  # fmt: skip
-    """Train a copy of ``model`` for ``steps`` with fake quantization towards its own outputs, and convert it.
+    """Train a copy of ``model`` with fake quantization towards its own outputs; convert it.
 
-    Ranges start from all of ``batches``, in evaluation mode. Raises VerificationError where a rounded weight gets no gradient,
-    or the loss is not finite; ExportError for a model that cannot be captured in training mode.
+    Training takes ``steps``. Ranges start from all of ``batches``, in evaluation mode. Raises VerificationError where a
+    rounded weight gets no gradient, or the loss is not finite; ExportError for a model that cannot be captured in
+    training mode.
     """
     model = copy.deepcopy(model).cpu().float().requires_grad_(True)
     reference = frozen_copy(model)
@@ -151,7 +158,7 @@ def _converted(
 
 
 def _observe(prepared: GraphModule, enabled: bool) -> None:
-    """Let fake quantization update its ranges, or keep them."""
+    """Set whether fake quantization updates its ranges."""
     for module in prepared.modules():
         if isinstance(module, pt2e.FakeQuantize):
             module.enable_observer(enabled)

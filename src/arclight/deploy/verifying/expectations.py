@@ -1,4 +1,4 @@
-"""Check a quantized graph against a user's expectations: counts and order of operators, scales and zero points at named places.
+"""Check a quantized graph against expected operators, order, scales and zero points.
 
 `verify_quantizer` calls these for its arguments ``expect``, ``order``, ``mode`` and ``qparams``. Each check returns sentences about what
 differs, and raises VerificationError for expectations that no graph could meet.
@@ -42,7 +42,10 @@ def counts(graph: GraphModule) -> Counter[str]:
 
 
 def check_counts(expect: Mapping[Operator, Count], captured: Counter[str], converted: Counter[str]) -> list[str]:
-    """Return the operators whose counts in the converted graph are not as expected. Raises VerificationError for unknown operators."""
+    """Return the operators whose counts in the converted graph are not as expected.
+
+    Raises VerificationError for unknown operators.
+    """
     problems = []
     for wanted, count in expect.items():
         name = _known(wanted, captured, converted, "expect")
@@ -57,7 +60,10 @@ def check_counts(expect: Mapping[Operator, Count], captured: Counter[str], conve
 
 
 def check_order(order: Sequence[Operator], captured: Counter[str], converted: GraphModule) -> list[str]:
-    """Return the first operator of ``order`` that does not come after the ones before it; others may come between."""
+    """Return the first operator of ``order`` that is missing after the ones before it.
+
+    Others may come between.
+    """
     if len(order) == 1:
         raise VerificationError(f"order: a single operator has no order, got {order[0]}: name at least two")
     counted = counts(converted)
@@ -105,7 +111,10 @@ def check_mode(mode: Mode, converted: GraphModule) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Scale, zero point and levels of one quantized tensor; the first two are None if every call chooses them."""
+    """Scale, zero point and levels of one quantized tensor.
+
+    The first two are None if every call chooses them.
+    """
 
     scale: Tensor | None
     zero_point: Tensor | None
@@ -115,7 +124,10 @@ class Place:
 
 
 def check_qparams(graph: GraphModule, qparams: Mapping[str, Qparams]) -> list[str]:
-    """Return the places whose scale, zero point or levels are not as expected. Raises VerificationError for unknown places."""
+    """Return the places whose scale, zero point or levels are not as expected.
+
+    Raises VerificationError for unknown places.
+    """
     problems = []
     for name, wanted in qparams.items():
         found = place(graph, name)
@@ -129,7 +141,10 @@ def check_qparams(graph: GraphModule, qparams: Mapping[str, Qparams]) -> list[st
 
 
 def place(graph: GraphModule, name: str) -> Place:
-    """Find how the tensor ``name`` is quantized: a module or node, a dot, and input, input0, input1, weight, bias or output."""
+    """Find the quantization of the tensor ``name``, such as ``conv1.input`` or ``.weight``.
+
+    A name is a module or node, a dot, and input, input0, input1, weight, bias or output.
+    """
     owner, _, role = name.rpartition(".")
     nodes = [node for node in graph.graph.nodes if node.op == "call_function" and not _is_quantization(node)]
     named = [node for node in nodes if node.name == owner] or [node for node in nodes if module_name(node) == owner]
@@ -260,7 +275,10 @@ def _is_quantization(node: Node) -> bool:
 
 
 def integer_layers(graph: GraphModule) -> list[str]:
-    """List the nodes that multiply a quantized activation by a quantized weight, which integer kernels can compute."""
+    """List nodes that multiply quantized activations by quantized weights.
+
+    Integer kernels can compute these.
+    """
 
     def rounded(value: Any) -> bool:
         return isinstance(value, Node) and value.target in pt2e.DEQUANTIZE

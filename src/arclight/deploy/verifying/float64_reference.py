@@ -1,4 +1,4 @@
-"""Run a quantized graph in float64 by independent rules, as a reference for its outputs and single operators.
+"""Run a quantized graph in float64 by independent rules, as a reference.
 
 `verify_quantizer` compares the quantized program with `run_in_float64` (its report's ``judge``), and node by node with `compare_nodes`. The
 rules must stay independent of torch's and torchao's kernels: they follow the definitions of the ``quantized_decomposed`` operators.
@@ -107,7 +107,7 @@ def _check_levels(low: int, high: int, dtype: torch.dtype) -> None:
 
 
 class _Float64Interpreter(Interpreter):
-    """Run quantize and dequantize operators by `RULES` with exact integers, and all other operators in float64.
+    """Interpreter with exact integers for quantizing operators (`RULES`), else float64.
 
     Raises QuantizeError for a quantizing operator without a rule.
     """
@@ -155,9 +155,10 @@ class _Recorder(Interpreter):
 
 
 def compare_nodes(reference: GraphModule, program: GraphModule, inputs: Inputs) -> dict[str, Parity]:
-    """Compare each operator of ``program`` with the one of its name in ``reference``; errors of earlier operators accumulate.
+    """Compare each operator of ``program`` with its namesake in ``reference``.
 
-    The keys are names of nodes with the module of their code: "conv2d_1 (backbone.stem)".
+    Errors of earlier operators accumulate. The keys are names of nodes with the module of their code: "conv2d_1
+    (backbone.stem)".
     """
     targets = {node.name: node for node in reference.graph.nodes if node.op == "call_function"}
     shared = {

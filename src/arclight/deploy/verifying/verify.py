@@ -156,7 +156,7 @@ def verify_quantizer(
     bounds: Mapping[str, float] | None = None,
     backends: Sequence[Backend] = (),
 ) -> Verification:
-    """Quantize a copy of ``model`` with any ``Quantizer`` of torchao, and judge the result against what is expected of it.
+    """Quantize a copy of ``model`` by a torchao ``Quantizer``, and check it as expected.
 
     ``inputs``: calibration batches, each a tensor or the positional inputs. ``expect`` counts operators of the converted graph:
     ``{torch.ops.aten.conv2d.default: 2, "aten.batch_norm": 0}`` or (low, high); ``order`` names operators that follow each
@@ -270,7 +270,7 @@ def _free(
 
 
 def _other_sizes(example: Inputs, free: FreeDimensions) -> list[Inputs]:
-    """Return ``example`` with each free dimension one smaller, where it can be, and each one larger."""
+    """Return ``example`` with each free dimension one smaller, if possible, and one larger."""
     sizes = free_sizes(example, free)
     return [
         with_sizes(example, free, {name: size})
@@ -281,7 +281,10 @@ def _other_sizes(example: Inputs, free: FreeDimensions) -> list[Inputs]:
 
 
 def _check_literals(before: Literals, after: Sequence[Literals]) -> list[str]:
-    """Return the batch norms and dropouts whose numbers have changed on the way; those that were folded have none."""
+    """Return batch norms and dropouts whose numbers have changed.
+
+    Those that were folded are not compared.
+    """
     changed = {
         name: (before[name], found[name]) for found in after for name in found if found[name] != before.get(name, found[name])
     }  # fmt: skip
@@ -326,7 +329,10 @@ def _compare_outputs(
     given: Sequence[list[Tensor]],
     limits: Mapping[str, float],
 ) -> list[str]:
-    """Fill in how far the program is from the model and from its judges; return what is beyond a bound."""
+    """Compare the program with the model and its judges; return what breaks a bound.
+
+    The report is filled in.
+    """
     model = _outputs(made.reference, trials)
     twin, failures = _parity(model, _outputs(made.twin, trials), trials, what="annotation")
     failures += _below(twin, TWIN_DB, "annotation: the graph that the quantizer has prepared, without rounding, output")
@@ -353,7 +359,10 @@ def _compare_rewritten(
     given: Sequence[list[Tensor]],
     limits: Mapping[str, float],
 ) -> list[str]:
-    """Fill in how far the program is from torchao's reference representation, where that rewrites anything."""
+    """Compare the program with torchao's reference representation, if that differs.
+
+    The report is filled in.
+    """
     rewritten = made.rewritten()
     report.rewritten_nodes = _rounding_nodes(made.program) - _rounding_nodes(rewritten)
     if not report.rewritten_nodes:
@@ -375,7 +384,7 @@ def _run_backend(
     free: FreeDimensions,
     limits: Mapping[str, float],
 ) -> list[str]:
-    """Run the program in a runtime, count its kernels and time it; return what is beyond a bound."""
+    """Run the program in a runtime, count its kernels and time it; return broken bounds."""
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         scratch = Path(folder)
         program = _written(made.program, trials[0], free, scratch / "quantized.onnx", backend)
