@@ -36,7 +36,10 @@ class Refusal(Exception):  # noqa: N818 (it is an answer, not a fault of ours)
         self.headers = headers
 
     def response(self, scope: Scope) -> JSONResponse:
-        """Return the answer to the request of ``scope``, in the form of its protocol, and note the sentence for its log."""
+        """Return the response to the request of ``scope``, and note the sentence for its log.
+
+        It has the form of the request's protocol.
+        """
         record_of(scope).refused = self.sentence
         is_openai = scope["path"] in TEXT or scope["path"].startswith("/v1/models")
         content = failure(self) if is_openai else {"error": self.sentence}
@@ -61,7 +64,10 @@ def one_sentence(error: Exception | str) -> str:
 
 
 def busy(sentence: str, retry_after_s: int, status: int = 429) -> Refusal:
-    """Make a 429 or 503: the request is fine, the server is full; the client may come back in ``retry_after_s``."""
+    """Return a 429 or 503 refusal: the server is full, try again in ``retry_after_s``.
+
+    The request itself is fine.
+    """
     wait = "a second" if retry_after_s == 1 else f"{retry_after_s} seconds"
     return Refusal(
         status, f"{sentence}; send the request again in {wait}.", headers={"Retry-After": str(retry_after_s)}
@@ -173,7 +179,7 @@ async def within(arriving: Awaitable[T], timeout_s: float, deadline: float) -> T
 
 @coroutine
 def _resumed(steps: Generator[Any, Any, T], awaited: Any) -> Generator[Any, Any, T]:
-    """Go on with what has been run until it waits, which is for ``awaited``."""
+    """Resume a coroutine that waits for ``awaited``."""
     try:
         while True:
             try:
@@ -247,19 +253,22 @@ def in_words(count: int) -> str:
 
 
 class Turn:
-    """The time that one request has: until its deadline, while its client is there. Threads may ask it."""
+    """Deadline and presence of one request's client.
+
+    Threads may ask it.
+    """
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline = time.monotonic() + deadline_s
         self._client_left = False
 
     def leave(self) -> None:
-        """Note that nobody waits for the answer any more."""
+        """Record that the client has left."""
         self._client_left = True
 
     @property
     def client_left(self) -> bool:
-        """True if nobody waits for the answer."""
+        """True if the client has left."""
         return self._client_left
 
     def left_s(self) -> float:
@@ -288,7 +297,7 @@ class ServiceTimes:
 
 
 class Pace:
-    """Times of a model's small requests: where they are next to nothing, the event loop computes them itself.
+    """Times of a model's small requests, to run the quickest on the event loop itself.
 
     A worker's thread costs such a request more than its answer does, and under load waits for Python's lock again and again.
     """
@@ -313,7 +322,7 @@ class Pace:
             self.add(time.monotonic() - started)
 
     def add(self, seconds: float) -> None:
-        """Note the time of a request."""
+        """Record the time of a request."""
         self._seconds.append(seconds)
         self._median_s = sorted(self._seconds)[len(self._seconds) // 2]
 
@@ -330,7 +339,7 @@ class BatchExecutor(Protocol):
         """Return the most rows of one call."""
 
     def rows_of(self, job: Any) -> int:
-        """Return how many of them a request takes, as far as that is known before it is read; at least 1."""
+        """Return the number of rows of a request, as far as known before it is read; at least 1."""
 
     def run(self, jobs: Sequence[Any]) -> list[Any]:
         """Return a result or an exception for each; an error of one must leave the others alone."""
@@ -347,7 +356,7 @@ class _Entry:
 
 
 class Workers:
-    """Runs blocking functions in at most ``count`` threads with at most ``queue`` requests waiting, first come first served.
+    """Thread pool of at most ``count`` workers with a queue of ``queue`` requests (FIFO).
 
     Requests that wait for the same `BatchExecutor` begin with the first of them that gets a worker, as far as it takes them.
     """
@@ -367,11 +376,14 @@ class Workers:
         return sum(number * self.times.of(model) for model, number in self._held.items()) / self.count
 
     def retry_after_s(self) -> int:
-        """Return whole seconds, at least one, after which the requests that are here now have been answered."""
+        """Return whole seconds, at least one, until the present requests will be answered."""
         return max(1, math.ceil(self.wait_s()))
 
     def run_here(self, model: str, work: Callable[[], T]) -> T:
-        """Return the result of ``work()``, which nobody has to wait for, on the event loop's own thread."""
+        """Return the result of ``work()``, run on the event loop's own thread.
+
+        Nobody has to wait for it.
+        """
         started = time.monotonic()
         try:
             return work()
@@ -423,7 +435,7 @@ class Workers:
             entry.result.cancel()
 
     async def _wait(self, entry: _Entry, watch: asyncio.Future[None]) -> None:
-        """Wait until a request has begun, its deadline, or its client's leaving; raises Refusal for the latter two."""
+        """Wait until a request starts, times out or loses its client; the latter two raise Refusal."""
         self._waiting.append(entry)
         try:
             await asyncio.wait({entry.begun, watch}, timeout=entry.turn.left_s(), return_when=asyncio.FIRST_COMPLETED)
@@ -437,7 +449,7 @@ class Workers:
             raise
 
     def _begin(self, entries: list[_Entry]) -> None:
-        """Let the worker that was taken for them compute requests."""
+        """Start to compute requests on the worker that was taken for them."""
         started = time.monotonic()
         running = asyncio.get_running_loop().run_in_executor(self._threads, _outcomes, entries)
         running.add_done_callback(lambda done: self._end(entries, done, time.monotonic() - started))
@@ -445,7 +457,7 @@ class Workers:
             entry.begun.set_result(None)
 
     def _end(self, entries: list[_Entry], done: asyncio.Future[list[Any]], seconds: float) -> None:
-        """Hand out the results of requests, and their worker."""
+        """Set the results of requests, and release their worker."""
         self._release()
         outcomes = [None] * len(entries) if done.cancelled() else done.result()
         for entry, outcome in zip(entries, outcomes, strict=True):
@@ -461,7 +473,7 @@ class Workers:
                 entry.result.set_result(outcome)
 
     def _release(self) -> None:
-        """Give a worker to the request that has waited longest, and to those that may be computed with it."""
+        """Give a worker to the longest-waiting request, and to those batched with it."""
         if not self._waiting:
             self._idle += 1
             return
@@ -474,7 +486,10 @@ class Workers:
         self._begin(entries)
 
     def _beside(self, first: _Entry, together: BatchExecutor) -> list[_Entry]:
-        """Return the requests that fit into one call with ``first``, in their order, up to the first that does not."""
+        """Return the waiting requests that fit into one call with ``first``, in order.
+
+        They end before the first that does not fit.
+        """
         left, found = together.rows - together.rows_of(first.work), []
         for entry in self._waiting:
             if entry.together is not together:
@@ -486,7 +501,7 @@ class Workers:
         return found
 
     def close(self) -> None:
-        """Wait for running work; drop what has not begun."""
+        """Wait for running work; drop waiting work."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 

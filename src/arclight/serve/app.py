@@ -1,7 +1,8 @@
-"""Build the web application: routes for photos, tensors (Open Inference Protocol), texts (OpenAI's API), health, metrics, the page.
+"""Build the web application: photos, tensors, texts, health, metrics and the page.
 
-``arclight serve`` (`server`) calls `build_app` for the models that it loaded; `create_app` serves any function that detects. Addresses,
-field names and status codes are public, and those under /v1 and /v2 belong to the protocols: do not change them.
+Tensors are by the Open Inference Protocol, texts by OpenAI's API. ``arclight serve`` (`server`) calls `build_app` for
+the models that it loaded; `create_app` serves any function that detects. Addresses, field names and status codes are
+public, and those under /v1 and /v2 belong to the protocols: do not change them.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def create_app(
     insecure: bool = False,
     request_log: str | Path | None = None,
 ) -> Application:
-    """Build the application that answers photos with ``detector``'s detections and the codes read in them.
+    """Create the application that answers photos with ``detector``'s detections, and codes.
 
     ``detector`` takes an RGB uint8 (H, W, 3) array and returns Detections; it is called from ``limits.workers``
     threads at once, and with a blank image at start-up so that the first client does not wait for warm-up.
@@ -162,10 +163,11 @@ def build_app(
     load: Callable[[str, Path], ServedModel] | None = None,
     request_log: str | Path | None = None,
 ) -> Application:
-    """Build the application of several models; ``/detect`` and the page are those of the first detector.
+    """Build the application of several models.
 
-    With ``load``, a function of a model's name and its program's path, programs that are replaced on disk are loaded again.
-    ``request_log`` as for `create_app`; raises OSError if it cannot be written.
+    ``/detect`` and the page are those of the first detector. With ``load``, a function of a model's name and its
+    program's path, programs that are replaced on disk are loaded again. ``request_log`` as for `create_app`; raises
+    OSError if it cannot be written.
     """
     metrics = Metrics(model.name for model in models)
     service = Service(models, limits, load, metrics.batch)
@@ -204,7 +206,10 @@ def build_app(
 
 
 class Application(FastAPI):
-    """FastAPI behind a `Front`, which answers requests for tensors alone, unless somebody has added middleware that must see them."""
+    """FastAPI application behind a `Front`, which answers requests for tensors directly.
+
+    They go through FastAPI where somebody has added middleware that must see them.
+    """
 
     def __init__(self, front: Front, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> None:
         # The interactive documentation of FastAPI loads its scripts from a CDN, so only the schema is offered.
@@ -222,7 +227,7 @@ class Application(FastAPI):
             await super().__call__(scope, receive, send)
 
     def take(self, scope: Scope, body: bytes, by_task: Callable[[ASGIApp], None]) -> bool:
-        """Answer a quick request for tensors without a task, as `protocol.Take` says."""
+        """Answer a quick request for tensors without a task; see `protocol.Take`."""
         return len(self.user_middleware) == 1 and self.front.take(scope, body, by_task)
 
 
@@ -289,7 +294,10 @@ class Service:
         self.ready = True
 
     def drain(self) -> None:
-        """Report that the server is not ready; requests are still answered, and their connections closed afterwards."""
+        """Report the server as not ready; answer requests and close their connections.
+
+        They are closed after the answer.
+        """
         self.ready, self.is_draining = False, True
 
     def detector(self, name: str, record: Record) -> Detect:
@@ -309,13 +317,19 @@ class Service:
         return model.program, model.version
 
     def text(self, name: str, record: Record) -> Scheduler:
-        """Return the scheduler that generates a model's texts, and record the model; raises Refusal 404."""
+        """Return the scheduler of a model's texts, and record the model.
+
+        Raises Refusal 404.
+        """
         if (scheduler := self._model(name, record).text) is None:
             raise Refusal(404, f"{name} generates no text; GET /v1/models lists the models that do.")
         return scheduler
 
     def embedder(self, name: str, record: Record) -> Embedder:
-        """Return the embedder of a model, and record the model; raises Refusal 404, and 400 for a model without embeddings."""
+        """Return the embedder of a model, and record the model.
+
+        Raises Refusal 404, and 400 for a model without embeddings.
+        """
         if (embedder := self._model(name, record).embedder) is None:
             raise Refusal(
                 400,
@@ -332,7 +346,10 @@ class Service:
         return model
 
     async def run(self, request: Request, model: str, work: Callable[[bytes, Turn], T]) -> T:
-        """Run ``work(body, turn)`` in a worker; raises Refusal for an invalid body, or if the server is full."""
+        """Run ``work(body, turn)`` in a worker.
+
+        Raises Refusal for an invalid body, or if the server is full.
+        """
         try:
             with self.buffered.upload() as upload:
                 await read_body(headers_of(request.scope), request.receive, upload, self.limits)
@@ -379,7 +396,10 @@ class Service:
         return size_bytes <= model.pace.SMALL_BYTES and self.workers.has_idle and model.pace.is_quick()
 
     async def _hold_back(self, refusal: Refusal) -> None:
-        """Delay the refusal of a full server, whose upload is dropped by then, so that clients do not retry at once."""
+        """Delay the refusal of a full server, so that clients do not retry at once.
+
+        The upload is dropped by then.
+        """
         if refusal.status == 429:
             await asyncio.sleep(self.limits.refusal_s)
 
@@ -457,21 +477,27 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
 
 
 class TensorEndpoint:
-    """Answer the requests for tensors of one model, without a router: what FastAPI does around them takes longer than a small program."""
+    """Endpoint for tensors of one model, without a router.
+
+    What FastAPI does around requests takes longer than a small program.
+    """
 
     def __init__(self, service: Service, model: str) -> None:
         self.service = service
         self.model = model
 
     def is_quick(self, headers: HeaderValues, size_bytes: int) -> bool:
-        """Return True if the event loop computes the request as soon as those that come at the same moment are there."""
+        """Return True if the event loop computes the request itself.
+
+        It is computed as soon as those that come at the same moment are there.
+        """
         service, model = self.service, self.service.models[self.model]
         fits = size_bytes <= service.limits.body_bytes and service.buffered.has_room(size_bytes)
         is_plain = fits and b"content-encoding" not in headers
         return is_plain and model.program is not None and model.batcher.rows > 1 and service.is_quick(model, size_bytes)
 
     def add(self, exchange: Exchange, body: bytes, on_done: Callable[[Outcome], None]) -> None:
-        """Let the model's batcher compute a quick request."""
+        """Add a quick request to the model's batcher."""
         job, buffered = self.service.job(self.model, exchange.headers, body, exchange.record), self.service.buffered
         buffered.hold(len(body))
 
@@ -487,7 +513,10 @@ class TensorEndpoint:
 
 
 def tensor_headers(json_size: int | None) -> Sequence[tuple[bytes, bytes]]:
-    """Return the headers of an answer of tensors, ``json_size`` bytes of JSON before them or JSON alone."""
+    """Return the headers of a tensor response.
+
+    There are ``json_size`` bytes of JSON before the tensors, or JSON alone.
+    """
     if json_size is None:
         return _JSON_ALONE
     return [(b"content-type", b"application/octet-stream"), (JSON_SIZE_HEADER, b"%d" % json_size)]
@@ -534,7 +563,7 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(TEXT[2], responses=TEXT_REFUSALS, openapi_extra=text.openapi(embeddings.EmbeddingRequest))
     async def embedding(request: Request) -> Response:
-        """Give the vectors of texts."""
+        """Return the embeddings of texts."""
         record = record_of(request.scope)
         content = await service.run(
             request,

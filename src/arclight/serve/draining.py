@@ -11,7 +11,7 @@ import uvicorn
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that goes on taking requests for a while after SIGTERM, until load balancers have seen that it ends.
+    """Uvicorn server that drains after SIGTERM: it takes requests until load balancers notice.
 
     SIGINT, a second SIGTERM, and SIGTERM before the start has ended close the listener at once.
     """
@@ -23,7 +23,7 @@ class DrainingServer(uvicorn.Server):
         self._closes_at: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain, or to shut down."""
+        """Start to drain, or to shut down."""
         if sig != signal.SIGTERM or self._closes_at is not None or not self.started:
             super().handle_exit(sig, frame)
             return

@@ -65,12 +65,15 @@ class Metrics:
                 self._reloads.labels(model, outcome)
 
     def received(self, address: Address) -> None:
-        """Note a request; `answered` or `left` must follow."""
+        """Count a request in; `answered` or `left` must follow."""
         if address.model:
             self._in_flight_of(address.model).inc()
 
     def answered(self, address: Address, status: int, seconds: float) -> None:
-        """Note an answer: its latency only where it is no refusal, which would count as a fast result."""
+        """Count an answer, and observe its latency unless it is a refusal.
+
+        A refusal would count as a fast result.
+        """
         self._requests_of(address.path, address.model, status).inc()
         if address.model and status == 200:
             self._seconds_of(address.path, address.model).observe(seconds)
@@ -79,16 +82,16 @@ class Metrics:
         self.left(address)
 
     def left(self, address: Address) -> None:
-        """Note that a request is not in progress any more: it was answered, or its client has left."""
+        """Count a request out: it was answered, or its client has left."""
         if address.model:
             self._in_flight_of(address.model).dec()
 
     def reloaded(self, model: str, replaced: bool) -> None:
-        """Note that a program was replaced by a newer one, or that the newer one was refused."""
+        """Count a reload: the program was replaced, or the newer one refused."""
         self._reloads.labels(model, "replaced" if replaced else "refused").inc()
 
     def batch(self, model: str, requests: int) -> None:
-        """Note how many requests one call of a program has computed."""
+        """Observe the number of requests in one call of a program."""
         self._batches_of(model).observe(requests)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:

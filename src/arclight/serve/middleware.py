@@ -1,4 +1,4 @@
-"""ASGI middleware around every request: its identifier, metrics, security headers, access, answers to clients still sending.
+"""Wrap requests in ASGI middleware: identifier, metrics, security headers, access.
 
 The way of a small request for tensors that has come whole is `Front.take`, the endpoint of its address (`app.TensorEndpoint.add`),
 `batching.Batcher`, `Exchange.write`: there is no task for it, and nothing else is called. Any other request for tensors goes through
@@ -49,10 +49,11 @@ REQUEST_ID = HEADER.lower().encode()
 
 
 class Front:
-    """Answer every request under the rules of the server: identified, counted and logged, admitted, with security headers.
+    """ASGI entry of the server: identifies, counts, logs and admits every request.
 
-    POST requests to an address of ``direct`` go straight to its endpoint, all others through the application of FastAPI: what that does
-    around a request costs several times what a small program does. A fault of ours is a 500 with one sentence.
+    It adds security headers, too. POST requests to an address of ``direct`` go straight to its endpoint, all others
+    through the application of FastAPI: what that does around a request costs several times what a small program does. A
+    fault of ours is a 500 with one sentence.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Front:
         self.request_log = request_log
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """Return middleware that answers by ``app`` what is no request for tensors."""
+        """Return middleware that passes all but requests for tensors to ``app``."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
@@ -92,7 +93,7 @@ class Front:
         return self.direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
 
     async def answer(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp | None = None) -> None:
-        """Answer a request, which `endpoint` answers if there is no ``app``."""
+        """Answer a request by `endpoint`, or by ``app`` if given."""
         exchange = Exchange(self, scope, receive, send)
 
         async def work() -> None:
@@ -106,7 +107,7 @@ class Front:
         await self._complete(exchange, work())
 
     def take(self, scope: Scope, body: bytes, by_task: Callable[[ASGIApp], None]) -> bool:
-        """Answer a quick request without a task, as `protocol.Take` says."""
+        """Answer a quick request without a task; see `protocol.Take`."""
         endpoint, headers = self.endpoint(scope), headers_of(scope)
         if endpoint is None or self.is_draining() or not endpoint.is_quick(headers, len(body)):
             return False
@@ -164,7 +165,7 @@ class Front:
 
 
 class Exchange:
-    """One request and its answer: `receive` and `send` of ASGI, which count bytes and add the headers of the server to the answer.
+    """One request and its answer: ASGI's `receive` and `send`, counted, with headers added.
 
     While the server drains, each answer closes its connection: none is left idle for a next request when the listener closes.
 
@@ -222,7 +223,10 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": content})
 
     def write(self, content: bytes, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-        """Send an answer of status 200 by one call of the protocol; False, having done nothing, where there is none, see `protocol`."""
+        """Send a 200 response by one call of the protocol; return False if that has none.
+
+        Then nothing has been done; see `protocol`.
+        """
         write: Write | None = self.scope.get(WRITE)
         if write is None or self._is_unread or self._front.is_draining():
             return False
@@ -240,7 +244,7 @@ class Exchange:
         self._received, self._is_unread = len(body), False
 
     def connect(self, receive: Receive, send: Send) -> None:
-        """Go on by ``receive`` and ``send``."""
+        """Continue with ``receive`` and ``send``."""
         self._receive, self._send = receive, send
 
     def _started(self, message: Message) -> Message:
@@ -291,7 +295,7 @@ class Endpoint(Protocol):
 
 
 async def drop_upload(receive: Receive, *, total_s: float, idle_s: float) -> None:
-    """Read the rest of a request body and keep nothing, until it ends or one of the deadlines passes."""
+    """Read and discard the rest of a request body, until it ends or a deadline passes."""
     try:
         async with asyncio.timeout(total_s):
             while True:
@@ -318,9 +322,9 @@ class Access:
         object.__setattr__(self, "_digests", tuple(hashlib.sha256(key.encode()).digest() for key in self.keys))
 
     def check(self, path: str, headers: HeaderValues) -> int | None:
-        """Return the place of a request's key among the keys; None where it needs none: health and the page may be asked by anybody.
+        """Check access; return the number of the request's key, or None if it needs none.
 
-        Raises Refusal for a request that may not pass.
+        Health and the page may be asked by anybody. Raises Refusal for a request that may not pass.
         """
         if self.loopback_only:
             hosts = headers.get(b"host", ())

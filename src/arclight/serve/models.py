@@ -1,4 +1,4 @@
-"""Load programs into models that answer requests, and replace them by newer programs while requests go on."""
+"""Load programs as models, and replace them by newer programs without downtime."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ Marks = Mapping[Path, "Mark"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model by name: a detector answers photos, a program plain tensors, or both; a scheduler text, an embedder vectors of texts."""
+    """Named model: a detector, program, text scheduler or embedder.
+
+    A detector answers photos, a program plain tensors, or both; a scheduler text, an embedder vectors of texts.
+    """
 
     name: str
     precision: str = "unknown"
@@ -67,7 +70,10 @@ class ServedModel:
 
 
 def load(name: str, path: Path, limits: Limits, *, lone: bool = False, trusted: Trusted | None = None) -> ServedModel:
-    """Load a program by its task; raises ProgramError, for a ``lone`` one also if it takes tensors only."""
+    """Load a program by its task.
+
+    Raises ProgramError, for a ``lone`` one also if it takes tensors only.
+    """
     from arclight.deploy import Program, ProgramError
 
     program = Program.load(
@@ -111,7 +117,7 @@ def threads_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits) ->
 
 
 def proof(model: ServedModel) -> list[str]:
-    """Return what was measured of a model's program when it was exported: parity, metric, speed, a sentence each."""
+    """Return the parity, metric and speed measured at export, a sentence each."""
     from arclight.deploy.parity import parity_summary, speed_summary
     from arclight.serve.admission import one_sentence
 
@@ -125,7 +131,10 @@ def proof(model: ServedModel) -> list[str]:
 
 
 def start(model: ServedModel) -> None:
-    """Run a model once, so that its first client does not wait for warm-up; any error of the model may leave it."""
+    """Warm up a model by one run.
+
+    Any error of the model may leave it.
+    """
     from arclight.deploy import ProgramError
 
     if model.text is not None:
@@ -154,7 +163,7 @@ def start(model: ServedModel) -> None:
 
 
 def check_replacement(old: ServedModel, new: ServedModel) -> None:
-    """Raise ProgramError if clients of ``old`` could not go on with ``new``, or if ``new`` is less proven."""
+    """Raise ProgramError if ``new`` breaks clients of ``old``, or is less proven."""
     from arclight.deploy import ProgramError
 
     if old.task != new.task:
@@ -214,7 +223,10 @@ model's vectors have nothing in common."""
 
 
 def _check_vectors(old: Embedder, new: Embedder) -> None:
-    """Raise ProgramError if ``new`` is of another model than ``old``: clients hold vectors of ``old`` that theirs are compared with."""
+    """Raise ProgramError if ``new`` embeds texts otherwise than ``old``.
+
+    Clients hold vectors of ``old`` that they compare.
+    """
     from arclight.deploy import ProgramError
 
     if new.max_positions < old.max_positions:
@@ -248,7 +260,10 @@ class Models:
         load: Callable[[str, Path], ServedModel] | None = None,
         batch: Callable[[str, int], None] = lambda _name, _requests: None,
     ) -> None:
-        """``batch`` gets the name of a model, and how many requests one call of its program has computed, from any thread."""
+        """Initialise the models.
+
+        ``batch`` gets the name of a model, and how many requests one call of its program has computed, from any thread.
+        """
         self._models = dict(models)
         self._load = load
         self._batch = batch
@@ -276,7 +291,7 @@ class Models:
 
     @contextmanager
     def text_request(self) -> Iterator[None]:
-        """Keep the models that there are now from ending until the texts of a request have been queued."""
+        """Keep present models from ending until the texts of a request have been queued."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._texts.add(ended)
         try:
@@ -286,7 +301,10 @@ class Models:
             ended.set_result(None)
 
     async def watch(self, every_s: float, on_reload: Callable[[str, bool], None]) -> None:
-        """Replace models whose programs have been replaced, until cancelled; ``on_reload`` gets the name, and False if refused."""
+        """Watch programs, and replace models whose programs have changed, until cancelled.
+
+        ``on_reload`` gets the name, and False if refused.
+        """
         while self._load is not None:
             await asyncio.sleep(every_s)
             for model in self.all():
@@ -303,7 +321,7 @@ class Models:
             await asyncio.wait(self._leaving)
 
     async def _changed(self, model: ServedModel) -> bool:
-        """Return True if other files than before are at the model's path, and were the same at the last look."""
+        """Return True if the model's files have changed, and are the same as at the last look."""
         from arclight.deploy.programs.folder import marks_at
 
         name, loaded = model.name, model.loaded
@@ -316,7 +334,7 @@ class Models:
         return settled and not (name in self._refused and self._refused[name] == found)
 
     async def _replace(self, old: ServedModel) -> bool:
-        """Load what is at the model's path and let it answer from now on; return False if it is refused."""
+        """Load the new program of a model and switch to it; return False if it is refused."""
         begun = time.monotonic()
         try:
             new = await asyncio.get_running_loop().run_in_executor(None, self._prepared, old)
@@ -351,7 +369,7 @@ class Models:
         return new
 
     async def _retire(self, old: ServedModel) -> None:
-        """End the thread of a model for which nobody asks any more; its texts, also those that wait, are finished."""
+        """Close the text scheduler of a replaced model, after its last texts are finished."""
         if old.text is None:
             return
         if self._texts:
@@ -361,7 +379,7 @@ class Models:
 
 
 def _is_known(error: Exception) -> bool:
-    """Return True for errors whose sentence says all."""
+    """Return True for errors whose message is enough, without a traceback."""
     from arclight.deploy import ProgramError
 
     return isinstance(error, (ProgramError, OSError))

@@ -1,4 +1,4 @@
-"""Hand requests that have come whole to the application without a task, and write whole answers by one call.
+"""Hand complete requests to the application without a task, and write answers by one call.
 
 `direct_protocol` is uvicorn's protocol with both; `middleware.Front` is what takes requests, and writes.
 """
@@ -27,9 +27,9 @@ Returns False, having done nothing, for a request that needs a task from its beg
 
 
 def direct_protocol(*, head_s: float, take: Take) -> Any:
-    """Return uvicorn's protocol (`http_protocol`) that asks ``take`` first for each request that has come whole.
+    """Return uvicorn's protocol that asks ``take`` first for each complete request.
 
-    The application gets the requests that are not taken, and those whose body comes in pieces.
+    It extends `http_protocol`; the application gets the requests that are not taken, and those whose body comes in pieces.
     """
     base: Any = http_protocol("serve", head_s=head_s)
 
@@ -47,7 +47,7 @@ def direct_protocol(*, head_s: float, take: Take) -> Any:
                 super()._start_asgi_task(cycle, self.app)
 
         def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-            """Begin a request whose head is there; one that may be taken waits for the end of what is parsed, which is all of it."""
+            """Start a request whose head is there; one that may be taken waits for its body."""
             self._under_way = cycle
             cycle.scope[WRITE] = self._write
             needs_task = app is not self.app or cycle.waiting_for_100_continue

@@ -1,4 +1,4 @@
-"""Give every request an identifier, and write one line of JSON about each to the log of ``--request-log``.
+"""Identify every request, and write one line of JSON about each (``--request-log``).
 
 The middleware opens a `Record` for each request and writes its line at the end; who answers adds the model (`record_of`). Keys of the
 lines are public.
@@ -36,7 +36,7 @@ MAX_REFUSAL_CHARACTERS = 300
 
 @dataclass
 class Record:
-    """Facts of one request: its identifier, and what is known after it was answered."""
+    """Record of one request for the log: its identifier, model, version and refusal."""
 
     id: str
     model: str = ""
@@ -59,13 +59,16 @@ def open_record(scope: MutableMapping[str, Any], given: Sequence[bytes], model: 
 
 
 def record_of(scope: MutableMapping[str, Any]) -> Record:
-    """Return the record of a request; outside of the server's middleware a new one that is not logged."""
+    """Return the record of a request.
+
+    Outside of the server's middleware it is a new one, which is not logged.
+    """
     record: Record = scope.get(_KEY) or Record("")
     return record
 
 
 class RequestLog:
-    """Append lines to a file in a thread of its own, so that a slow disk or reader delays no request.
+    """Request log that appends lines in a thread of its own, delaying no request.
 
     Lines are dropped while ``MAX_WAITING`` others wait, and if the disk is full; the next line that is written has their number as
     ``dropped``.
@@ -91,7 +94,10 @@ class RequestLog:
     def write(
         self, record: Record, *, method: str, route: str, status: int | None, seconds: float, received: int, sent: int
     ) -> None:
-        """Queue the line of a request that has ended; ``status`` is None if the server stopped before answering."""
+        """Queue the log line of a request that has ended.
+
+        ``status`` is None if the server stopped before answering.
+        """
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "id": record.id,

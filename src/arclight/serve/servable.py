@@ -1,4 +1,4 @@
-"""Lightning's ``ServableModule``, and a callback that tries one on a real server before training.
+"""Define Lightning's ``ServableModule``, and a callback that tries one before training.
 
 Only for users of Lightning's interface (`arclight.compat.lightning`), whose names and messages it keeps; programs are served by `app`.
 """
@@ -32,7 +32,7 @@ _REQUEST_SECONDS = 60.0
 
 
 class ServableModule(nn.Module):
-    """Define what a Module must implement to be served; mix it in, as in Lightning."""
+    """Interface of a Module that can be served; mix it in, as in Lightning."""
 
     @abstractmethod
     def configure_payload(self) -> dict[str, Any]:
@@ -41,7 +41,10 @@ class ServableModule(nn.Module):
 
     @abstractmethod
     def configure_serialization(self) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
-        """Return deserializers of :meth:`serve_step`'s arguments and serializers of its outputs, by name."""
+        """Return deserializers of :meth:`serve_step`'s arguments, and serializers of its outputs.
+
+        Both are by name.
+        """
         raise NotImplementedError("The `configure_serialization` method needs to be overridden.")
 
     @abstractmethod
@@ -50,7 +53,10 @@ class ServableModule(nn.Module):
         raise NotImplementedError("The `serve_step` method needs to be overridden.")
 
     def configure_response(self) -> dict[str, Any]:
-        """Return the response expected for :meth:`configure_payload`; if not overridden, any is accepted."""
+        """Return the response expected for :meth:`configure_payload`.
+
+        If not overridden, any is accepted.
+        """
         return {}
 
 
@@ -66,10 +72,11 @@ class Reply:
 
 
 class ServableModuleValidator(Callback):
-    """Serve a copy of the module when training starts, send it its own payload, and compare the answer.
+    """Callback that serves a copy of the module before training, and checks its response.
 
-    ``port`` 0 takes a free one; ``timeout`` is in seconds. With ``exit_on_failure`` a module that cannot answer ends the run
-    with MisconfigurationError. Raises MissingExtraError without fastapi and uvicorn.
+    It sends the module's own payload. ``port`` 0 takes a free one; ``timeout`` is in seconds. With ``exit_on_failure``
+    a module that cannot answer ends the run with MisconfigurationError. Raises MissingExtraError without fastapi and
+    uvicorn.
     """
 
     def __init__(
@@ -143,7 +150,10 @@ def _application(module: ServableModule) -> Any:
 
 @contextmanager
 def _running(app: Any, host: str, port: int, timeout: float) -> Iterator[str]:
-    """Serve ``app`` from a thread and yield its address. Raises TimeoutError if it does not start in time."""
+    """Serve ``app`` from a thread and yield its address.
+
+    Raises TimeoutError if it does not start in time.
+    """
     uvicorn = require("uvicorn", extra="serve")
     with reserve_address(host, port) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error"))

@@ -1,4 +1,4 @@
-"""Run the server process: load a program, bind, answer until told to stop."""
+"""Run the server process: load a program, bind, answer until stopped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STARTUP_FAILED = 3
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files with which a server speaks TLS."""
+    """PEM files of a server's TLS."""
 
     certificate: Path
     private_key: Path
@@ -135,9 +135,10 @@ def run(
     tls: Tls | None = None,
     address_to: TextIO | None = None,
 ) -> None:
-    """Serve ``app`` by uvicorn until it ends, on a reserved address if given, and print where to open it to ``address_to`` (standard output).
+    """Serve ``app`` by uvicorn until it ends, and print its address to ``address_to``.
 
-    Warns on standard error if ``host`` is not this machine alone, unless the application asks for a key.
+    ``listening``: a reserved address. By default it prints to standard output. Warns on standard error if ``host`` is
+    not this machine alone, unless the application asks for a key.
     """
     if not is_loopback(host) and not has_key:
         sys.stderr.write(f"warning: other machines can reach {host}, and the server asks nobody who they are\n")

@@ -1,4 +1,4 @@
-"""Limits of one server, beyond which it refuses requests, and which addresses are of this machine alone."""
+"""Define the limits of one server, and check its API keys and host."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ class Limits:
 
 
 def check_keys(api_key: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the keys; raises ValueError for one that is easily guessed, and for none where some are meant."""
+    """Check API keys and return them.
+
+    Raises ValueError for one that is easily guessed, and for none where some are meant.
+    """
     keys = () if api_key is None else (api_key,) if isinstance(api_key, str) else tuple(api_key)
     for key in keys:
         if not re.fullmatch(r"[!-~]{16,}", key):
@@ -92,7 +95,10 @@ def check_keys(api_key: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches ``host``; of names, only localhost counts as such."""
+    """Return True if only this machine reaches ``host``.
+
+    Of names, only localhost counts as such.
+    """
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

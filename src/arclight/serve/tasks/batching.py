@@ -1,7 +1,7 @@
-"""Compute waiting requests for tensors in one call of their program, if a measurement shows that this is faster (dynamic batching).
+"""Batch waiting tensor requests into one call of their program, if measured faster.
 
-`models` makes one batcher for each program and measures it when it is loaded; `app` gives it requests. A batched answer must equal that of a
-single request, within the bound that the measurement found.
+This is dynamic batching. `models` makes one batcher for each program and measures it when it is loaded; `app` gives it
+requests. A batched answer must equal that of a single request, within the bound that the measurement found.
 """
 
 from __future__ import annotations
@@ -81,10 +81,16 @@ class BatchCost:
 
 
 class Batcher:
-    """Computes requests for one program together, once `measure` has found that this pays and changes no answer."""
+    """Batcher of one program's requests.
+
+    It batches once `measure` has found that this pays and changes no answer.
+    """
 
     def __init__(self, most: int = 1, pace: Pace | None = None) -> None:
-        """``most`` rows are in a batch, with 1 none is made; ``pace`` notes the times of small requests."""
+        """Initialise the batcher.
+
+        ``most`` rows are in a batch, with 1 none is made; ``pace`` notes the times of small requests.
+        """
         self.most = most
         self.measured: BatchCost | None = None
         self._pace = pace or Pace()
@@ -92,7 +98,10 @@ class Batcher:
         self._gathered: list[tuple[Job, Callable[[Encoded | Exception], None]]] = []
 
     def measure(self, program: Program) -> None:
-        """Find the batch that costs least for each row; there is none where rows change each other, or where none pays."""
+        """Measure the batch that costs least per row.
+
+        There is none where rows change each other, or where none pays.
+        """
         self.measured = measure(program, self.most)
 
     def observe(self, on_batch: Callable[[int], None]) -> None:
@@ -105,7 +114,10 @@ class Batcher:
         return 1 if self.measured is None else self.measured.rows
 
     def rows_of(self, job: Job) -> int:
-        """Return the rows of the first tensor that a request describes, 1 where it describes none at its beginning."""
+        """Return the rows of the first tensor that a request describes, 1 if none is found.
+
+        Only the beginning of the request is searched.
+        """
         shape = _SHAPE.search(job.body, 0, _BEGINNING)
         return max(1, int(shape[1])) if shape else 1
 
@@ -142,7 +154,10 @@ class Batcher:
         return await done
 
     def add(self, job: Job, on_done: Callable[[Encoded | Exception], None]) -> None:
-        """Let the event loop compute a quick request together with those that come at the same moment; ``on_done`` gets its outcome."""
+        """Queue a quick request for the event loop, which batches those of one moment.
+
+        ``on_done`` gets its outcome.
+        """
         self._gathered.append((job, on_done))
         if len(self._gathered) == 1:  # after the requests that have arrived and are handled in this pass of the loop
             asyncio.get_running_loop().call_soon(self._run_gathered)
@@ -183,7 +198,10 @@ class Batcher:
         places: Sequence[int],
         found: dict[int, Encoded | Exception],
     ) -> None:
-        """Put the answers to the requests at ``places`` into ``found``, computed in one call; each alone where that fails."""
+        """Compute the requests at ``places`` in one call, each alone if that fails.
+
+        Answers are put into ``found``.
+        """
         program, inputs = jobs[places[0]].program, [read[place].inputs for place in places]
         try:
             if len(places) == 1:
@@ -218,10 +236,10 @@ class Batcher:
 
 
 def measure(program: Program, most: int) -> BatchCost | None:
-    """Measure batches of 2, 4, 8, ... up to ``most`` rows beside single rows; None where none pays, or where rows change each other.
+    """Measure batches of 2, 4, 8, ... up to ``most`` rows against single rows.
 
-    The program must be of our export (what it computes is bounded by the sizes of its inputs), and the first dimension of each input and
-    output the only one of any size.
+    None where none pays, or where rows change each other. The program must be of our export (what it computes is
+    bounded by the sizes of its inputs), and the first dimension of each input and output the only one of any size.
     """
     if "parity" not in program.metadata or not _is_batched(program):
         return None
@@ -254,16 +272,20 @@ def measure(program: Program, most: int) -> BatchCost | None:
 
 
 def _is_batched(program: Program) -> bool:
-    """Return True if the first dimension of all inputs and outputs has any size, and no other one of an input has."""
+    """Return True if the first dimension of all inputs and outputs is dynamic, and no other.
+
+    Others may be in outputs.
+    """
     firsts = [spec.shape[:1] for spec in (*program.inputs, *program.outputs)]
     fixed = all(isinstance(size, int) for spec in program.inputs for size in spec.shape[1:])
     return fixed and all(first and isinstance(first[0], str) for first in firsts)
 
 
 def _rows(program: Program, count: int) -> list[Array]:
-    """Return inputs of ``count`` rows of different sizes, up to 64 times each other: a scale that all share would show.
+    """Return inputs of ``count`` rows of different scales, up to 64 times each other.
 
-    Wider integers may be token ids, of which there are as few as two; those of one byte are sizes, such as of pixels.
+    A scale that all rows share would show. Wider integers may be token ids, of which there are as few as two; those of
+    one byte are sizes, such as of pixels.
     """
     random = np.random.default_rng(0)
     found = []
@@ -285,7 +307,10 @@ def _timed(program: Program, rows: list[Array], size: int, times: dict[int, list
 
 
 def _difference(program: Program, rows: list[Array], size: int) -> float | None:
-    """Return the largest difference between rows alone and in a batch, of each row's largest element; None beyond the tolerance."""
+    """Return the largest relative difference between rows alone and in a batch.
+
+    It is of each row's largest element; None beyond the tolerance.
+    """
     together = compute(program, [value[:size] for value in rows])
     worst = 0.0
     for row in range(size):

@@ -58,7 +58,10 @@ class Answer:
 
 
 def answer(photo: bytes, detector: Detect, limits: Limits, stop: Callable[[], bool]) -> Answer:
-    """Decode, detect and read codes until ``stop()``; raises Refusal 422 if ``photo`` is no readable image."""
+    """Decode, detect and read codes until ``stop()``.
+
+    Raises Refusal 422 if ``photo`` is no readable image.
+    """
     from arclight.vision.qris import scan
 
     started = time.perf_counter()
@@ -116,7 +119,10 @@ def milliseconds(start: float, end: float) -> float:
 
 
 def records(photo: bytes, detector: Detect, limits: Limits) -> list[dict[str, Any]]:
-    """Return the boxes as YOLOv5's REST example does, one record for each; raises Refusal 422 as `answer` does."""
+    """Return the boxes as YOLOv5's REST example does, one record for each.
+
+    Raises Refusal 422 as `answer` does.
+    """
     found = detector(decode(photo, limits))
     keys = ("xmin", "ymin", "xmax", "ymax")
     return [

@@ -1,4 +1,4 @@
-"""Answer requests for embeddings of texts by OpenAI's API: POST /v1/embeddings of `app` calls `answer` in a worker.
+"""Answer requests for embeddings by OpenAI's API (POST /v1/embeddings).
 
 Fields, errors and status codes are those of OpenAI's protocol.
 """
@@ -45,7 +45,10 @@ class EmbeddingRequest(BaseModel):
 
 
 def answer(body: bytes, model: Callable[[str], Embedder], limits: Limits, turn: Turn) -> bytes:
-    """Return the answer to a request; raises Refusal 400 for texts that the model cannot embed, 404, 413, and 503 after the deadline."""
+    """Answer a request for embeddings.
+
+    Raises Refusal 400 for texts that the model cannot embed, 404, 413, and 503 after the deadline.
+    """
     request = read_json(body, EmbeddingRequest, limits, _describe)
     embedder = model(request.model)
     if request.dimensions not in (None, embedder.dimensions):
@@ -92,7 +95,10 @@ def _encode(vector: np.ndarray[Any, Any], form: str | None) -> str | list[float]
 
 
 def _describe(error: ValidationError) -> str:
-    """Describe what is wrong with a request; for ``input`` its forms instead of one error for each."""
+    """Describe the errors of a request.
+
+    For ``input`` its forms are named instead of one error for each.
+    """
     if error.error_count() > MAX_ERRORS:
         return wrong_field(error)
     fields = {

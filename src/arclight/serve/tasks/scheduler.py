@@ -1,9 +1,10 @@
-"""Generate several texts at once by one language program (continuous batching): each joins and leaves the batch on its own.
+"""Generate several texts at once by one language program (continuous batching).
 
-`models` makes one `Scheduler` for each language model; `text` submits a `Generation` for each text and cancels it when the client leaves.
-One thread calls the program. The KV caches of all texts in progress are batched in the program's arrays, padded at the left as
-`arclight.text.generate` pads prompts. A new prompt is read in chunks (chunked prefill) between decoding steps of the others. A text
-must not depend on which others are in the batch, which a test compares.
+Each joins and leaves the batch on its own. `models` makes one `Scheduler` for each language model; `text` submits a
+`Generation` for each text and cancels it when the client leaves. One thread calls the program. The KV caches of all
+texts in progress are batched in the program's arrays, padded at the left as `arclight.text.generate` pads prompts. A
+new prompt is read in chunks (chunked prefill) between decoding steps of the others. A text must not depend on which
+others are in the batch, which a test compares.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Piece(NamedTuple):
-    """Text that a step added; ``tokens`` counts all so far, ``finish`` is the reason in the last piece."""
+    """Text added by a step; ``tokens`` counts all so far, ``finish`` is why the text has ended."""
 
     text: str
     tokens: int
@@ -40,7 +41,10 @@ class Piece(NamedTuple):
 
 
 class Generation:
-    """One text to generate; ``on_piece`` is called with its pieces, in the scheduler's thread, until `cancel`."""
+    """One text to generate, whose pieces are passed to ``on_piece``, until `cancel`.
+
+    It is called in the scheduler's thread.
+    """
 
     def __init__(
         self, prompt: list[int], new: int, settings: GenerationSettings, on_piece: Callable[[Piece], None]
@@ -66,7 +70,10 @@ class Generation:
 
 
 class Scheduler:
-    """Run the generations of one program: at most ``streams`` in progress, and ``queue`` waiting."""
+    """Scheduler of one program's generations: ``streams`` in progress, ``queue`` waiting.
+
+    Both are upper bounds.
+    """
 
     def __init__(self, program: Program, *, streams: int, queue: int) -> None:
         self.program = program
@@ -161,7 +168,7 @@ class Scheduler:
         self._batch.keep(kept)
 
     def _prefill(self, prefill: _Prefill) -> bool:
-        """Read a chunk of a prompt; return True when all is read, and the text has joined the batch or ended."""
+        """Prefill a chunk of a prompt; return True once the text has joined the batch or ended."""
         logits = prefill.step(self.program)
         if logits is None:
             return False
@@ -229,7 +236,7 @@ class _Prefill:
 
 
 class _Batch:
-    """Texts in progress with their KV caches (B, K, P, C), padded at the left by ``_padding`` (B,) positions."""
+    """Texts in progress with KV caches (B, K, P, C), left-padded by ``_padding`` (B,)."""
 
     def __init__(self, program: Program) -> None:
         self.rows: list[Generation] = []

@@ -1,4 +1,4 @@
-"""Read and write plain tensors as the Open Inference Protocol has them, in JSON or as bytes behind it."""
+"""Decode and encode tensors of the Open Inference Protocol, as JSON or binary data."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def _described(spec: TensorSpec) -> dict[str, Any]:
 
 
 def decode(body: bytes | bytearray, json_size: bytes | None, program: Program, limits: Limits) -> TensorRequest:
-    """Read the body of an inference request; raises Refusal 400 for whatever the program cannot take, 413 for long JSON.
+    """Decode the body of an inference request.
 
     A number too large for its type becomes infinity, as in NumPy, which warns of it unless it is told not to (`QUIET`).
+    Raises Refusal 400 for whatever the program cannot take, 413 for long JSON.
     """
     size = len(body) if json_size is None else _json_size(json_size, len(body))
     if size > limits.json_bytes:
@@ -232,7 +233,10 @@ def zeros(program: Program) -> list[np.ndarray[Any, Any]]:
 
 
 def _listed(value: Any) -> Any:
-    """List the elements of an array of a type that orjson does not know; what JSON has no number for, NaN and infinity, it writes as null."""
+    """List the elements of an array of a type unknown to orjson, for JSON.
+
+    What JSON has no number for, NaN and infinity, it writes as null.
+    """
     if not isinstance(value, np.ndarray):
         raise TypeError(f"a {type(value).__name__} is nothing that JSON holds")
     return value.tolist()

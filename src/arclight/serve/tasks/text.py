@@ -1,4 +1,4 @@
-"""Answer requests for text as OpenAI's API has them: completions and chats, whole or streamed by server-sent events."""
+"""Answer requests for text by OpenAI's API: completions and chats, whole or streamed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class StreamOptions(BaseModel):
 
 
 class TextRequest(BaseModel):
-    """Fields of both requests. What would change an answer and is not supported takes its neutral value only."""
+    """Fields of both requests.
+
+    What would change an answer and is not supported takes its neutral value only.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
@@ -107,7 +110,10 @@ class ChatRequest(TextRequest):
 
 
 def rendered(tokenizer: Tokenizer, messages: list[Message]) -> str:
-    """Write a chat as the tokenizer's template has it, up to where the answer begins; raises Refusal 400 without one."""
+    """Render a chat by the tokenizer's template, up to where the answer begins.
+
+    Raises Refusal 400 without one.
+    """
     template = tokenizer.chat_templates.get("default")
     if template is None:
         raise Refusal(400, "The model has no chat template; send the text to POST /v1/completions.")
@@ -153,7 +159,10 @@ class GenerationRequest:
 def decode(
     body: bytes, kind: type[CompletionRequest | ChatRequest], model: Callable[[str], Scheduler], limits: Limits
 ) -> GenerationRequest:
-    """Read a request; raises Refusal 400 for what the model cannot answer, 404 for another model, 413 for long JSON."""
+    """Decode a request.
+
+    Raises Refusal 400 for what the model cannot answer, 404 for another model, 413 for long JSON.
+    """
     parsed = read_json(body, kind, limits)
     scheduler = model(parsed.model)
     try:
@@ -168,7 +177,10 @@ def decode(
 def read_json(
     body: bytes, kind: type[RequestKind], limits: Limits, sentence: Callable[[ValidationError], str] | None = None
 ) -> RequestKind:
-    """Return the request in a JSON body; raises Refusal 413 for long JSON, and 400 with the ``sentence`` on wrong fields."""
+    """Parse the request in a JSON body.
+
+    Raises Refusal 413 for long JSON, and 400 with the ``sentence`` on wrong fields.
+    """
     if len(body) > limits.json_bytes:
         raise Refusal(413, f"The request is larger than {in_words(limits.json_bytes)}; send less.")
     try:
@@ -178,7 +190,7 @@ def read_json(
 
 
 def wrong_field(error: ValidationError) -> str:
-    """Return a sentence on the first field that is wrong; of very many, which would take long to list, on their number."""
+    """Return a sentence on the first wrong field, or on the number of very many."""
     if (count := error.error_count()) > MAX_ERRORS:
         return f"{count} fields of the request are wrong; GET /openapi.json describes it."
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
@@ -189,7 +201,10 @@ def wrong_field(error: ValidationError) -> str:
 
 
 class GenerationReply:
-    """The pieces of a request's texts, as they come from the scheduler's thread, and their form in the API."""
+    """Reply of a request's texts: their pieces, and their form in the API.
+
+    Pieces come from the scheduler's thread.
+    """
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
@@ -217,7 +232,10 @@ class GenerationReply:
             generation.cancel()
 
     async def pieces(self, turn: Turn) -> AsyncIterator[tuple[int, Piece]]:
-        """Give the pieces of all texts; raises Refusal 503 where the first does not come before the deadline, 500 for a fault."""
+        """Yield the pieces of all texts.
+
+        Raises Refusal 503 where the first does not come before the deadline, 500 for a fault.
+        """
         left = len(self.generations)
         waiting: float | None = turn.left_s()
         while left:
@@ -242,7 +260,7 @@ class GenerationReply:
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
     async def whole(self, turn: Turn) -> JSONResponse:
-        """Answer once all texts have ended."""
+        """Return the response once all texts have ended."""
         texts = [""] * len(self.generations)
         finish: list[str | None] = [None] * len(texts)
         async for index, piece in self.pieces(turn):
@@ -305,7 +323,10 @@ class EventStream(StreamingResponse):
 
 
 async def answer(request: GenerationRequest, turn: Turn, left: Callable[[], Awaitable[None]]) -> Response:
-    """Generate the texts of a request; ``left()`` ends when its client does. Raises Refusal 429, 500 or 503."""
+    """Generate the texts of a request; ``left()`` ends when its client does.
+
+    Raises Refusal 429, 500 or 503.
+    """
     reply = GenerationReply(request)
     request.scheduler.submit(reply.generations)
     begun: asyncio.Future[Response] = asyncio.ensure_future(_begun(reply, turn))
@@ -326,7 +347,10 @@ async def answer(request: GenerationRequest, turn: Turn, left: Callable[[], Awai
 
 
 async def _begun(reply: GenerationReply, turn: Turn) -> Response:
-    """Return the answer, or its stream once the first piece has come: until then a status can tell of a failure."""
+    """Return the answer, or its stream once the first piece has come.
+
+    Until then a status can tell of a failure.
+    """
     if not reply.request.body.stream:
         return await reply.whole(turn)
     pieces = reply.pieces(turn)
@@ -343,7 +367,7 @@ def described(name: str, created: int) -> dict[str, Any]:
 
 
 def openapi(kind: type[BaseModel]) -> dict[str, Any]:
-    """Describe the body of a request for the OpenAPI document, without references to other places of it."""
+    """Describe a request's body for the OpenAPI document, without references."""
     schema = kind.model_json_schema()
     parts = schema.pop("$defs", {})
 
