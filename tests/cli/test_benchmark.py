@@ -115,7 +115,7 @@ def test_sizes_and_integers_are_chosen(programs: Path, typed: Typed) -> None:
 def test_invalid_benchmark_arguments_are_refused(programs: Path, typed: Typed, words: str, message: str | None) -> None:
     if message is None:  # a place below a file
         (programs / "no.onnx").write_bytes(b"")
-        message = "is no folder; name another place"
+        message = "is not a folder; name another place"
     if "--device cuda" in words and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     status, _, err = typed("benchmark " + words.format(programs))

@@ -97,7 +97,7 @@ def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb
         ("train --resume", "arclight: argument --resume: expected one argument (see arclight train --help)\n"),
         (
             "predict a.jpg",
-            "arclight: a.jpg is no run: name the run of a detector first, as in arclight predict runs/detect-qris/1 a.jpg",
+            "arclight: a.jpg is not a run: name the run of a detector first, as in arclight predict runs/detect-qris/1 a.jpg",
         ),
         (
             "train detect-qris --epochs 3",
@@ -131,7 +131,7 @@ def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb
         ),
         (
             "serve --program x.onnx --host a..b --insecure",
-            "arclight: a..b is no address: no machine can have this name\n",
+            "arclight: a..b is not an address: no machine can have this name\n",
         ),
         ("train detect-qris --trainer.logger wandb", "arclight: --trainer.logger: a recipe has no loggers to choose"),
         ("predict runs/lm --prompt x", "arclight: --prompt needs the run or the program of a language model first"),

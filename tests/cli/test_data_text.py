@@ -152,7 +152,7 @@ def test_tokens_are_counted_by_source(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["inspect", "{tmp}"], "is no corpus"),
+        (["inspect", "{tmp}"], "is not a corpus"),
         (["tokenize", "{tmp}/nowhere", "--out", "{tmp}/x"], "does not exist"),
         (["tokenize", "{tmp}/texts", "--out", "{tmp}/texts"], "exists already"),
         (["tokenize", "{tmp}/texts", "--out", "{tmp}/x", "--vocab-size", "9"], "need at least 259"),

@@ -214,7 +214,7 @@ def test_a_module_says_what_it_ships(own: Path, typed: Typed) -> None:
         ("export own_net:Net --out p --format coreml", "convert format 'pt2' with coremltools"),
         ("export own_net:Net --out p --format litert", "convert format 'pt2' with litert-torch"),
         ("export own_net:Net --out p --format hf", "--format hf is for runs of language models"),
-        ("export own_net:Net --out p --format onnx,hf", "onnx,hf has hf in it, which stands alone"),
+        ("export own_net:Net --out p --format onnx,hf", "onnx,hf lists hf, which cannot be combined with other formats"),
         ("export own_net:Net --out p --format onnx,caffe", "'caffe' is not known"),
         ("export own_net:Net --out p --format onnx --candidates onnx", "candidates are of format='fastest'"),
         ("export own_net:Net --out p.onnx --format fastest", "--format writes a folder; call it p"),

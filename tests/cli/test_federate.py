@@ -401,7 +401,7 @@ def test_invalid_federation_settings_are_refused(lines: Path, typed: Typed) -> N
         ("serv lines.toml", "neither a recipe, as recipes/fed-lm.toml, nor one of serve, join, keys, flower, report; did you mean serve?"),
         ("serve", "name a recipe, a .toml or .yaml file"),
         ("serve line.toml", "did you mean lines.toml?"),
-        ("serve lines.toml --adress 127.0.0.1:1", "--adress is no option of arclight federate serve; did you mean --address?"),
+        ("serve lines.toml --adress 127.0.0.1:1", "--adress is not an option of arclight federate serve; did you mean --address?"),
         ("serve lines.toml --address 127.0.0.1", "as in 127.0.0.1:8470"),
         ("serve lines.toml --address :8470", "write host:port"),
         ("serve lines.toml --address 127.0.0.1:99999", "write host:port"),

@@ -259,6 +259,6 @@ def test_a_suite_from_the_shell(typed: Typed, recipe: str) -> None:
     Path("piqa.jsonl").write_text('{"goal": "x"}\n')
     status, _, err = typed("test runs/lm/1 --suite suite.toml")
     assert (status, err.count("\n")) == (2, 1)
-    assert "piqa.jsonl, line 1 is no question of piqa: KeyError 'sol1'" in err
+    assert "piqa.jsonl, line 1 is not a question of piqa: KeyError 'sol1'" in err
     assert typed("test runs/lm/1 --questions piqa.jsonl")[0] == 2
     assert typed("test runs/lm/1 --questions piqa.jsonl --suite suite.toml")[0] == 2

@@ -340,7 +340,7 @@ def test_detector_track(run: Path) -> None:
     tracked = list(detector.track("clip.avi", "ocsort", vid_stride=2))
     assert [found.path for found in tracked] == [f"clip.avi#{number}" for number in range(0, 12, 2)]
     assert [found.ids.tolist() for found in tracked] == [[1]] * 6
-    with pytest.raises(ValueError, match="'sort' is no tracker"):
+    with pytest.raises(ValueError, match="'sort' is not a tracker"):
         detector.track("clip.avi", "sort")
 
 
@@ -391,7 +391,7 @@ def test_several_runs_are_one_ensemble(run: Path, typed: Typed, monkeypatch: pyt
     ("words", "message"),
     [
         ("--count-line 0,0,9,9", "only tracked objects are counted: give --track bytetrack or --track ocsort, too"),
-        ("--track bytetrack --count-line 0,0,9", "argument --count-line: 0,0,9 is no list of points: write pixels as x1,y1,x2,y2"),
+        ("--track bytetrack --count-line 0,0,9", "argument --count-line: 0,0,9 is not a list of points: write pixels as x1,y1,x2,y2"),
         ("--track bytetrack --count-line 0,0,9,9,9,9", "--count-line, --count-zone: a line has 2 points"),
         ("--track bytetrack --count-zone 0,0,10,10,10,0,0,10", "--count-line, --count-zone: the sides of a zone must not cross"),
         ("--track sort", "argument --track: invalid choice: 'sort'"),

@@ -71,7 +71,7 @@ def test_labels_of_what_is_sure(photos: Path, typed: Typed) -> None:
         ("--thresholds validate.json", "--thresholds are those of --save-labels"),
         ("--uncertain 2 --thresholds validate.json", "--thresholds are those of --save-labels"),
         ("--uncertain 1 --track bytetrack", "run --uncertain and --save-labels without it"),
-        ("--save-labels new --thresholds other.json", "bird is no class of this detector"),
+        ("--save-labels new --thresholds other.json", "bird is not a class of this detector"),
         ("--save-labels new --thresholds photos/none.png", "holds no thresholds"),
         ("--uncertain 0", "0 is not 1 or more"),
     ],

@@ -439,10 +439,13 @@ def test_a_run_predicts_with_thresholds_and_writes_labels(detector: Path, typed:
     fewer, more = (json.loads(Path(f"{name}.json").read_text())["a/photo.png"] for name in ("agnostic", "by_class"))
     assert len(fewer) < len(more)
     for line, said in (
-        (f"predict {detector} a --classes bird", "--classes: 'bird' is no class of this detector: it finds cat, dog"),
+        (
+            f"predict {detector} a --classes bird",
+            "--classes: 'bird' is not a class of this detector: it finds cat, dog",
+        ),
         (f"predict {detector} a --max-det 0", "argument --max-det: 0 is not 1 or more"),
         (f"predict {detector} a --conf 2", "argument --conf: 2 is not in [0, 1]"),
         (f"predict {detector}", "name images after the run"),
-        ("predict a", "a is no run: name the run of a detector first"),
+        ("predict a", "a is not a run: name the run of a detector first"),
     ):
         assert typed(line)[2].startswith(f"arclight: {said}")

@@ -152,5 +152,5 @@ def test_a_task_must_be_able_to_build(folder: Path, tiny: Path) -> None:
 
 
 def test_federated_recipes_refuse_monitors() -> None:
-    with pytest.raises(RecipeError, match=r"\[\[monitors\]\] have no place in a federated run"):
+    with pytest.raises(RecipeError, match=r"\[\[monitors\]\] are not used in a federated run"):
         read(FederatedRecipe, {"task": {"kind": "language"}, "monitors": [{"kind": "curvature"}]})

@@ -360,7 +360,7 @@ def test_a_database_that_takes_no_heartbeat_does_not_end_them(tmp_path: Path, ca
     for _ in range(2):
         study._storage.record_heartbeat(trial._trial_id)
     assert [one.message for one in caplog.records] == [
-        "the database of the search takes no heartbeat of trial 1: (sqlite3.OperationalError) no such table: trial_heartbeats"
+        "the search's database did not take the heartbeat of trial 1: (sqlite3.OperationalError) no such table: trial_heartbeats"
     ]
     with sqlite3.connect(tmp_path / "search.db") as database:
         database.execute("alter table gone rename to trial_heartbeats")
@@ -481,7 +481,7 @@ def test_resuming_adds_trials_to_the_search(typed: Typed, tiny: Path) -> None:
     status, _, err = typed("tune --resume runs/tiny/tune-1 --search.task.lr 1:2")
     assert status == 2
     assert "leave out --search.task.lr" in err
-    assert typed("tune --resume runs/tiny")[2].startswith("arclight: --resume runs/tiny is no search")
+    assert typed("tune --resume runs/tiny")[2].startswith("arclight: --resume runs/tiny is not a search")
 
 
 def test_trials_that_fail_are_recorded_and_the_search_goes_on(typed: Typed, fated: Path) -> None:
@@ -570,7 +570,7 @@ def test_resuming_with_other_ranges_or_another_database_is_refused_and_another_r
     assert (status, "the database sqlite:///elsewhere.db has no search tune-1" in err) == (2, True)
     path.unlink()
     status, _, err = typed(f"tune --resume {folder}")
-    assert (status, "is no search" in err) == (2, True)
+    assert (status, "is not a search" in err) == (2, True)
 
 
 def test_a_module_that_exits_fails_its_trial_alone(typed: Typed, fated: Path) -> None:
@@ -750,7 +750,7 @@ def test_databases_and_studies_of_others_are_refused(typed: Typed, tiny: Path) -
     for name, told in (
         ("both", "has to minimize and maximize"),
         ("up", "has to maximize"),
-        ("own", "no search of arclight"),
+        ("own", "arclight did not create"),
     ):
         status, _, err = typed(
             f"tune tiny.toml --search.task.lr 0.1:0.2 --monitor val/loss --storage sqlite:///a.db --study {name}"
@@ -762,7 +762,7 @@ def test_databases_and_studies_of_others_are_refused(typed: Typed, tiny: Path) -
 def test_a_folder_whose_settings_are_not_of_a_search_is_refused(typed: Typed, tmp_path: Path, settings: str) -> None:
     (tmp_path / "search.json").write_text(settings)
     status, _, err = typed(f"tune --resume {tmp_path}")
-    assert (status, "is no search" in err) == (2, True)
+    assert (status, "is not a search" in err) == (2, True)
 
 
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])

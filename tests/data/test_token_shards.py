@@ -81,7 +81,7 @@ def test_a_shard_cut_short_is_refused_when_it_is_opened(tmp_path: Path) -> None:
     (tmp_path / "1.tokens").unlink()
     with pytest.raises(TokenShardError, match=r"1\.tokens is missing"):
         TokenShards(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no folder of token shards"):
+    with pytest.raises(FileNotFoundError, match="is not a folder of token shards"):
         TokenShards(tmp_path / "elsewhere")
 
 

@@ -106,7 +106,7 @@ SOURCE = {"name": "a", "documents": 20, "tokens": 1}
         ({"vocab_size": 2**32}, "bytes, by its header"),
         ({"vocab_size": VOCAB + 1}, "bytes, by its header"),
         ({"corpus": "0" * 64}, "made of other shards"),
-        ({"corpus": 5}, "no digest"),
+        ({"corpus": 5}, "is not a digest"),
         ({"sha256": "0" * 64}, "damaged"),
         ({"sources": [SOURCE, SOURCE]}, "two sources have one name"),
         ({"sources": [{**SOURCE, "name": 3}]}, "a source is called 3"),

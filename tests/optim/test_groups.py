@@ -85,7 +85,7 @@ def test_patterns_without_parameters_are_errors() -> None:
         Mixed(groups=(SGD(pattern="layers"), SGD(pattern="layers.*bias"))).build(model.named_parameters())
     with pytest.raises(ValueError, match=r"groups\[0\] needs a pattern"):
         Mixed(groups=(SGD(),))
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="is not a regular expression"):
         SGD(pattern="(")
     with pytest.raises(ValueError, match="not for the only optimizer"):
         SGD(pattern="layers").build(model.named_parameters())
@@ -331,7 +331,7 @@ def test_muon_leaves_embeddings_kernels_and_output_layers_to_adamw(settings: Muo
     assert hidden == {"blocks.0.weight", "experts.w1"}
     stacks = Muon(stacks="conv1").build(Named().named_parameters())
     assert "conv1.weight" in {name for name, _, group in stacks.named() if group["kind"] == "muon"}
-    with pytest.raises(ValueError, match=r"stacks '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"stacks '\(' is not a regular expression"):
         Muon(stacks="(")
 
 

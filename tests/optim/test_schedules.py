@@ -63,7 +63,7 @@ def test_a_phase_is_steps_or_a_share() -> None:
     assert phase(0.07, 100) == 7
     assert phase(1, 100) == 1
     assert phase(1.0, 100) == 100
-    with pytest.raises(ValueError, match=r"1\.5 is no share of the steps"):
+    with pytest.raises(ValueError, match=r"1\.5 is not a share of the steps"):
         phase(1.5, 100)
     with pytest.raises(ValueError, match="a phase of 101 steps does not fit into a run of 100"):
         Cosine(warmup=101).build(AdamW().build([("w", nn.Parameter(torch.ones(2)))]), 100)

@@ -114,7 +114,7 @@ def test_metrics_count_every_answer(serve_with, sample):
     for status in ("200", "422"):
         assert values["arclight_requests_total", "zxing", "/detect", status] == 1
     assert values["arclight_requests_total", "", "other", "404"] == 1
-    assert values["arclight_request_seconds_count", "zxing", "/detect"] == 1, "a refusal is no fast detection"
+    assert values["arclight_request_seconds_count", "zxing", "/detect"] == 1, "a refusal is not a fast detection"
     assert values["arclight_in_flight", "zxing"] == values["arclight_rejected_total", "zxing"] == 0
     assert "made-up" not in answer.text
 

@@ -106,8 +106,8 @@ def test_base64_has_the_same_numbers_as_little_endian_floats(client):
         ({"input": ["a"] * 2049}, "of at most 2048"),
         ({}, "input"),
         ({"input": "x" * 257}, "257 tokens, and the model has 256 positions"),
-        ({"input": [259]}, "259 is no token id"),
-        ({"input": [-1]}, "-1 is no token id"),
+        ({"input": [259]}, "259 is not a token id"),
+        ({"input": [-1]}, "-1 is not a token id"),
         ({"input": "a", "encoding_format": "hex"}, "'encoding_format'"),
         ({"input": "a", "truncate": True}, "The field 'truncate' is not supported"),
         ({"input": "a"} | {f"a{n}": 1 for n in range(500)}, "500 fields of the request are wrong"),
@@ -164,7 +164,7 @@ def test_the_deadline_ends_a_request_between_two_calls(path):
 
 
 def test_programs_that_embed_and_that_generate_are_not_confused(path, language_path):
-    with pytest.raises(ProgramError, match="is no embedding program"):
+    with pytest.raises(ProgramError, match="is not a program of the task 'embedding'"):
         Embedder(Program.load(language_path))
     program = Program.load(path)
     program.metadata["max_positions"] = "256"

@@ -71,7 +71,7 @@ def test_a_port_in_use_is_said_before_a_program_is_loaded(monkeypatch):
             serve("any.onnx", port=port)
     with pytest.raises(OSError, match="port 70000 is none"):
         serve("any.onnx", port=70_000)
-    with pytest.raises(OSError, match="is no address"):
+    with pytest.raises(OSError, match="is not an address"):
         serve("any.onnx", host="no.such.host.invalid", port=0, insecure=True)
 
 

@@ -100,7 +100,7 @@ BAD = {
     "a boolean among numbers": {"inputs": [tensor(data=[True, 1, 2, 3, 4, 5])]},
     "a number beyond all types": {"inputs": [tensor(data=[10**400] * 6)]},
     "lists of another depth": {"inputs": [tensor(data=[[1, 2, 3], [4, 5, [6]]])]},
-    "outputs that are no list": {"inputs": [tensor()], "outputs": 0},
+    "outputs that are not a list": {"inputs": [tensor()], "outputs": 0},
     "ragged": {"inputs": [tensor(data=[[1, 2, 3], [4]])]},
     "another shape": {"inputs": [tensor(shape=[3, 2])]},
     "negative shape": {"inputs": [tensor(shape=[-2, -3])]},

@@ -112,7 +112,7 @@ def test_unsupported_back_ends_are_refused() -> None:
         attention(q, k, v, Mask(), "varlen")
     with pytest.raises(ValueError, match="choose sdpa, flex or varlen"):
         attention(q, k, v, Mask(), "magic")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="4 query heads are no multiple of 3"):
+    with pytest.raises(ValueError, match="4 query heads are not a multiple of 3"):
         attention(q, torch.randn(B, 3, T, C), torch.randn(B, 3, T, C), Mask())
 
 

@@ -85,7 +85,7 @@ def test_from_one_tokenizer_to_another(tmp_path: Path, bpe: Tokenizer) -> None:
     write_corpus(tmp_path / "direct", DOCUMENTS, bpe, split=held_out(0.3))
     for split in ("train", "val"):
         assert open_split(tmp_path / "bpe", split, bpe).digest == open_split(tmp_path / "direct", split).digest
-    with pytest.raises(FileNotFoundError, match="is no corpus"):
+    with pytest.raises(FileNotFoundError, match="is not a corpus"):
         retokenize(tmp_path, tmp_path / "x", bpe)
 
 

@@ -135,7 +135,7 @@ def test_files_of_another_kind_are_refused_by_file_and_line(tmp_path: Path, kind
     name = "a.json" if kind in ("bbh", "math") else "a.jsonl"
     other = {"examples": [{"prompt": "x"}]} if kind == "bbh" else {"text": "x"}
     where = {"bbh": "example 1", "math": "a.json"}.get(kind, "line 1")
-    with pytest.raises(SourceError, match=rf"{where} is no question of {kind}"):
+    with pytest.raises(SourceError, match=rf"{where} is not a question of {kind}"):
         read_items(lines(tmp_path / name, other), kind)
 
 
@@ -144,33 +144,41 @@ def test_files_of_another_kind_are_refused_by_file_and_line(tmp_path: Path, kind
     [
         ({**PRO, "answer": "C"}, "mmlu-pro", "answer 'C', answer_index 1"),
         ({**PRO, "options": ["1", "N/A"], "answer": "A", "answer_index": 0}, "mmlu-pro", "2 to 10 choices"),
-        ({**CSQA, "answerKey": "Z"}, "commonsenseqa", "line 1 is no question"),
+        ({**CSQA, "answerKey": "Z"}, "commonsenseqa", "line 1 is not a question"),
         ({**GSM, "answer": "2"}, "gsm8k", "no number behind ####"),
         ({**MATH, "solution": "2"}, "math", "no .boxed"),
         ({"goal": "a", "sol1": "b", "sol2": "c"}, "piqa", "KeyError 'label'"),
         ({"goal": "a", "sol1": "b", "sol2": "c", "label": 2}, "piqa", "answer 2 of 2 choices"),
-        ([1], "gsm8k", "line 1 is no question of gsm8k"),
-        ({**PRO, "answer": "D", "answer_index": 3}, "mmlu-pro", r"line 1 is no .*the right answer, D, is N/A"),
-        ({**PRO, "answer_index": True}, "mmlu-pro", r"line 1 is no .*answer_index True"),
-        ({**PRO, "answer": "", "answer_index": 0}, "mmlu-pro", r"line 1 is no .*answer ''"),
-        ({**PRO, "options": "12"}, "mmlu-pro", r"line 1 is no .*need a list of texts, got '12'"),
-        ({**PRO, "options": ["1", "2", None]}, "mmlu-pro", r"line 1 is no .*choice 2 is no text: None"),
-        ({"question": "a", "choices": "wxyz", "answer": 1}, "mmlu", r"line 1 is no .*need a list of texts, got 'wxyz'"),
-        ({"question": "a", "choices": ["x", None], "answer": 0}, "mmlu", r"line 1 is no .*choice 1 is no text: None"),
-        ({"question": "a", "choices": ["x", "y"], "answer": True}, "mmlu", r"line 1 is no .*got True"),
-        ({"question": "a", "choices": ["x", "y"], "answer": 0.0}, "mmlu", r"line 1 is no .*got 0\.0"),
+        ([1], "gsm8k", "line 1 is not a question of gsm8k"),
+        ({**PRO, "answer": "D", "answer_index": 3}, "mmlu-pro", r"line 1 is not .*the right answer, D, is N/A"),
+        ({**PRO, "answer_index": True}, "mmlu-pro", r"line 1 is not .*answer_index True"),
+        ({**PRO, "answer": "", "answer_index": 0}, "mmlu-pro", r"line 1 is not .*answer ''"),
+        ({**PRO, "options": "12"}, "mmlu-pro", r"line 1 is not .*need a list of texts, got '12'"),
+        ({**PRO, "options": ["1", "2", None]}, "mmlu-pro", r"line 1 is not .*choice 2 is not a text: None"),
+        (
+            {"question": "a", "choices": "wxyz", "answer": 1},
+            "mmlu",
+            r"line 1 is not .*need a list of texts, got 'wxyz'",
+        ),
+        (
+            {"question": "a", "choices": ["x", None], "answer": 0},
+            "mmlu",
+            r"line 1 is not .*choice 1 is not a text: None",
+        ),
+        ({"question": "a", "choices": ["x", "y"], "answer": True}, "mmlu", r"line 1 is not .*got True"),
+        ({"question": "a", "choices": ["x", "y"], "answer": 0.0}, "mmlu", r"line 1 is not .*got 0\.0"),
         (
             {"question": "a", "choices": {"label": "AB", "text": "xy"}, "answerKey": "A"},
             "arc",
-            r"line 1 is no .*got 'xy'",
+            r"line 1 is not .*got 'xy'",
         ),
-        ({**HELLA, "label": 1.7}, "hellaswag", r"line 1 is no .*got 1\.7"),
-        ({**HELLA, "label": "1_0"}, "hellaswag", r"line 1 is no .*got '1_0'"),
-        ({**HELLA, "label": True}, "hellaswag", r"line 1 is no .*got True"),
-        ({**HELLA, "endings": "abcd"}, "hellaswag", r"line 1 is no .*need a list of texts, got 'abcd'"),
-        ({"goal": "a", "sol1": "b", "sol2": "c", "label": 0.5}, "piqa", r"line 1 is no .*got 0\.5"),
-        ({"goal": "a", "sol1": "b", "sol2": "c", "label": True}, "piqa", r"line 1 is no .*got True"),
-        ({"goal": "a", "sol1": "b", "sol2": None, "label": 0}, "piqa", r"line 1 is no .*choice 1 is no text: None"),
+        ({**HELLA, "label": 1.7}, "hellaswag", r"line 1 is not .*got 1\.7"),
+        ({**HELLA, "label": "1_0"}, "hellaswag", r"line 1 is not .*got '1_0'"),
+        ({**HELLA, "label": True}, "hellaswag", r"line 1 is not .*got True"),
+        ({**HELLA, "endings": "abcd"}, "hellaswag", r"line 1 is not .*need a list of texts, got 'abcd'"),
+        ({"goal": "a", "sol1": "b", "sol2": "c", "label": 0.5}, "piqa", r"line 1 is not .*got 0\.5"),
+        ({"goal": "a", "sol1": "b", "sol2": "c", "label": True}, "piqa", r"line 1 is not .*got True"),
+        ({"goal": "a", "sol1": "b", "sol2": None, "label": 0}, "piqa", r"line 1 is not .*choice 1 is not a text: None"),
     ],
 )
 def test_broken_rows_are_named(tmp_path: Path, record: Any, kind: Any, message: str) -> None:
@@ -418,7 +426,7 @@ def test_an_error_of_one_process_ends_all(suite: Path, ranks: Ranks, failing: in
         ('format = "gsm8k"\n    mode = "cloze"', RecipeError, 'gsm8k has no mode "cloze"; it has generate'),
         ('format = "gsm8k"\n    shots = 1', RecipeError, "need examples"),
         ('format = "gsm8k"\n    prompt = "missing.txt"', FileNotFoundError, r"missing\.txt does not exist"),
-        ('format = "piqa"', SourceError, r"gsm\.jsonl, line 1 is no question of piqa"),
+        ('format = "piqa"', SourceError, r"gsm\.jsonl, line 1 is not a question of piqa"),
         ('format = "gsm8k"\n    examples = "gsm.jsonl"\n    shots = 10', MisconfigurationError, "has 9 examples; shots = 10"),
     ],
 )  # fmt: skip

@@ -89,7 +89,7 @@ def test_a_model_in_memory_keeps_its_type_and_what_is_no_such_model_is_refused(f
     given = build_model("llama3-debug", layers=3)
     with pytest.raises(ValueError, match="dim is 64 in the source, 256 in the model"):
         from_hf(theirs, given)
-    with pytest.raises(TypeError, match="Llama is no model of transformers"):
+    with pytest.raises(TypeError, match="Llama is not a model of transformers"):
         from_hf(given)
     with pytest.raises(ValueError, match="is on meta and has no values"):
         from_hf(theirs.to("meta"))
@@ -195,7 +195,7 @@ def test_writing_spoils_nothing(folders: Any, tmp_path: Path) -> None:
     (tmp_path / "out" / "mine.txt").write_text("keep")
     with pytest.raises(FileExistsError, match="not empty"):
         to_hf(model, tmp_path / "out")
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         to_hf(model, tmp_path / "new", max_shard_size="5 apples")
     with pytest.raises(TypeError, match="Linear has no names at Hugging Face"):
         to_hf(torch.nn.Linear(2, 2), tmp_path / "new")

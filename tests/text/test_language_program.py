@@ -160,12 +160,12 @@ def test_unsupported_program_inputs_are_refused(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare_here(monkeypatch)
-    with pytest.raises(TypeError, match="a program takes tokens alone, got images"):
+    with pytest.raises(TypeError, match="a program takes only tokens, got images"):
         generate(program, ByteTokenizer(), "a", 2, inputs={"images": torch.zeros(1)})
     with pytest.raises(ValueError, match="the tokenizer is another model's"):
         generate(program, ByteTokenizer(), [[300]], 2)
     other = export(torch.nn.Linear(2, 2), tmp_path / "other.onnx", example_inputs=torch.ones(2, 2))
-    with pytest.raises(ProgramError, match="is no language program: export a language model"):
+    with pytest.raises(ProgramError, match="is not a program of the task 'language': export a language model"):
         generate(other, ByteTokenizer(), "a", 2)
     old = export(
         torch.nn.Linear(2, 2), tmp_path / "old.onnx", example_inputs=torch.ones(2, 2), metadata={"task": "language"}
@@ -196,19 +196,19 @@ def test_a_tokenizer_is_of_the_program_or_asked_for(decoder: Any, program: Progr
     with pytest.raises(ProgramError, match="exported without a tokenizer"):
         tokenizer_of(bare)
     outside = program.metadata["tokenizer_files"] | {"../x": ""}
-    with pytest.raises(ProgramError, match="which is no plain name"):
+    with pytest.raises(ProgramError, match="which is not a plain file name"):
         tokenizer_of(Program(program.path, program._session, program.metadata | {"tokenizer_files": outside}, None))
 
 
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"..": ""}, "which is no plain name"),
+        ({"..": ""}, "which is not a plain file name"),
         ({"tokenizer.json": "no base64"}, "'tokenizer.json' of its tokenizer is malformed"),
         ({"tokenizer.json": 3}, "'tokenizer.json' of its tokenizer is malformed"),
         ({"tokenizer.json": packed(b"{}" * 99)[:-8]}, "'tokenizer.json' of its tokenizer is cut short"),
-        ({"tokenizer.json": packed(b"{}")}, "holds no tokenizer that can be read"),
-        ({"other": packed(b"{}")}, "holds no tokenizer that can be read"),
+        ({"tokenizer.json": packed(b"{}")}, "holds no readable tokenizer"),
+        ({"other": packed(b"{}")}, "holds no readable tokenizer"),
         ({name: packed(bytes(1 << 20)) for name in "ab"}, "have more than 1048577 bytes"),
     ],
 )

@@ -84,7 +84,7 @@ def test_documents_are_the_texts_of_a_column(folder: Path) -> None:
     assert files(folder) == [folder]
     with pytest.raises(SourceError, match=r"shard.00000.mds has no field 'body'; it has 'text', 'id', 'raw', 'row'"):
         list(documents(folder, "body"))
-    with pytest.raises(SourceError, match="'id' is no text but int"):
+    with pytest.raises(SourceError, match="'id' is not a text but int"):
         list(documents(folder, "id"))
     with pytest.raises(SourceError, match="give the folder itself"):
         list(documents(folder / "shard.00000.mds"))
@@ -146,7 +146,7 @@ def test_ids_of_another_tokenizer_are_refused(folder: Path, tmp_path: Path) -> N
         list(token_documents(tmp_path / "other", "tokens", ByteTokenizer()))
     with pytest.raises(SourceError, match="holds no token ids"):
         list(token_documents(folder, "text", ByteTokenizer()))
-    with pytest.raises(SourceError, match="no folder of MDS shards"):
+    with pytest.raises(SourceError, match="is not a folder of MDS shards"):
         list(token_documents(tmp_path, "tokens", ByteTokenizer()))
 
 
@@ -171,7 +171,7 @@ def test_arrays_of_every_form(tmp_path: Path, encoding: str, head: bytes) -> Non
     assert found.tolist() == ARRAY.tolist()
     for number, damaged in enumerate((cell[:-1], cell[: len(head) - 1], b"", cell + b"\0")):
         write(tmp_path / str(number), [[damaged]], {"tokens": (encoding, None)})
-        with pytest.raises(MDSError, match=r"shard.00000.mds, sample 0: column 'tokens' is no ndarray"):
+        with pytest.raises(MDSError, match=r"shard.00000.mds, sample 0: column 'tokens' is not of type ndarray"):
             column(tmp_path / str(number), "tokens")
 
 
@@ -191,12 +191,16 @@ def test_numbers(tmp_path: Path, kind: str) -> None:
         ("ndarray:uint8:2,x", b"", "of shape '2,x'"),
         ("ndarray:uint8:-2", b"", "of shape '-2'"),
         ("ndarray", bytes([16, 63 << 2 | 3]) + bytes(504), "the shape of 63 axes"),
-        ("ndarray", bytes([7, 4, 1]), "column 'x' is no ndarray"),
-        ("ndarray", bytes([8, 3 << 2 | 3]) + struct.pack("<QQQ", 2**63, 2**63, 4), "is no ndarray: 0 bytes, need"),
-        ("str", b"\xff\xfe", "sample 0: column 'x' is no str"),
-        ("json", b"{", "sample 0: column 'x' is no json"),
-        ("json", b"[" * 100_000, "sample 0: column 'x' is no json"),
-        ("int", b"123", "sample 0: column 'x' is no int: 3 bytes, need 8"),
+        ("ndarray", bytes([7, 4, 1]), "column 'x' is not of type ndarray"),
+        (
+            "ndarray",
+            bytes([8, 3 << 2 | 3]) + struct.pack("<QQQ", 2**63, 2**63, 4),
+            "is not of type ndarray: 0 bytes, need",
+        ),
+        ("str", b"\xff\xfe", "sample 0: column 'x' is not of type str"),
+        ("json", b"{", "sample 0: column 'x' is not of type json"),
+        ("json", b"[" * 100_000, "sample 0: column 'x' is not of type json"),
+        ("int", b"123", "sample 0: column 'x' is not of type int: 3 bytes, need 8"),
     ],
 )
 def test_cells_that_cannot_be_read(tmp_path: Path, encoding: str, cell: bytes, message: str) -> None:
@@ -253,10 +257,10 @@ def test_shards_that_were_cut_anywhere_are_refused(folder: Path) -> None:
         ({"raw_data": {"basename": "/etc/passwd"}}, "is not the name of a file"),
         ({"raw_data": {"basename": "\ud800.mds"}}, "is not the name of a file"),
         ({"raw_data": {"basename": "..\\x.mds"}}, "is not the name of a file"),
-        ({"raw_data": None}, "is no index of MDS shards"),
+        ({"raw_data": None}, "is not an index of MDS shards"),
         ({"samples": -1}, "has -1 samples"),
         ({"samples": 2**32}, "has 4294967296 samples"),
-        ({"column_sizes": [None]}, "is no index of MDS shards"),
+        ({"column_sizes": [None]}, "is not an index of MDS shards"),
         ({"column_sizes": [None, -8, None, None]}, "has size -8"),
         ({"column_names": ["text", "text", "raw", "row"]}, "two columns have one name"),
         (

@@ -112,9 +112,9 @@ def test_transformers_opens_an_export_with_mups_factors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "said"),
     [
-        ("mpt-mup-debug", {}, "knows no MPT with qk_norm, peri_norm, embedding_norm, rotary embeddings"),
-        ("mpt-debug", {"alibi_max": 4}, "knows no MPT with alibi_max"),
-        ("sigma-moe-debug", {}, "knows no MPT with experts, rotary embeddings"),
+        ("mpt-mup-debug", {}, "has no MPT with qk_norm, peri_norm, embedding_norm, rotary embeddings"),
+        ("mpt-debug", {"alibi_max": 4}, "has no MPT with alibi_max"),
+        ("sigma-moe-debug", {}, "has no MPT with experts, rotary embeddings"),
         ("mpt-debug", {"logit_cap": 30.0}, "a mpt model at Hugging Face caps no logits"),
     ],
 )
@@ -126,7 +126,7 @@ def test_models_transformers_cannot_compute_are_not_written(
 
 
 def test_experts_have_no_factors_of_mup() -> None:
-    with pytest.raises(ValueError, match="no factors of muP for routers: leave mup or moe out"):
+    with pytest.raises(ValueError, match="muP has no factors for routers: leave mup or moe out"):
         small("sigma-moe-debug", mup={"base_dim": 32})
 
 

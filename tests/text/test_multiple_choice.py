@@ -93,10 +93,10 @@ def test_mmlu_as_lines_of_csv_or_columns(tmp_path: Path) -> None:
     ("record", "kind", "message"),
     [
         ({**HELLASWAG, "label": "4"}, "hellaswag", "line 1: answer 4 of 4 choices"),
-        ({**HELLASWAG, "label": ""}, "hellaswag", "line 1 is no question of hellaswag: ValueError"),
-        ({"question": "x"}, "arc", "line 1 is no question of arc: KeyError 'choices'"),
-        ({**ARC, "answerKey": "9"}, "arc", "line 1 is no question of arc"),
-        ({"question": "x", "choices": ["a", "b"], "answer": None}, "mmlu", "line 1 is no question of mmlu"),
+        ({**HELLASWAG, "label": ""}, "hellaswag", "line 1 is not a question of hellaswag: ValueError"),
+        ({"question": "x"}, "arc", "line 1 is not a question of arc: KeyError 'choices'"),
+        ({**ARC, "answerKey": "9"}, "arc", "line 1 is not a question of arc"),
+        ({"question": "x", "choices": ["a", "b"], "answer": None}, "mmlu", "line 1 is not a question of mmlu"),
     ],
 )
 def test_rows_of_another_kind_are_named(tmp_path: Path, record: dict[str, Any], kind: Any, message: str) -> None:

@@ -198,8 +198,8 @@ def test_transformers_opens_an_export_with_the_same_logits(name: str, tied: bool
     ("name", "mup", "said"),
     [
         ("llama3-debug", {"base_layers": 2}, "lacks base_dim"),
-        ("llama3-debug", {"base_dim": 48}, "dim = 128 is no multiple of mup.base_dim = 48"),
-        ("llama3-debug", {"base_dim": 64, "base_layers": 4}, "layers = 6 is no multiple of mup.base_layers = 4"),
+        ("llama3-debug", {"base_dim": 48}, "dim = 128 is not a multiple of mup.base_dim = 48"),
+        ("llama3-debug", {"base_dim": 64, "base_layers": 4}, "layers = 6 is not a multiple of mup.base_layers = 4"),
         ("llama3-debug", {"base_dim": 64, "depth": 2}, "mup has no 'depth'"),
         ("llama3-debug", {"base_dim": 64, "alpha": 2.0}, "alpha: need number in"),
         ("llama3-debug", {"base_dim": 0}, "base_dim: need"),

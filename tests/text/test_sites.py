@@ -122,14 +122,14 @@ def test_named_sources_are_divided_by_name_tokens_as_well(texts, tmp_path):
 
 
 def test_invalid_partitions_are_refused(texts, tmp_path):
-    with pytest.raises(ValueError, match="merchant divides no text"):
+    with pytest.raises(ValueError, match="merchant does not divide text"):
         task(texts, tmp_path).site(0, 2, Merchant())
     with pytest.raises(ValueError, match=r"7 sources \(alone.txt, author0, .*\), too few for 8 sites"):
         written(task(texts, tmp_path).site(0, 8, Source()))
     with pytest.raises(MisconfigurationError, match=r"site [01] of 2 gets no document"):
         for number in range(2):
             written(task(texts / "alone.txt", tmp_path, held_out=0.0).site(number, 2, IID()))
-    with pytest.raises(ValueError, match="tells no texts apart"):
+    with pytest.raises(ValueError, match="does not divide texts"):
         replace(task(texts, tmp_path)).site(0, 2, Dirichlet(by="prefix"))
 
 

@@ -105,9 +105,9 @@ def test_damage_is_named(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.txt", b"ab\xffc", r"a\.txt: byte 2 \(0xff\) is not UTF-8 text; convert it, as with iconv"),
-        ("a.jsonl", b'{"text": "x"}\n{"text"', r"a\.jsonl, line 2 is no JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text"', r"a\.jsonl, line 2 is not valid JSON"),
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}', r"a\.jsonl, line 2 has no field 'text'; it has 'txt'"),
-        ("a.jsonl", b'{"text": null}', r"line 1: 'text' is no text but NoneType"),
+        ("a.jsonl", b'{"text": null}', r"line 1: 'text' is not a text but NoneType"),
         ("a.jsonl", b"[1]", r"line 1: need an object with the field 'text', got list"),
         ("a.jsonl", b'{"text": "a\\ud800"}', r"line 1: character 1 is half of a surrogate pair"),
         ("a.jsonl", b'{"text": "\xff"}', r"line 1: byte 10 \(0xff\) is not UTF-8"),
@@ -127,7 +127,7 @@ def test_bad_input_is_named(tmp_path: Path, name: str, content: bytes, message: 
 
 def test_a_row_of_parquet_without_text_is_named(tmp_path: Path) -> None:
     parquet(tmp_path / "a.parquet", {"text": ["x", None], "n": [1, 2]})
-    with pytest.raises(SourceError, match=r"a\.parquet, row 1: 'text' is no text"):
+    with pytest.raises(SourceError, match=r"a\.parquet, row 1: 'text' is not a text"):
         texts(tmp_path)
     with pytest.raises(SourceError, match=r"has no field 'body'; it has 'text', 'n'"):
         texts(tmp_path, "body")

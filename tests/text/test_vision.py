@@ -193,5 +193,5 @@ def test_places_and_patches_must_be_as_many(sees: Any) -> None:
         sees(torch.tensor([[1, 2047, 2047, 2047]]), images=packed(sizes=[(5, 3)]))
     with pytest.raises(ValueError, match="1 places for patches, the images have 0"):
         sees(torch.tensor([[1, 2047]]))
-    with pytest.raises(TypeError, match="Llama takes no images"):
+    with pytest.raises(TypeError, match="Llama does not take images"):
         build_model("llama3-debug", layers=1)(torch.tensor([[1]]), images=packed())

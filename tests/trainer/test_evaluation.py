@@ -252,7 +252,7 @@ def test_predictions_come_one_by_one_and_are_not_kept(make_trainer: Make) -> Non
 def test_a_caller_may_stop_taking_predictions(make_trainer: Make) -> None:
     class Failing(al.Callback):
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            raise AssertionError("stopping is no error")
+            raise AssertionError("stopping is not an error")
 
     module = Mean()
     outputs = make_trainer(Failing()).predict_iter(module, numbers(6))

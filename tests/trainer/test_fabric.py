@@ -392,7 +392,9 @@ def test_a_module_in_a_loop_of_ones_own_logs_to_the_fabrics_loggers() -> None:
     with pytest.raises(ValueError, match="nested dictionaries cannot be logged"):
         module.log_dict({"wrong": {"a": 1.0}})
     assert module.trainer.global_rank == 0
-    with pytest.raises(AttributeError, match=r"tried to access `self.trainer.current_epoch`, which no Fabric has"):
+    with pytest.raises(
+        AttributeError, match=r"tried to access `self.trainer.current_epoch`, which a Fabric does not have"
+    ):
         _ = module.trainer.current_epoch
 
 

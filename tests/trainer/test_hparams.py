@@ -89,7 +89,7 @@ def test_a_name_that_is_no_argument_is_refused() -> None:
             super().__init__()
             self.save_hyperparameters("widht")
 
-    with pytest.raises(ValueError, match="'widht' is no argument of Wrong; it has width"):
+    with pytest.raises(ValueError, match="'widht' is not an argument of Wrong; it has width"):
         Wrong(1)
 
 

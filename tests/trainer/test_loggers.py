@@ -393,7 +393,7 @@ def test_places_are_expanded_and_versions_are_text_or_number(tmp_path: Path, mon
     assert (logger.save_dir, logger.log_dir) == ("~/$STUDY", str(tmp_path / "s1" / "today" / "s"))
     for name in ("version_0", "version_10", "version_x", "other"):
         (tmp_path / "study" / name).mkdir(parents=True)
-    (tmp_path / "study" / "version_99").write_text("a file is no version")
+    (tmp_path / "study" / "version_99").write_text("a file is not a version")
     assert TensorBoardLogger(tmp_path, "study").version == CSVLogger(tmp_path, "study").version == 11
 
 

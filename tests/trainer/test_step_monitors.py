@@ -160,7 +160,7 @@ def test_training_keeps_its_bits_and_the_report_has_curves(tmp_path: Path) -> No
     ("made", "message"),
     [
         (lambda: CurvatureMonitor(0), "every_n_steps >= 1, not 0"),
-        (lambda: ActivationMonitor(1, "("), "is no regular expression"),
+        (lambda: ActivationMonitor(1, "("), "is not a regular expression"),
     ],
 )
 def test_settings_that_measure_nothing_are_refused(made: Any, message: str) -> None:

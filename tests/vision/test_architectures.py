@@ -210,7 +210,7 @@ LEFT_OUT = (
 
 @pytest.mark.parametrize("block", LEFT_OUT)
 def test_a_block_that_is_left_out_is_refused_by_row_with_those_there_are(block: str) -> None:
-    with pytest.raises(ValueError, match=rf"tiny\.yaml: row 4.*'{block}' is no block.*Conv.*SPPF") as caught:
+    with pytest.raises(ValueError, match=rf"tiny\.yaml: row 4.*'{block}' is not a block.*Conv.*SPPF") as caught:
         parse_architecture(changed("[-1, 1, Conv, [24, 3, 2]]", f"[-1, 1, {block}, [24, 3]]"), "tiny.yaml")
     assert "Detect" in str(caught.value)
 
@@ -228,7 +228,7 @@ def changed(old: str, new: str) -> str:
         ("backbone: 3\nhead: []", "must be lists of rows"),
         (
             changed("Conv, [16, 3, 2]], [-1, 1, nn.M", "__import__('os').system, [1]], [-1, 1, nn.M"),
-            "cannot be read|is no block",
+            "cannot be read|is not a block",
         ),
         (changed("[-1, 1, Conv, [24, 3, 2]]", "[-1, 1, Convv, [24]]"), "row 4.*did you mean 'Conv'"),
         (changed("[24, 3, 2]", "['eval(1)', 3, 2]"), "channels = 'eval"),

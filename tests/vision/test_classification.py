@@ -48,11 +48,11 @@ def test_faulty_folders_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert len(data) + len(data.report.corrupt if data.report else ()) == 6
     assert str(root / "val" / "disc" / "0.png") in caplog.text
     (root / "val" / "circle").mkdir()
-    with pytest.raises(DatasetError, match="'circle' is no class; there are disc, square"):
+    with pytest.raises(DatasetError, match="'circle' is not a class; there are disc, square"):
         ImageFolder.open(root, "val", ["disc", "square"])
     with pytest.raises(DatasetError, match="has no 'test' split"):
         ImageFolder.open(root, "test", ["disc", "square"])
-    with pytest.raises(DatasetError, match="is no folder; did you mean set"):
+    with pytest.raises(DatasetError, match="is not a folder; did you mean set"):
         class_names(tmp_path / "sett")
     with pytest.raises(DatasetError, match="has no folder train"):
         class_names(tmp_path)

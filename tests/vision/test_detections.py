@@ -222,7 +222,7 @@ def test_some_of_the_boxes() -> None:
     assert found.of("dog").boxes.xyxy.tolist() == [boxes[1], boxes[3]]
     assert len(found.of("cat", "dog")) == 4
     assert len(found[:0].of("dog")) == 0
-    with pytest.raises(ValueError, match="'bird' is no class: there are cat, dog"):
+    with pytest.raises(ValueError, match="'bird' is not a class; choose one of cat, dog"):
         found.of("bird")
     with pytest.raises(IndexError):
         found[4]

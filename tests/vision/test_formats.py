@@ -151,7 +151,7 @@ def test_crowds_are_passed_over_and_counted_unless_wanted(tmp_path: Path) -> Non
         ({"segmentation": {"size": [80, 100], "counts": [-1, 8001]}}, "not run lengths"),
         ({"segmentation": {"size": [10**9, 10**9], "counts": [10**18]}}, "its image is 80 high and 100 wide"),
         ({"segmentation": {"size": [80, 100], "counts": "PPPPPPPPPPPPPPPPPP"}}, "more than 32 bits"),
-        ({"segmentation": {"size": [80, 100], "counts": "1\u00e9"}}, "which no run length has"),
+        ({"segmentation": {"size": [80, 100], "counts": "1\u00e9"}}, "which is not valid in a run length"),
         ({"segmentation": {"size": [80, 100], "counts": "1P"}}, "end inside a run length"),
         ({"segmentation": {"size": [80, 100], "counts": 3}}, "not a list or a text"),
     ],

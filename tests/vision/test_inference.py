@@ -259,7 +259,7 @@ def test_an_ensemble_is_nearer_to_the_truth_than_its_members() -> None:
         (lambda: weighted_box_fusion([boxes_of()], weights=[1, 2]), r"a positive weight for each of 1 detectors is needed, got \[1.0, 2.0\]"),
         (lambda: weighted_box_fusion([boxes_of()], weights=[0]), "a positive weight"),
         (lambda: weighted_box_fusion([boxes_of()], weights=[float("nan")]), "a positive weight"),
-        (lambda: concatenated([]), "no detections to bring together"),
+        (lambda: concatenated([]), "no detections to fuse"),
         (lambda: concatenated([boxes_of(), boxes_of(names=("dark", "cat"))]), "find other classes: dark, bright and dark, cat"),
         (lambda: ensemble([]), "an ensemble needs one detector or more"),
     ],

@@ -199,7 +199,7 @@ def test_a_file_of_sources(tmp_path: Path) -> None:
     for text, message in (
         (b"\n", "names no source"),
         (f"{cameras}\n".encode(), "name standard input and lists themselves"),
-        (b"\xff\xfe0\0", "bad.streams is no UTF-8 text"),
+        (b"\xff\xfe0\0", "bad.streams is not UTF-8 text"),
     ):
         (tmp_path / "bad.streams").write_bytes(text)
         with pytest.raises(SourceError, match=message):

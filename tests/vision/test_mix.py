@@ -81,8 +81,8 @@ def test_classes_are_matched_by_name_and_by_the_table(two: tuple[Path, Path]) ->
 @pytest.mark.parametrize(
     ("classes", "message"),
     [
-        ({}, r"class 'sign' of .*data.yaml is none of code, text: say which it is, classes = \{sign = \"code\"\}"),
-        ({"sign": "words"}, "class 'sign' of .* is none of code, text"),
+        ({}, r"class 'sign' of .*data.yaml is not one of code, text: say which it is, classes = \{sign = \"code\"\}"),
+        ({"sign": "words"}, "class 'sign' of .* is not one of code, text"),
         ({"sing": "text"}, "has no class 'sing'; it has sign, code"),
     ],
 )

@@ -107,7 +107,7 @@ def test_images_without_flip_idx_are_not_mirrored(tmp_path: Path, caplog: pytest
     spec = read_data_yaml(write_dots(tmp_path, flip=""))
     mirrored = Augment(**STILL | {"fliplr": 1.0, "flipud": 1.0})
     data = DetectionDataset.open(spec, "train", image_size=96, augment=mirrored, geometry="keypoints")
-    assert caplog.text.count("there is no flip_idx") == 1
+    assert caplog.text.count("the data set has no flip_idx") == 1
     plain = DetectionDataset.open(spec, "train", image_size=96, geometry="keypoints")
     random.seed(0)
     batches = [collate(one.__getitems__(range(6))) for one in (data, plain)]

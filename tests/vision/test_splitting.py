@@ -79,7 +79,7 @@ def test_damaged_images_are_in_no_split(photos: list[Path]) -> None:
         ({"train": 0.8, "val": 0.1}, {}, "add up to 1"),
         ({"train": 1.5, "val": -0.5}, {}, "each is above 0"),
         ({"train": 0.5, "val": 0.5}, {"group": "("}, "not a regular expression"),
-        ({"train": 0.5, "val": 0.5}, {"group": "plant"}, "found in no path, such as"),
+        ({"train": 0.5, "val": 0.5}, {"group": "plant"}, "matches no path, for example"),
         ({"train": 0.5, "val": 0.5}, {"group": "shop"}, "val would stay empty: 40 images form 1 groups"),
     ],
 )

@@ -312,7 +312,7 @@ def test_each_video_has_its_own_numbers() -> None:
 
 
 def test_unknown_trackers_are_named() -> None:
-    with pytest.raises(ValueError, match="'botsort' is no tracker: there are bytetrack, ocsort"):
+    with pytest.raises(ValueError, match="'botsort' is not a tracker; choose one of bytetrack, ocsort"):
         make_tracker("botsort")
 
 

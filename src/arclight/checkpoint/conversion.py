@@ -96,7 +96,9 @@ def read_foreign(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         return {"model": _read_safetensors(path)}
     if path.suffix not in _PICKLED:
-        raise CheckpointError(f"{path} is none of {', '.join((*_PICKLED, '.safetensors'))}: it cannot be converted")
+        raise CheckpointError(
+            f"{path} cannot be converted: its name must end in one of {', '.join((*_PICKLED, '.safetensors'))}"
+        )
     try:
         content = read_pickled(path)
     except CheckpointError as error:

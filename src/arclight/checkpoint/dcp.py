@@ -129,7 +129,7 @@ def _read_tensor(
         offset, size = _size(chunk.state["offsets"]) or (), _size(chunk.state["sizes"]) or ()
         part = load(_bytes_of(path, places[name, offset]))
         if not isinstance(part, torch.Tensor) or tuple(part.shape) != size or part.dtype != dtype:
-            raise CheckpointError(f"the chunk of {name} at {offset} is no {dtype} tensor of shape {size}")
+            raise CheckpointError(f"the chunk of {name} at {offset} is not a {dtype} tensor of shape {size}")
         tensor[tuple(slice(start, start + count) for start, count in zip(offset, size, strict=True))] = part
         boxes.append((list(offset), size))
     if not tree.boxes_cover(boxes, list(tensor.shape)):
@@ -165,7 +165,7 @@ def _size(value: Any) -> tuple[int, ...] | None:
 def _dtype(value: Any) -> torch.dtype:
     found = getattr(torch, value.kind.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"{value.kind} is not a type of tensors that this torch has")
+        raise CheckpointError(f"{value.kind} is not a dtype of this torch")
     return found
 
 

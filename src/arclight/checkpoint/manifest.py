@@ -146,7 +146,7 @@ def _checked(body: dict[str, Any]) -> Manifest:
                 raise ValueError(f"{name} is {getattr(part, name)!r:.60}")
     for name in (*manifest.files, *filter(None, [manifest.data])):
         if name in (".", "..") or not name.strip() or any(c in "/\\\0" for c in name):
-            raise ValueError(f"{name!r} is not a name of a file in it")
+            raise ValueError(f"{name!r} is not a plain file name")
     if STATE not in manifest.files:
         raise ValueError(f"it does not list {STATE}")
     if any(record.bytes < 0 for record in manifest.files.values()):

@@ -248,7 +248,7 @@ class _InertUnpickler(pickle.Unpickler):
 
     def persistent_load(self, given: Any) -> _Storage:
         if not (isinstance(given, tuple) and len(given) == 5 and given[0] == "storage"):
-            raise CheckpointError("refers to something outside that is no tensor")
+            raise CheckpointError("refers to an outside object that is not a tensor")
         _, dtype, key, _, count = given
         if not (isinstance(dtype, torch.dtype) and isinstance(key, str) and isinstance(count, int) and count >= 0):
             raise CheckpointError("has tensors of a type that is not read here, or damaged ones")
@@ -364,7 +364,7 @@ def _tensors_of(record: Record) -> Iterator[tuple[str, torch.Tensor]]:
                 yield _named(prefix, name), value.value
         for name, child in reversed(state["_modules"].items()):
             if child is not None and not _is_module(child):
-                raise CheckpointError(f"{_named(prefix, name)} is no module")
+                raise CheckpointError(f"{_named(prefix, name)} is not a module")
             if child is not None:
                 stack.append((child, f"{_named(prefix, name)}.", depth + 1))
 

@@ -116,7 +116,7 @@ def read_header(file: HashedFile, size: int) -> dict[str, Slot]:
 def check_shape(shape: Any) -> None:
     """Raise ValueError unless `shape` is a list of sizes of a tensor below 2^56 elements."""
     if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"{shape!r} is not a shape")
+        raise ValueError(f"{shape!r} is not a shape: need a list of sizes of 0 or more")
     if math.prod(size or 1 for size in shape) >= 1 << 56:
         raise ValueError(f"a tensor of shape {shape} is too large")
 
@@ -135,7 +135,7 @@ def parse_json(text: bytes) -> Any:
         return found
 
     def constant(name: str) -> Any:
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not valid JSON")
 
     return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
 
@@ -173,7 +173,7 @@ def from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch
     """
     check_shape(shape)
     if math.prod(shape) * dtype.itemsize != raw.numel():
-        raise ValueError(f"{raw.numel()} bytes are no tensor of shape {shape} and {dtype}")
+        raise ValueError(f"{raw.numel()} bytes do not hold a tensor of shape {shape} and {dtype}")
     return raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
 
 

@@ -315,7 +315,7 @@ def _decode_array(node: dict[str, Any], inner: Callable[[Any], Any], files: Any)
 def _numeric(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.kind not in "biufc":
-        raise ValueError(f"{name} is not a type of numbers")
+        raise ValueError(f"{name} is not a numeric type")
     return dtype
 
 

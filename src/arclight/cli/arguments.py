@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if name.startswith("--") and "." not in name and name[2:] not in known:
                 for near in difflib.get_close_matches(name, self._option_string_actions, 1, cutoff=0.75):
-                    raise UsageError(f"{name} is no option of {self.prog}; did you mean {near}?")
+                    raise UsageError(f"{name} is not an option of {self.prog}; did you mean {near}?")
 
 
 def share(text: str) -> float:
@@ -268,7 +268,7 @@ def check_writable(place: Path, named: str) -> None:
     """Raise UsageError if ``place`` cannot be written, before the work that would be lost."""
     folder = next(parent for parent in (place.absolute().parent, *place.absolute().parents) if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        what = "cannot be written to" if folder.is_dir() else "is no folder"
+        what = "cannot be written to" if folder.is_dir() else "is not a folder"
         raise UsageError(f"{named} {place}: {folder} {what}; name another place")
 
 

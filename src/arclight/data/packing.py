@@ -104,7 +104,7 @@ class Packed:
             "firsts": np.cumsum(np.concatenate([[0], *(counts for _, _, counts in found)]), dtype=np.int64),
         }
         if not arrays["starts"].size:
-            raise TokenShardError(f"{shards.place} has nothing to pack: no document has as many as two tokens")
+            raise TokenShardError(f"{shards.place} has nothing to pack: no document has two tokens or more")
         folder = _folder(shards, length)
         temporary = folder.with_name(f".{folder.name}.{os.getpid()}.saving")
         try:

@@ -259,7 +259,7 @@ def resampled(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     elif batches is not None:
         if not hasattr(batches, "sampler"):
             raise TypeError(
-                f"{type(batches).__name__} keeps no `sampler` that could be replaced; keep one as an attribute of that "
+                f"{type(batches).__name__} has no attribute `sampler` to replace; keep the sampler as an attribute of that "
                 "name, or leave sampling to it"
             )
         batches = copy.copy(batches)

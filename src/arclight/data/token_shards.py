@@ -250,7 +250,7 @@ def read_listing(text: str | bytes, place: str) -> tuple[dict[str, Any], list[Li
             if not _is_file_name(name):
                 raise ValueError(f"{name!r} is not the name of a file beside it")
             if sums is not None and not is_sha256(sums):
-                raise ValueError(f"{name} has sums {sums!r}, which is no SHA-256 digest")
+                raise ValueError(f"{name} has sums {sums!r}, which is not a SHA-256 digest")
             listed.append(Listed(name, sums, ShardFacts(**entry)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TokenShardError(f"{place} cannot be read ({error!r}): {_FIX}") from error
@@ -284,7 +284,7 @@ class TokenShards:
         try:
             text = (self.folder / INDEX).read_bytes()
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{self.folder} is no folder of token shards: it has no {INDEX}") from error
+            raise FileNotFoundError(f"{self.folder} is not a folder of token shards: it has no {INDEX}") from error
         about, listed = read_listing(text, str(self.folder / INDEX))
         for entry in listed:
             if read_header(self.folder / entry.file).sha256 != entry.facts.sha256:

@@ -165,7 +165,7 @@ def _parse(line: bytes) -> tuple[str, int, str, str, list[tuple[str, int, int]]]
     if type(vocab_size) is not int or not 0 <= vocab_size <= 2**32:
         raise ValueError(f"vocab_size {vocab_size!r}, need an integer from 0 to 2**32")
     if not is_sha256(corpus) or not is_sha256(sha256):
-        raise ValueError("corpus or sha256 is no digest")
+        raise ValueError("corpus or sha256 is not a digest")
     sources = []
     for entry in header["sources"]:
         name, documents, tokens = entry["name"], entry["documents"], entry["tokens"]

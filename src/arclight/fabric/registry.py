@@ -80,7 +80,7 @@ class Registry(dict[str, dict[str, Any]]):
             return installed(self.plural)[name]()
         if default is not None:
             return default
-        raise KeyError(f"{name!r} is no registered {self.kind}; there are: {', '.join(self.names()) or 'none'}")
+        raise KeyError(f"{name!r} is not a registered {self.kind}; there are: {', '.join(self.names()) or 'none'}")
 
     def remove(self, name: str) -> None:
         """Remove ``name``. Raises KeyError if it is not registered."""

@@ -99,11 +99,11 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ValueError(f"{index} is not sound JSON ({error}): fetch or write it again") from error
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise ValueError(f"{index} has no weight_map of names to files: it is no index of safetensors")
+        raise ValueError(f"{index} has no weight_map of names to files: it is not an index of safetensors")
     for name, file in files.items():
         place = PurePosixPath(file)
         if place.is_absolute() or ".." in place.parts or place.suffix != ".safetensors":
-            raise ValueError(f"{index} says that {name} is in {file!r}, which is no safetensors file beside it")
+            raise ValueError(f"{index} says that {name} is in {file!r}, which is not a safetensors file beside it")
     return files
 
 
@@ -125,7 +125,7 @@ def byte_count(size: int | str, setting: str = "max_shard_size") -> int:
         match = re.fullmatch(r"(\d+)\s*([KMG]?)i?B", size.strip(), re.IGNORECASE)
         found = match and int(match[1]) * 1000 ** " KMG".index(match[2].upper() or " ")
     if not found or found <= 0:
-        raise ValueError(f"{setting} {size!r} is no size; write bytes as a number, or such as '500MB' or '5GB'")
+        raise ValueError(f"{setting} {size!r} is not a size; write bytes as a number, or such as '500MB' or '5GB'")
     return found
 
 

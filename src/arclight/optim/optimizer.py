@@ -58,7 +58,7 @@ def _blame_sparse(owned: list[Owned], error: Exception) -> None:
     for name, parameter, _ in owned:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(
-                f"the gradient of {name} is sparse, which no rule here takes: make its layer without sparse=True, or give that "
+                f"the gradient of {name} is sparse, which no optimizer here supports: make its layer without sparse=True, or give that "
                 "layer an optimizer of torch's own (torch.optim.SparseAdam)"
             ) from error
 

@@ -44,7 +44,7 @@ def phase(length: float, total_steps: int) -> int:
         steps = int(length * total_steps)
     else:
         raise ValueError(
-            f"{length} is no share of the steps: give a float in [0, 1], or an integer for a number of steps"
+            f"{length} is not a share of the steps: give a float in [0, 1], or an integer for a number of steps"
         )
     if not 0 <= steps <= max(0, total_steps):
         raise ValueError(f"a phase of {steps} steps does not fit into a run of {total_steps} steps: shorten it")

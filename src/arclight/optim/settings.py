@@ -43,7 +43,7 @@ def _check_pattern(name: str, pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{name} {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"{name} {pattern!r} is not a regular expression: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,7 +146,7 @@ class Embedder:
                 f"a text has {len(ids)} tokens, and the model has {self.max_positions} positions: shorten it"
             )
         if wrong := [one for one in ids if not 0 <= one < self.vocab_size]:
-            raise ValueError(f"{wrong[0]} is no token id: the vocabulary has {self.vocab_size} tokens")
+            raise ValueError(f"{wrong[0]} is not a token id: the vocabulary has {self.vocab_size} tokens")
         return ids
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Array:

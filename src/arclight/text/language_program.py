@@ -166,7 +166,7 @@ def _scored_texts(texts: Iterable[Tensor]) -> list[Tensor]:
         if not left:
             break
     if not found:
-        raise ProgramError("there is no text of two tokens or more to compare on: name texts that hold some")
+        raise ProgramError("no text of two tokens or more to compare on: name texts that hold some")
     return found
 
 
@@ -274,14 +274,16 @@ def tokenizer_of(program: Program, task: str = TASK) -> Tokenizer:
         left = LARGEST_TOKENIZER
         for name, content in packed.items():
             if Path(name).name != name or name == "..":
-                raise ProgramError(f"{program.path} names a file of its tokenizer {name!r}, which is no plain name")
+                raise ProgramError(
+                    f"{program.path} names a file of its tokenizer {name!r}, which is not a plain file name"
+                )
             file = _unpacked(program.path, name, content, left)
             left -= len(file)
             (Path(folder) / name).write_bytes(file)
         try:
             tokenizer = Tokenizer.load(folder)
         except (ValueError, FileNotFoundError) as error:
-            raise ProgramError(f"{program.path} holds no tokenizer that can be read: export it again") from error
+            raise ProgramError(f"{program.path} holds no readable tokenizer: export it again") from error
     if tokenizer.digest != program.metadata.get("tokenizer"):
         raise ProgramError(f"{program.path} holds another tokenizer than it says: export it again")
     return tokenizer
@@ -330,7 +332,7 @@ class ProgramRun:
     def logits(self, tokens_BT: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Compute the logits (B, V) behind ``tokens_BT``."""
         if inputs:
-            raise TypeError(f"a program takes tokens alone, got {', '.join(inputs)}: generate with the model itself")
+            raise TypeError(f"a program takes only tokens, got {', '.join(inputs)}: generate with the model itself")
         logits, *self._past = self._program(tokens_BT, self._padding, *self._past)
         return logits  # type: ignore[no-any-return]
 
@@ -346,7 +348,9 @@ def _check(program: Program, task: str = TASK) -> None:
     """Raise ProgramError for a program of another task, or with a malformed description."""
     about = program.metadata
     if about.get("task") != task:
-        raise ProgramError(f"{program.path} is no {task} program: export a language model with arclight export")
+        raise ProgramError(
+            f"{program.path} is not a program of the task {task!r}: export a language model with arclight export"
+        )
     if "max_positions" not in about:
         raise ProgramError(
             f"{program.path} is a language program of an older arclight, without a cache: export the model again"

@@ -175,7 +175,7 @@ class UnigramLoss:
 
     def __init__(self, counts: npt.NDArray[np.uint64], smoothing: float) -> None:
         if not counts.size:
-            raise ValueError("there are no counts of tokens: the vocabulary is empty")
+            raise ValueError("no counts of tokens: the vocabulary is empty")
         smoothed = counts.astype(np.float64) + smoothing
         self._cost = torch.from_numpy(-np.log(smoothed / smoothed.sum()).astype(np.float32))
 

@@ -94,7 +94,9 @@ class LanguageTask(Checked):
         Its weights come from elsewhere.
         """
         if not isinstance(partition, Source | IID | Dirichlet | Size | None):
-            raise ValueError(f"{type(partition).__name__.lower()} divides no text: source, iid, dirichlet and size do")
+            raise ValueError(
+                f"{type(partition).__name__.lower()} does not divide text: choose source, iid, dirichlet or size"
+            )
         share = SiteShare(number=number, count=count, partition=partition or IID())
         return dataclasses.replace(self, weights=None, data=dataclasses.replace(self.data, share=share))
 

@@ -460,7 +460,7 @@ def _choose(cls: type, arguments: dict[str, Any], chosen: tuple[Any, ...]) -> tu
     unknown = [name for name in chosen if name not in arguments]
     if unknown:
         raise ValueError(
-            f"save_hyperparameters: {unknown[0]!r} is no argument of {cls.__name__}; it has {', '.join(arguments) or 'none'}"
+            f"save_hyperparameters: {unknown[0]!r} is not an argument of {cls.__name__}; it has {', '.join(arguments) or 'none'}"
         )
     return "kwargs", {name: arguments[name] for name in chosen}
 

@@ -547,7 +547,7 @@ class TrainerOfFabric:
             return getattr(self._fabric, name)
         except AttributeError:
             raise AttributeError(
-                f"Your LightningModule code tried to access `self.trainer.{name}`, which no Fabric has: in a loop of your own, "
+                f"Your LightningModule code tried to access `self.trainer.{name}`, which a Fabric does not have: in a loop of your own, "
                 "keep it yourself, or ask `self.fabric`"
             ) from None
 

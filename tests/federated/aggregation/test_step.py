@@ -186,7 +186,7 @@ def test_tensors_in_files_give_the_same_bits_and_come_in_the_order_asked_for(tmp
 
 def test_unknown_weights_and_mismatched_states_are_refused() -> None:
     given = [Contribution(client="a", weight=1, tensors={"model/x": torch.ones(2)})]
-    with pytest.raises(FederatedError, match="model/x was sent and is no weight of the model"):
+    with pytest.raises(FederatedError, match="model/x was sent and is not a weight of the model"):
         StrategyStep(FedAvg(), {"model/y": torch.ones(2)}, given)
     with pytest.raises(FederatedError, match="model/x has no place in the order"):
         StrategyStep(FedAvg(), {"model/x": torch.ones(2)}, given, order=[])

@@ -224,5 +224,5 @@ def test_invalid_safetensors_files_are_refused(store: FolderStore, content: byte
     digest = digest_of(content)
     store.put(digest, content)
     entry = Entry(blob=digest, dtype="F32", shape=(4,))
-    with pytest.raises(BlobError, match="no safetensors file"):
+    with pytest.raises(BlobError, match="is not a safetensors file"):
         open_manifest(Manifest(kind="update", tensors={"w": entry}, blobs={digest: len(content)}), store)

@@ -246,7 +246,7 @@ def test_a_server_gives_each_client_its_experts() -> None:
     server = ServerMasks(Federation(clients=2, masks=masks), 0, {"a": 0, "b": 1}.get)
     assert server.of("a", 1, STACKED).experts == (0, 1)
     assert server.of("b", 1, STACKED).experts == (2, 3)
-    with pytest.raises(FederatedError, match="'c' is no client of this run"):
+    with pytest.raises(FederatedError, match="'c' is not a client of this run"):
         server.of("c", 1, STACKED)
     plain = ServerMasks(Federation(clients=2), 0, {"a": 0}.get)
     assert plain.of("a", 1, STACKED) is plain.of("nobody", 1, STACKED) is plain.whole(STACKED)

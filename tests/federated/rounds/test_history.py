@@ -289,5 +289,5 @@ def test_a_database_that_was_copied_without_its_log_is_reported(
         )
     assert "run.db-wal" not in caplog.text
     served(tmp_path / "copy", 3, keep_rounds=0)
-    assert "knows none of the 3 rounds" in caplog.text
+    assert "has none of the 3 rounds" in caplog.text
     assert "copied without its log (run.db-wal)" in caplog.text

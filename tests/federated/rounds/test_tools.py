@@ -124,7 +124,7 @@ def test_an_edit_keeps_what_was_and_what_comes_of_it_counts_on(finished: Path, t
     assert [(here.round, here.clock) for here in rounds if here.contributors][-1] == (3, 503)
     with pytest.raises(FederatedError, match="has a journal"):
         tools.edit(run, 3, tools.Edit(clock=1))
-    with pytest.raises(FederatedError, match="knows no client 'c'"):
+    with pytest.raises(FederatedError, match="has no client 'c'"):
         tools.edit(_forked(finished, tmp_path / "more"), 1, tools.Edit(client_steps={"c": 1}))
 
 

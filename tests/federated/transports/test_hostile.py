@@ -122,11 +122,11 @@ def told(body: bytes) -> str:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"", "no message"),
-        (b"\x00\xff\xfe garbage", "no message"),
-        (b"[" * 50_000, "no message"),
-        (b"[1, 2]", "no message"),
-        (b'{"kind": "heartbeat"}', "no message"),
+        (b"", "is not a message"),
+        (b"\x00\xff\xfe garbage", "is not a message"),
+        (b"[" * 50_000, "is not a message"),
+        (b"[1, 2]", "is not a message"),
+        (b'{"kind": "heartbeat"}', "is not a message"),
         (b'{"kind": "heartbeat", "version": 7}', "version 7, this one 3"),
         (b'{"kind": "boo", "version": 3}', "no message 'boo'"),
         (b'{"kind": "heartbeat", "version": 3, "node": 3, "session": "x"}', "invalid message"),

@@ -118,7 +118,7 @@ def test_a_certificate_that_no_node_would_believe_is_told(
         (made.private_key, made.private_key, "has no PEM certificate"),
         (tmp_path / "none", made.private_key, "there is no certificate"),
         (made.certificate, tmp_path / "none", "there is no private key"),
-        (old.certificate, old.private_key, "no client believes it today"),
+        (old.certificate, old.private_key, "clients do not trust it today"),
     ):
         with pytest.raises(FederatedError, match=words):
             check_certificate(certificate, key)

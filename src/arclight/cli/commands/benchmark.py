@@ -209,7 +209,7 @@ def _drawn(program: Program, spec: TensorSpec, shape: list[int], values: int, dr
 
     dtype: Any = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"{program.path}: input {spec} is of a type that there are no random numbers of")
+        raise UsageError(f"{program.path}: input {spec} has a type that random inputs cannot be drawn for")
     if dtype.is_floating_point:
         return torch.rand(shape, generator=drawn).to(dtype)
     limit = 2 if dtype == torch.bool else min(values, torch.iinfo(dtype).max)

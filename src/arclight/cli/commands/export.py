@@ -139,7 +139,9 @@ def formats(text: str) -> str | list[str]:
     """Read a format, or several with commas between them, as the ``type`` of an argument."""
     names = text.split(",")
     if len(names) > 1 and (wrong := {"hf", "fastest"}.intersection(names)):
-        raise argparse.ArgumentTypeError(f"{text} has {', '.join(sorted(wrong))} in it, which stands alone")
+        raise argparse.ArgumentTypeError(
+            f"{text} lists {', '.join(sorted(wrong))}, which cannot be combined with other formats"
+        )
     return names if len(names) > 1 else text
 
 

@@ -54,7 +54,7 @@ def predict(arguments: list[str]) -> int:
     detect, sources, confidence, names = finder(options)
     if thresholds is not None and thresholds.keys() - set(names):
         strange = ", ".join(sorted(thresholds.keys() - set(names)))
-        raise UsageError(f"--thresholds: {strange} is no class of this detector: it finds {', '.join(names)}")
+        raise UsageError(f"--thresholds: {strange} is not a class of this detector: it finds {', '.join(names)}")
 
     from arclight.vision.inputs.image_source import ImageSource
     from arclight.vision.inputs.memory_images import SourceError
@@ -324,7 +324,7 @@ def _points(text: str) -> Points:
     except ValueError:
         values = []
     if len(values) < 2 or len(values) % 2:
-        raise argparse.ArgumentTypeError(f"{text} is no list of points: write pixels as x1,y1,x2,y2")
+        raise argparse.ArgumentTypeError(f"{text} is not a list of points: write pixels as x1,y1,x2,y2")
     return list(zip(values[::2], values[1::2], strict=True))
 
 
@@ -380,7 +380,7 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float, list[
     _check_head(options, members)
     names, confidence = members[0].names, members[0].confidence
     if options.classes is not None and (unknown := [name for name in options.classes if name not in names]):
-        raise UsageError(f"--classes: {unknown[0]!r} is no class of this detector: it finds {', '.join(names)}")
+        raise UsageError(f"--classes: {unknown[0]!r} is not a class of this detector: it finds {', '.join(names)}")
     if other := next((member.names for member in members if member.names != names), None):
         raise UsageError(
             f"these detectors find other classes: {', '.join(names)} and {', '.join(other)}; they cannot be brought together"
@@ -461,7 +461,7 @@ def _wanted(options: argparse.Namespace, processing: Any, head: str) -> tuple[An
 
 def _program(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_Member], list[str]]:
     if options.heatmap is not None:
-        raise UsageError("--heatmap needs gradients, which a program has none of: name the run, or a checkpoint")
+        raise UsageError("--heatmap needs gradients, which a program does not have: name the run, or a checkpoint")
     from arclight.vision.tasks.processing import load_vision_program
 
     program = load_vision_program(options.program, trusted=trusted(options), **changed)
@@ -479,7 +479,7 @@ def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_M
         if not Path(first).exists() and "*" not in first and not Path(first).suffix:
             raise UsageError(f"there is no run folder {first}, nor images of this name")
         raise UsageError(
-            f"{first} is no run: name the run of a detector first, as in arclight predict runs/detect-qris/1 {first}, or a program with --program"
+            f"{first} is not a run: name the run of a detector first, as in arclight predict runs/detect-qris/1 {first}, or a program with --program"
         )
     if not sources:
         raise UsageError(f"name images after the run, as in arclight predict {first} photos")

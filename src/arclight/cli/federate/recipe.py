@@ -41,7 +41,7 @@ class FederatedRecipe(Recipe):
                 raise ValueError(f"[{name}] has no place in a federated run: {why}")
         if self.monitors:
             raise ValueError(
-                "[[monitors]] have no place in a federated run: they measure a client's steps, of which no row is written. The rounds' own "
+                "[[monitors]] are not used in a federated run: they measure a client's steps, which are not logged. The rounds' own "
                 "page has drift and noise scale; monitor a run of one site, or the centralised one"
             )
         if self.trainer.max_epochs is not None or self.trainer.max_time is not None:

@@ -169,7 +169,9 @@ def _builders(
     """Return the functions that build the model and its data."""
     if not isinstance(found, type):
         if flags:
-            raise UsageError(f"{flags[0]} is no option, and {target} is a function, which is called without arguments")
+            raise UsageError(
+                f"{flags[0]} is not an option, and {target} is a function that is called without arguments"
+            )
         return found, None
     run = user_module.read_run(found, options, flags)
     return run.model.build, run.data.build if run.data is not None else None

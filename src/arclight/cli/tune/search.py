@@ -196,7 +196,7 @@ def agree_with_study(search: Search, own: dict[str, Any] | None) -> None:
     if "search" not in study.user_attrs:
         if study.get_trials(deepcopy=False):
             raise UsageError(
-                f"--study {search.study}: the database has a study of this name that is no search of arclight; give another name"
+                f"--study {search.study}: the database has a study of this name that arclight did not create; give another name"
             )
         study.set_user_attr(studies.START, own)  # before what says that all of it is noted
         study.set_user_attr(OF_RECIPE, search.subject.text)
@@ -297,7 +297,7 @@ def resume(parser: Parser, words: Sequence[str]) -> tuple[Search, dict[str, Any]
         path = folder / (OF_USER_MODULE if target else RECIPE)
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError, AttributeError) as error:
-        raise UsageError(f"--resume {folder} is no search: name a folder as runs/<name>/tune-<n>") from error
+        raise UsageError(f"--resume {folder} is not a search: name a folder as runs/<name>/tune-<n>") from error
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     subject = TunedRun(text, target)

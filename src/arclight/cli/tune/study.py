@@ -69,7 +69,7 @@ class TrialStorage(optuna.storages.RDBStorage):  # type: ignore[name-defined]
             self._missed = False
         except DATABASE_ERRORS as error:
             if not self._missed:
-                log.warning("the database of the search takes no heartbeat of trial %s: %s", trial_id, cause(error))
+                log.warning("the search's database did not take the heartbeat of trial %s: %s", trial_id, cause(error))
             self._missed = True
 
     def _get_stale_trial_ids(self, study_id: int) -> list[int]:

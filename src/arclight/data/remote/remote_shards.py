@@ -160,7 +160,7 @@ class RemoteTokenShards(TokenShards):
         try:
             text = files.read_whole(INDEX, _MAX_INDEX_BYTES)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{self.address} is no folder of token shards: it has no {INDEX}") from error
+            raise FileNotFoundError(f"{self.address} is not a folder of token shards: it has no {INDEX}") from error
         about, listed = read_listing(text, f"{self.address}/{INDEX}")
         if older := [entry.file for entry in listed if entry.sums is None]:
             raise TokenShardError(

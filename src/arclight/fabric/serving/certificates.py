@@ -119,7 +119,7 @@ def check_certificate(certificate: str | Path, private_key: str | Path, *, extra
     begins, ends = _valid(certificate, extra)
     if not begins <= datetime.now(UTC) <= ends:
         raise CertificateError(
-            f"{certificate} is valid from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}, and no client believes it today: make a new one "
+            f"{certificate} is valid from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}, and clients do not trust it today: make a new one "
             "with `arclight federate keys server`, and give it to the clients"
         )
     try:

@@ -47,10 +47,10 @@ def reserve_address(host: str, port: int) -> socket.socket:
         reserved = socket.socket(family, kind, protocol)
     except UnicodeError as error:  # raised by the encoding of host names, as for a..b
         raise AddressError._with_errno(
-            f"{host} is no address: no machine can have this name", socket.EAI_NONAME
+            f"{host} is not an address: no machine can have this name", socket.EAI_NONAME
         ) from error
     except OSError as error:
-        raise AddressError._with_errno(f"{host} is no address: {error.strerror or error}", error.errno) from error
+        raise AddressError._with_errno(f"{host} is not an address: {error.strerror or error}", error.errno) from error
     try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # accepted connections inherit it; Nagle's algorithm would hold small answers back until the client acknowledges, up to 40 ms

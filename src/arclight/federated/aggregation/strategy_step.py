@@ -70,7 +70,7 @@ class StrategyStep:
         sent = set().union(*(one.keys for one in given))
         new = sent - set(anchor)
         if strange := sorted(key for key in new if key.startswith(PREFIX)):
-            raise FederatedError(f"{strange[0]} was sent and is no weight of the model ({len(strange)} such keys)")
+            raise FederatedError(f"{strange[0]} was sent and is not a weight of the model ({len(strange)} such keys)")
         self._strategy, self._anchor, self._form = strategy, anchor, form
         self._states, self._counts, self._buffers = states or {}, counts or {}, frozenset(buffers)
         self.order = sorted(set(anchor) | new) if order is None else list(order)

@@ -224,7 +224,7 @@ class _File:
             if any(type(n) is not int for slot in self._slots.values() for n in (slot.begin, slot.bytes, *slot.shape)):
                 raise ValueError("places and shapes are whole numbers")
         except (ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
-            raise BlobError(f"blob {digest[:12]} is no safetensors file: {type(error).__name__}: {error}") from error
+            raise BlobError(f"blob {digest[:12]} is not a safetensors file: {type(error).__name__}: {error}") from error
 
     def check(self, key: str, entry: Entry) -> None:
         name = key if entry.name is None else entry.name

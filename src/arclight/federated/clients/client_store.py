@@ -110,7 +110,7 @@ class FinishedUpdates:
         except (OSError, ProtocolError) as error:
             raise FederatedError(f"{path} cannot be read ({error})") from error
         if not isinstance(update, Update):
-            raise FederatedError(f"{path} is no update but a message {update.kind!r}")
+            raise FederatedError(f"{path} is not an update but a message {update.kind!r}")
         return update
 
     def blobs(self, round: int) -> FolderStore:
@@ -303,7 +303,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     try:
         table = json.loads(path.read_bytes())
         if not isinstance(table, dict):
-            raise ValueError("it is no table")
+            raise ValueError("it is not a JSON object")
     except FileNotFoundError:
         return {}
     except ValueError as error:

@@ -57,7 +57,7 @@ class DeltaChain:
             table = json.loads(text)
             weights, changes = table["weights"], table["changes"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ProtocolError(f"this is no chain of changes: {error!r}") from error
+            raise ProtocolError(f"this is not a chain of changes: {error!r}") from error
         return cls(weights=Manifest.from_dict(weights), changes=tuple(Manifest.from_dict(one) for one in changes))
 
 
@@ -185,7 +185,7 @@ def _changed(
     The same order, and so the same blobs, wherever this is done.
     """
     if strange := sorted({key for one in deltas for key in one} - set(seen)):
-        raise BlobError(f"a change names {strange[0]}, which is none of the weights ({len(strange)} such tensors)")
+        raise BlobError(f"a change names {strange[0]}, which is not among the weights ({len(strange)} such tensors)")
     for key in sorted(seen):
         value = seen[key].parts[""]
         for one in deltas:

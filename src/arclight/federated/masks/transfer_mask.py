@@ -291,7 +291,7 @@ class ServerMasks:
             return transfer_mask
         place = self._place(client)
         if place is None:
-            raise FederatedError(f"{client!r} is no client of this run")
+            raise FederatedError(f"{client!r} is not a client of this run")
         if masks.experts is not None:
             own = assign_experts(masks.experts, self._counts["experts"], self._seed, place, round)
             transfer_mask = replace(transfer_mask, experts=own)

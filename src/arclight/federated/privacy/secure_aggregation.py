@@ -134,7 +134,7 @@ class Participant:
         """
         for sender, sealed in received.items():
             if sender not in self._keys:
-                raise FederatedError(f"{sender} is no partner of {self.client} and wrote to it")
+                raise FederatedError(f"{sender} wrote to {self.client} and is not a partner of it")
             if (parts := self._read(sender, sealed)) is None:
                 raise FederatedError(
                     f"what {sender} wrote to {self.client} was changed on its way, or is not for this round"

@@ -94,7 +94,7 @@ class Manifest:
         try:
             made = _adapter().validate_json(json.dumps(table), strict=True)
         except (ValidationError, ValueError) as error:
-            raise ProtocolError(f"this is no manifest: {error}") from error
+            raise ProtocolError(f"this is not a manifest: {error}") from error
         if lost := [key for key, entry in made.tensors.items() if entry.blob not in made.blobs]:
             raise ProtocolError(f"{lost[0]} lies in a blob that the manifest does not list ({len(lost)} such tensors)")
         return made
@@ -111,7 +111,7 @@ def _json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"this is no manifest: {error}") from error
+        raise ProtocolError(f"this is not a manifest: {error}") from error
 
 
 def digest_of(data: bytes | memoryview) -> str:

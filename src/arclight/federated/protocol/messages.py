@@ -60,7 +60,7 @@ def read(text: str | bytes, *, stored: bool = False) -> Message:
         table = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
         kind, version = table.pop("kind"), table.pop("version")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ProtocolError(f"this is no message of the protocol: {error!r}") from error
+        raise ProtocolError(f"this is not a message of the protocol: {error!r}") from error
     if version != VERSION and not (stored and version in _STORED):
         raise ProtocolError(f"the other side speaks version {version!r}, this one {VERSION}: install the same arclight")
     if not isinstance(kind, str) or kind not in Message.kinds:

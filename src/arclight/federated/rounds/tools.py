@@ -181,7 +181,7 @@ def edit(run: str | Path, number: int, wanted: Edit, *, dry_run: bool = True, ba
     for client, steps in wanted.client_steps.items():
         if client not in after["clients"]:
             have = ", ".join(sorted(after["clients"])[:10]) or "none"
-            raise FederatedError(f"round {number} of {rounds.run} knows no client {client!r}; it knows: {have}")
+            raise FederatedError(f"round {number} of {rounds.run} has no client {client!r}; it has: {have}")
         after["clients"][client]["steps"] = _counted(f"steps of {client}", steps)
     changes = _changes(before, after)
     if dry_run or not changes:

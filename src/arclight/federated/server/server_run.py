@@ -301,7 +301,7 @@ class ServerRun:
             number = 0
         elif len(numbers := self.rounds.numbers()) > 1:
             log.warning(
-                "%s knows none of the %d rounds in %s: the run continues from round %d as a fork does, without the updates received "
+                "%s has none of the %d rounds in %s: the run continues from round %d as a fork does, without the updates received "
                 "since; if the database was copied without its log (run.db-wal), stop, and copy both",
                 self._database.path, len(numbers), self.folder, number,
             )  # fmt: skip

@@ -363,7 +363,7 @@ def _answered(plan: Any) -> Message:
     """Return an answer that goes to the node as it is."""
     if isinstance(plan, Wait | Close | Receipt):
         return plan
-    raise ProtocolError(f"the coordinator gave {plan!r}, which is no answer to this message")
+    raise ProtocolError(f"the coordinator gave {plan!r}, which is not an answer to this message")
 
 
 def _mismeasured(message: Evaluated) -> tuple[Reason, str] | None:

@@ -41,7 +41,7 @@ class Strategy(Checked):
         gradient: the pseudo-gradient, weights before minus the mean of weights after, float32 or wider, same shape.
         state: tensors by `state_keys`, empty before the tensor's first step. count: steps of this tensor before this one.
         """
-        raise TypeError(f"{type(self).__name__} is no strategy of its own: it has no step")
+        raise TypeError(f"{type(self).__name__} is an abstract strategy without a step: use a subclass of it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ class _Adaptive(Strategy):
         return moved.to(weight.dtype), {"exp_avg": mean, "exp_avg_sq": squares}
 
     def _squares(self, squares: torch.Tensor, square: torch.Tensor, share: float) -> torch.Tensor:
-        raise TypeError(f"{type(self).__name__} is no strategy of its own")
+        raise TypeError(f"{type(self).__name__} is an abstract strategy: use a subclass of it")
 
 
 @dataclass(frozen=True, kw_only=True)

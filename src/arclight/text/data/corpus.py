@@ -80,7 +80,7 @@ def write_corpus(
             for job in jobs:
                 _write(tokenizer, *job)
         if not names:
-            raise MisconfigurationError(f"there are no documents to make {folder} of")
+            raise MisconfigurationError(f"no documents to write to {folder}")
         for name, shards in names.items():
             write_index(staging / name, shards, vocabulary=tokenizer.digest, **(about or {}))
             write_unigrams(TokenShards(staging / name), sources[name])
@@ -210,7 +210,7 @@ def shards_in(folder: str | Path, reader: BlockReader | None = None) -> dict[str
         return {folder.name: TokenShards(folder)}
     found = {name: TokenShards(folder / name) for name in SPLITS if (folder / name).is_dir()}
     if not found:
-        raise FileNotFoundError(f"{folder} is no corpus: it has neither {' nor '.join(SPLITS)}")
+        raise FileNotFoundError(f"{folder} is not a corpus: it has neither {' nor '.join(SPLITS)}")
     return found
 
 
@@ -224,7 +224,7 @@ def _shards_at(address: str, reader: BlockReader | None) -> dict[str, TokenShard
         try:
             found[address.rpartition("/")[2]] = RemoteTokenShards(address, reader)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{address} is no corpus: it has neither {' nor '.join(SPLITS)}") from error
+            raise FileNotFoundError(f"{address} is not a corpus: it has neither {' nor '.join(SPLITS)}") from error
     return found
 
 
@@ -287,7 +287,7 @@ def open_tokenizer(folder: str | Path, reader: BlockReader) -> Tokenizer:
             with suppress(FileNotFoundError):
                 (Path(temporary) / name).write_bytes(files.read_whole(name, _TOKENIZER_BYTES))
         if not any(Path(temporary).iterdir()):
-            raise FileNotFoundError(f"{folder} is no corpus: there is no tokenizer at {address}")
+            raise FileNotFoundError(f"{folder} is not a corpus: there is no tokenizer at {address}")
         return Tokenizer.load(temporary)
 
 

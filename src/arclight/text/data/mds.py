@@ -77,7 +77,7 @@ def shards_of(folder: Path) -> list[Shard]:
     except MDSError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise MDSError(f"{path} is no index of MDS shards: {error!r}") from error
+        raise MDSError(f"{path} is not an index of MDS shards: {error!r}") from error
 
 
 def _shard(folder: Path, path: Path, number: int, entry: dict[str, Any]) -> Shard:
@@ -132,7 +132,7 @@ def read_column(shard: Shard, name: str) -> Iterator[tuple[str, Any]]:
                 yield place, decode(data)
             except (ValueError, KeyError, IndexError, RecursionError) as error:
                 raise MDSError(
-                    f"{place}: column {name!r} is no {shard.columns[known[name]].encoding}: {error}"
+                    f"{place}: column {name!r} is not of type {shard.columns[known[name]].encoding}: {error}"
                 ) from error
 
 

@@ -53,7 +53,7 @@ class SiteShare(Numbered):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.partition, Dirichlet) and self.partition.by not in (None, "folder", "file", "name", "field"):
-            raise ValueError(f"by = {self.partition.by!r} tells no texts apart: folder, file, name or field do")
+            raise ValueError(f"by = {self.partition.by!r} does not divide texts: choose folder, file, name or field")
         if isinstance(self.partition, Size):
             divide_by_size(self.partition, (), self.count)
 
@@ -91,7 +91,7 @@ class SiteSplit:
         ready = [source for sources in self.parts.values() for source in sources if is_corpus(source)]
         if ready and not (isinstance(self.site.partition, Source) and self.site.partition.by == "name"):
             raise MisconfigurationError(
-                f"{ready[0]} holds tokens, of which nobody knows any more whose text they were: name the sources, as in "
+                f"{ready[0]} holds tokens, which no longer say whose text they were: name the sources, as in "
                 'data = {first = ..., second = ...}, and divide them by = "name", or give the text itself'
             )
 

@@ -80,7 +80,7 @@ def token_documents(where: str | Path, field: str, tokenizer: Tokenizer) -> Iter
     columns and for ids that are no tokens.
     """
     if where == STDLIB or not is_mds(Path(where)):
-        raise SourceError(f"{where} is no folder of MDS shards, of which alone token ids are read")
+        raise SourceError(f"{where} is not a folder of MDS shards, the only sources that token ids are read from")
     place, begun = "", list[npt.NDArray[Any]]()
     try:
         for shard in shards_of(Path(where)):
@@ -228,7 +228,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 row = json.loads(_decode(line, place))
             except json.JSONDecodeError as error:
-                raise SourceError(f"{place} is no JSON: {error}") from error
+                raise SourceError(f"{place} is not valid JSON: {error}") from error
             yield place, row
 
 
@@ -238,7 +238,7 @@ def _text_of(row: Any, field: str, place: str) -> str:
     if field not in row:
         raise SourceError(f"{place} has no field {field!r}; it has {', '.join(map(repr, row)) or 'none'}")
     if not isinstance(row[field], str):
-        raise SourceError(f"{place}: {field!r} is no text but {type(row[field]).__name__}")
+        raise SourceError(f"{place}: {field!r} is not a text but {type(row[field]).__name__}")
     text: str = row[field]
     return text
 

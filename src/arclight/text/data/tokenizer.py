@@ -79,7 +79,7 @@ class Tokenizer:
         try:
             engine = _tokenizers().Tokenizer.from_file(str(model))
         except Exception as error:  # the library raises plain Exception for whatever is wrong with a file
-            raise TokenizerError(f"{model} is no tokenizer that can be read: {error}") from error
+            raise TokenizerError(f"{model} is not a readable tokenizer: {error}") from error
         if (template := folder / _TEMPLATE).is_file():
             config = {**config, "chat_template": template.read_text(encoding="utf-8")}
         return HFTokenizer(engine, config)
@@ -336,7 +336,7 @@ def _known(ids: Iterable[int], size: int) -> list[int]:
     for token in known:
         if not 0 <= token < size:
             raise TokenizerError(
-                f"{token} is no token, they are numbered from 0 to {size - 1}: leave masked labels out, and use the tokenizer that "
+                f"{token} is not a token: they are numbered from 0 to {size - 1}: leave masked labels out, and use the tokenizer that "
                 "the model was trained with"
             )
     return known
@@ -364,9 +364,7 @@ def _train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     engine.train_from_iterator(documents, trainer)
     learned = engine.get_vocab_size()
     if learned == smallest:
-        raise TokenizerError(
-            "there is no text to learn tokens from: every document is empty, or none repeats two letters"
-        )
+        raise TokenizerError("no text to learn tokens from: every document is empty, or no pair of letters repeats")
     if learned < vocab_size:
         raise TokenizerError(
             f"the text gives {learned} tokens only, not vocab_size {vocab_size}: use more text, or set a vocab_size of at most "
@@ -400,7 +398,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise TokenizerError(f"{path} is no JSON: {error}") from error
+        raise TokenizerError(f"{path} is not valid JSON: {error}") from error
     return config
 
 

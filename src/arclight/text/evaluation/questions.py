@@ -64,7 +64,7 @@ def read_items(path: Path, kind: Format) -> list[Item]:
                 found = {"group": _group(file, kind)} | form.read(row)
                 item = Item(place=place, **found)
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-                raise SourceError(f"{place} is no question of {kind}: {type(error).__name__} {error}") from error
+                raise SourceError(f"{place} is not a question of {kind}: {type(error).__name__} {error}") from error
             if item.choices and not 0 <= item.answer < len(item.choices):
                 raise SourceError(f"{place}: answer {item.answer} of {len(item.choices)} choices")
             items.append(item)
@@ -120,12 +120,12 @@ def _rows(file: Path, kind: Format) -> Iterator[tuple[str, Any]]:
         try:
             read = json.loads(file.read_text(encoding="utf-8"))
         except (ValueError, UnicodeDecodeError) as error:
-            raise SourceError(f"{file} is no JSON: {error}") from error
+            raise SourceError(f"{file} is not valid JSON: {error}") from error
         if kind != "bbh":
             yield str(file), read
             return
         if not isinstance(read, dict) or not isinstance(read.get("examples"), list):
-            raise SourceError(f"{file} is no file of bbh: it has no list of examples")
+            raise SourceError(f"{file} is not a file of bbh: it has no list of examples")
         yield from ((f"{file}, example {number}", row) for number, row in enumerate(read["examples"], 1))
     elif kind == "piqa" and (labels := file.with_name(f"{file.stem}-labels.lst")).is_file():
         right = labels.read_text(encoding="utf-8").split()
@@ -228,7 +228,7 @@ def _texts(choices: Any) -> tuple[str, ...]:
         raise ValueError(f"need a list of texts, got {choices!r}")
     for number, choice in enumerate(choices):
         if not isinstance(choice, str):
-            raise ValueError(f"choice {number} is no text: {choice!r}")
+            raise ValueError(f"choice {number} is not a text: {choice!r}")
     return tuple(choices)
 
 

@@ -41,7 +41,7 @@ class DEPToEConfig(MPTConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.group is not None and (self.group < 1 or self.layers % self.group):
-            raise ValueError(f"layers = {self.layers} is no multiple of group = {self.group}: change one of them")
+            raise ValueError(f"layers = {self.layers} is not a multiple of group = {self.group}: change one of them")
         for name in ("interleaved", "xpos"):
             if getattr(self, name) and self.position != "rotary":
                 raise ValueError(f'{name} is of rotary embeddings, and position = "{self.position}": set "rotary"')

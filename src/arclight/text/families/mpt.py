@@ -49,7 +49,7 @@ class MPTConfig(DecoderConfig):
         super().__post_init__()
         check("alibi_max", self.alibi_max, PositiveInt)
         if self.mup is not None and self.moe is not None:
-            raise ValueError("there are no factors of muP for routers: leave mup or moe out")
+            raise ValueError("muP has no factors for routers: leave mup or moe out")
         for name in ("softmax_scale", "clip_qkv"):
             if (value := getattr(self, name)) is not None:
                 check(name, value, PositiveFloat)

@@ -289,7 +289,7 @@ def _write_mpt(config: MPTConfig) -> Fields:
     unknown += ["experts"] if config.moe is not None else []
     unknown += ["rotary embeddings"] if config.position != "alibi" else ["alibi_max"] if config.alibi_max != 8 else []
     if unknown:  # it reads alibi_bias_max, and computes with 8
-        raise ValueError(f"transformers knows no MPT with {', '.join(unknown)}: keep a checkpoint instead")
+        raise ValueError(f"transformers has no MPT with {', '.join(unknown)}: keep a checkpoint instead")
     scale = config.query_scale if config.mup is not None or config.softmax_scale else None
     own = {"alibi_bias_max": config.alibi_max, "clip_qkv": config.clip_qkv, "softmax_scale": scale}
     return {"attn_config": _MPT_ATTENTION | own}
@@ -344,7 +344,7 @@ def _siglip2_keys() -> tuple[Key, ...]:
 def _read_siglip2(theirs: Fields) -> Fields:
     places = theirs.get("num_patches", 256)
     if isqrt(places) ** 2 != places:
-        raise ValueError(f"config.json has num_patches = {places}, which is no square")
+        raise ValueError(f"config.json has num_patches = {places}, which is not a square number")
     return {"grid": isqrt(places)}
 
 

@@ -64,7 +64,7 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_dict", None)):
         raise TypeError(
-            f"{type(model).__name__} is no model of transformers (it has no config with to_dict): give such a model, or the folder of one"
+            f"{type(model).__name__} is not a model of transformers (it has no config with to_dict): give such a model, or the folder of one"
         )
     if meta := next((name for name, tensor in model.state_dict().items() if tensor.is_meta), None):
         raise ValueError(f"{meta} of {type(model).__name__} is on meta and has no values: load its weights first")
@@ -85,10 +85,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{folder} is no folder; nothing is downloaded here: fetch the model's files yourself, then name their folder"
+            f"{folder} is not a folder; nothing is downloaded here: fetch the model's files yourself, then name their folder"
         )
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} has no config.json: it is no folder of a Hugging Face model")
+        raise FileNotFoundError(f"{folder} has no config.json: it is not the folder of a Hugging Face model")
     theirs: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return theirs
 
@@ -297,5 +297,5 @@ def dtype_named(name: str | None) -> torch.dtype:
     """
     found = getattr(torch, (name or "float32").removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"config.json has the dtype {name!r}, which is no floating type")
+        raise ValueError(f"config.json has the dtype {name!r}, which is not a floating-point type")
     return found

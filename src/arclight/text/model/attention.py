@@ -164,7 +164,7 @@ def attention(
     """
     heads, kv_heads = q_BHTC.shape[1], k_BKSC.shape[1]
     if heads % kv_heads:
-        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} key heads")
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key heads")
     plain = mask.plain and (not mask.causal or q_BHTC.shape[2] == k_BKSC.shape[2])
     if backend == "auto":
         backend = "sdpa" if plain or q_BHTC.device.type == "cpu" or q_BHTC.shape[2] < _FEW else "flex"

@@ -163,7 +163,7 @@ class Decoder(nn.Module):
         new = tokens_BT.shape[1]
         context = self.block_context(new, tokens_BT.device, positions, documents, cache)
         if extra.keys() - self.inputs:
-            raise TypeError(f"{type(self).__name__} takes no {', '.join(sorted(extra.keys() - self.inputs))}")
+            raise TypeError(f"{type(self).__name__} does not take {', '.join(sorted(extra.keys() - self.inputs))}")
         context.extra |= extra
         h_BTD = self.embed(tokens_BT, context) if self.tok_embeddings is not None else tokens_BT
         h_BTD = self.run_layers(h_BTD, context)

@@ -95,9 +95,7 @@ class MoEConfig:
                 f"moe.precision = {self.precision!r} is not known; choose {', '.join(get_args(Precision))}"
             )
         if self.precision != "full" and self.path != "triton":
-            raise ValueError(
-                f'moe.precision = "{self.precision}" is of the Triton path alone: set moe.path = "triton" too'
-            )
+            raise ValueError(f'moe.precision = "{self.precision}" needs the Triton path: set moe.path = "triton" too')
         if self.experts % self.groups:
             raise ValueError(f"{self.experts} experts do not divide into {self.groups} groups")
         if self.top_groups > self.groups:

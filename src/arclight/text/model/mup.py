@@ -47,7 +47,7 @@ class MuP(Checked):
             ("layers", self.base_layers, layers, "base_layers"),
         ):
             if base is not None and size % base:
-                raise ValueError(f"{name} = {size} is no multiple of mup.{field} = {base}: change one of them")
+                raise ValueError(f"{name} = {size} is not a multiple of mup.{field} = {base}: change one of them")
 
     def widths(self, dim: int) -> float:
         return dim / self.base_dim

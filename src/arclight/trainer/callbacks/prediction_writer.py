@@ -77,7 +77,7 @@ class BasePredictionWriter(Callback):
         step = getattr(pl_module, "predict_step", None)
         if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
             raise NotImplementedError(
-                f"{type(self).__name__} cannot write for a predict_step that takes `dataloader_iter`: it knows no batches"
+                f"{type(self).__name__} cannot write for a predict_step that takes `dataloader_iter`, which hides the batches"
             )
 
     def on_predict_batch_end(

@@ -66,7 +66,7 @@ class AdvancedProfiler(Profiler):
     def _dump(self, name: str, profile: cProfile.Profile) -> None:
         if self.dirpath is None:
             raise ValueError(
-                "AdvancedProfiler(dump_stats=True) needs dirpath: outside a trainer nobody else knows where to write"
+                "AdvancedProfiler(dump_stats=True) needs dirpath: outside a trainer there is no default folder to write to"
             )
         files, folder = fsspec.core.url_to_fs(os.fspath(self.dirpath))
         files.makedirs(folder, exist_ok=True)

@@ -59,7 +59,7 @@ def trials(trainer: Trainer, module: Module) -> Iterator[Run]:
                 data = trainer.data.load(trainer.stage)
                 if trainer.stage == "train":
                     if not trainer.num_training_batches:
-                        raise MisconfigurationError("there are no training batches to try anything with")
+                        raise MisconfigurationError("there are no training batches to try")
                     FitLoop(trainer, module).run()
                 elif trainer.stage == "predict":
                     for _ in EvaluationLoop(trainer, module).predict(data, keep=False):

@@ -633,7 +633,7 @@ def decode_at(path: Path, size: int) -> Image:
 
 def _warn_of_no_mirror(keypoints: KeypointShape, augment: Augment | None) -> None:
     if keypoints.flip is None and augment is not None and (augment.fliplr or augment.flipud):
-        log.warning("images are not mirrored: there is no flip_idx that says what becomes of keypoints in a mirror")
+        log.warning("images are not mirrored: the data set has no flip_idx, which names the mirrored keypoint of each")
 
 
 def batch_sides(size: int, share: float, stride: int) -> list[int]:

@@ -71,7 +71,7 @@ def class_names(root: Path) -> list[str]:
     """
     if not root.is_dir():
         raise DatasetError(
-            f"{root} is no folder{did_you_mean(root)}; a data set is DATA/train/CLASS/image.jpg, and so for val"
+            f"{root} is not a folder{did_you_mean(root)}; a data set is DATA/train/CLASS/image.jpg, and so for val"
         )
     for split in SPLITS:
         folder = _folder(root, split)
@@ -145,7 +145,7 @@ class ImageFolder(Dataset[ClassifiedImage]):
         if unknown := sorted(
             {f.name for f in folder.iterdir() if f.is_dir() and not f.name.startswith(".")} - set(names)
         ):
-            raise DatasetError(f"{folder / unknown[0]}: {unknown[0]!r} is no class; there are {', '.join(names)}")
+            raise DatasetError(f"{folder / unknown[0]}: {unknown[0]!r} is not a class; there are {', '.join(names)}")
         images: list[Path] = []
         targets: list[int] = []
         corrupt: list[FileProblem] = []

@@ -44,7 +44,7 @@ class MixedData(Checked):
         for name, own in zip(spec.names, renamed, strict=True):
             if own not in names:
                 raise DatasetError(
-                    f"mix: class {name!r} of {spec.file} is none of {', '.join(names)}: say which it is, "
+                    f"mix: class {name!r} of {spec.file} is not one of {', '.join(names)}: say which it is, "
                     f'classes = {{{name} = "{names[0]}"}}'
                 )
         return [list(names).index(name) for name in renamed]

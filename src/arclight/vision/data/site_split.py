@@ -39,7 +39,7 @@ class SiteShare(Numbered):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.partition, Dirichlet) and self.partition.by not in (None, "list", "folder", "prefix"):
-            raise ValueError(f"by = {self.partition.by!r} tells no merchants apart: list, folder or prefix do")
+            raise ValueError(f"by = {self.partition.by!r} does not divide merchants: choose list, folder or prefix")
 
 
 class SiteSplit:
@@ -120,7 +120,7 @@ class SiteSplit:
                 'divide with by = "folder" or "prefix"'
             ) from error
         except ValueError as error:
-            raise DatasetError(f"{self._list} is no JSON: {error}") from error
+            raise DatasetError(f"{self._list} is not valid JSON: {error}") from error
         if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
             raise DatasetError(f'{self._list} must be a table such as {{"images/train/1.jpg": "a merchant"}}')
         return table

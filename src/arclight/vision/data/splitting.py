@@ -99,9 +99,7 @@ def _pairs_by_pattern(images: Sequence[Path], group: str) -> list[tuple[int, int
             key = found[1] if pattern.groups and found[1] is not None else found[0]
             pairs.append((firsts.setdefault(key, index), index))
     if not pairs:
-        raise DatasetError(
-            f"{group!r} is found in no path, such as {images[0].as_posix()}: it would keep nothing together"
-        )
+        raise DatasetError(f"{group!r} matches no path, for example {images[0].as_posix()}: it would group nothing")
     return pairs
 
 

@@ -38,7 +38,7 @@ def concatenated(parts: Sequence[Detections]) -> Detections:
     Raises ValueError for other classes, and for no detections.
     """
     if not parts:
-        raise ValueError("there are no detections to bring together: give one or more")
+        raise ValueError("no detections to fuse: give one or more")
     first = parts[0]
     if other := next((part.names for part in parts if part.names != first.names), None):
         raise ValueError(

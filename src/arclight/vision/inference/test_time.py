@@ -34,7 +34,7 @@ def augmented(
                 f"the scale of a variant lies in (0, 1], got {scale}: larger ones would cut the image; use slices"
             )
     if not variants:
-        raise ValueError("there is no variant to look at: give one or more")
+        raise ValueError("no variant to run: give one or more")
 
     def augmented_detect(images: Sequence[Image]) -> list[Detections]:
         looks = [_varied(image, scale, mirrored) for image in images for scale, mirrored in variants]

@@ -268,7 +268,7 @@ def _expand(source: Any) -> list[Any]:
             lines = [line.strip() for line in Path(source).read_text(encoding="utf-8-sig").splitlines()]
         except UnicodeDecodeError as error:
             raise SourceError(
-                f"{source} is no UTF-8 text: write one source a line, such as rtsp://camera/stream"
+                f"{source} is not UTF-8 text: write one source a line, such as rtsp://camera/stream"
             ) from error
         named = [line for line in lines if line and not line.startswith("#")]
         if not named:

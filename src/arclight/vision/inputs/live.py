@@ -79,7 +79,7 @@ def live_input(source: str | int) -> LiveInput | None:
     scheme = source.partition("://")[0].lower()
     if scheme not in SCHEMES:
         raise SourceError(
-            f"{source} is no source: of addresses {', '.join(SCHEMES)} are read; give files by their path"
+            f"{source} is not a source: addresses start with {', '.join(SCHEMES)}; give files by their path"
         )
     return LiveInput(shown_address(source), lambda: _open_address(source))
 

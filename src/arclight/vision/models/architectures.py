@@ -397,7 +397,7 @@ def _row(row: Any, number: int, last: bool) -> Layer:
         raise ValueError("a row is [from, number, module, arguments]")
     origin, repeats, module, arguments = row
     if module not in _MODULES:
-        raise ValueError(f"{module!r} is no block: {', '.join(_MODULES)}{_nearest(module, _MODULES)}")
+        raise ValueError(f"{module!r} is not a block; choose one of {', '.join(_MODULES)}{_nearest(module, _MODULES)}")
     block = _MODULES[module]
     if (block in HEADS) != last:
         raise ValueError(

@@ -132,7 +132,7 @@ class Detections:
     def of(self, *names: str) -> Detections:
         """Return the boxes of the classes named. Raises ValueError for a name that no class has."""
         if unknown := [name for name in names if name not in self.names]:
-            raise ValueError(f"{unknown[0]!r} is no class: there are {', '.join(self.names)}")
+            raise ValueError(f"{unknown[0]!r} is not a class; choose one of {', '.join(self.names)}")
         return self[np.isin(self.labels, names)] if len(self) else self
 
     @property

@@ -291,7 +291,7 @@ class Detector(VisionModule):
         if kind == "coco":
             if recall < GOOD_RECALL:
                 _LOG.warning(
-                    "no anchor answers for %.1f %% of the training boxes: try task.anchors = auto", 100 * (1 - recall)
+                    "no anchor matches %.1f %% of the training boxes: try task.anchors = auto", 100 * (1 - recall)
                 )
             return
         found = fit_anchors(sizes_px, s.image_size, len(before), anchor_t=s.anchor_t)

@@ -257,7 +257,7 @@ class VisionModule(Module, abc.ABC):
 
         if isinstance(self.model, PreparedModel):
             raise ExportError(
-                f"{type(self).__name__}.model is trained with rounding and is no program yet: put deploy.convert(module.model) in its place"
+                f"{type(self).__name__}.model is trained with rounding and is not a program yet: put deploy.convert(module.model) in its place"
             )
         return self.model
 
@@ -365,7 +365,7 @@ class VisionModule(Module, abc.ABC):
         if self._batch_size is None:
             if strategy.in_stages:
                 raise BatchSizeError(
-                    'batch_size = "auto": nobody has the whole network in stages to measure: set a number'
+                    'batch_size = "auto": no process of a pipeline has the whole network to measure: set a number'
                 )
             stride, grown = self.model.stride[-1], 1 + getattr(s, "multi_scale", 0.0)
             side = stride * math.ceil(s.image_size * grown / stride)

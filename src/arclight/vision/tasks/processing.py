@@ -215,7 +215,7 @@ def load_vision_program(path: Path | str, *, trusted: Trusted | None = None, **c
 
     program = Program.load(path, trusted=trusted)
     if (task := program.metadata.get("task")) not in PROGRAM_TASKS:
-        raise ProgramError(f"{path} is no program of a vision task (its task is {task!r})")
+        raise ProgramError(f"{path} is not a program of a vision task (its task is {task!r})")
     return _changed(program, changes)
 
 

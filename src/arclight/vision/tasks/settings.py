@@ -188,7 +188,9 @@ class DetectionTask(VisionTask):
         if self.batch_size == "auto":
             raise ValueError('batch_size = "auto" would give each site its own: set a number')
         if not isinstance(partition, Merchant | IID | Dirichlet | None):
-            raise ValueError(f"{type(partition).__name__.lower()} divides no images: merchant, iid and dirichlet do")
+            raise ValueError(
+                f"{type(partition).__name__.lower()} does not divide images: choose merchant, iid or dirichlet"
+            )
         if self.anchors != "coco":
             raise ValueError(f'anchors = "{self.anchors}" would fit each site its own: leave it at "coco"')
         return dataclasses.replace(

@@ -51,7 +51,7 @@ def make_tracker(name: str, confidence: float = CONFIDENT) -> Tracker:
         return ByteTrack(high=confidence, low=confidence_wanted(name, confidence))
     if name == "ocsort":
         return OCSort(confidence=confidence)
-    raise ValueError(f"{name!r} is no tracker: there are {', '.join(TRACKERS)}")
+    raise ValueError(f"{name!r} is not a tracker; choose one of {', '.join(TRACKERS)}")
 
 
 class Trackers:

@@ -38,7 +38,7 @@ class ActivationMonitor(StepMonitor):
         try:
             self._pattern = re.compile(modules)
         except re.error as error:
-            raise MisconfigurationError(f"modules = {modules!r} is no regular expression: {error}") from error
+            raise MisconfigurationError(f"modules = {modules!r} is not a regular expression: {error}") from error
         self.modules = modules
         self._measured: dict[str, nn.Module] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []

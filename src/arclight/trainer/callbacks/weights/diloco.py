@@ -66,7 +66,7 @@ class DiLoCo(Callback):
         self._trainer, self._mesh = trainer, trainer.strategy.replica_mesh
         if self._mesh is None:
             raise MisconfigurationError(
-                f"DiLoCo needs replicas that train alone, but strategy={trainer.strategy.name!r} keeps them alike in every step: "
+                f"DiLoCo needs replicas that train independently, but strategy={trainer.strategy.name!r} keeps them alike in every step: "
                 'use strategy="replicas", or replicas="independent" in a plan'
             )
         weights = _trainable(pl_module)
@@ -74,7 +74,7 @@ class DiLoCo(Callback):
             mesh = weight.device_mesh if is_dtensor(weight) else None  # type: ignore[attr-defined]
             if mesh is not None and mesh.ndim >= trainer.strategy.replicate_mesh(mesh).ndim:
                 raise MisconfigurationError(
-                    f"{name} is sharded over the replicas themselves, so they cannot train alone: leave {self._mesh.mesh_dim_names[0]} "
+                    f"{name} is sharded over the replicas themselves, so they cannot train independently: leave {self._mesh.mesh_dim_names[0]} "
                     "out of fully_shard"
                 )
         self._parts = fragments_of(weights, self.fragments)

@@ -291,7 +291,7 @@ def _decompress(text: str, pixels: int) -> list[int]:
     for letter in text:
         bits = ord(letter) - 48
         if not 0 <= bits < 64:
-            raise ValueError(f"the mask's counts have the letter {letter!r}, which no run length has")
+            raise ValueError(f"the mask's counts have the letter {letter!r}, which is not valid in a run length")
         if shift > _MAX_SHIFT:
             raise ValueError("the mask's counts have a run length of more than 32 bits")
         value |= (bits & 0x1F) << shift
