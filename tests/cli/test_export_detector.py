@@ -40,7 +40,7 @@ def test_a_folder_is_written_for_openvino_and_read_by_every_verb(run: Path, fold
     [
         ("--out file.pt", "a program is an ONNX file or a folder; call it file.onnx or file"),
         ("--out p.onnx --format openvino", "--format writes a folder; call it p, or leave --format out"),
-        ("--out full --format onnx", "full is there and is no program"),
+        ("--out full --format onnx", "full exists and is not a program"),
         (
             "--out p --format tensorrt",
             "format 'tensorrt' is not written: nothing here runs tensorrt programs, whatever is installed",

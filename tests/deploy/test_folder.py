@@ -153,7 +153,7 @@ def test_a_huge_description_is_not_read(copied: Path) -> None:
         ({"kind": "exe"}, "is of kind 'exe'"),
         ({"main": "../model.onnx"}, "main file is"),
         ({"main": "program.json"}, "main file is"),
-        ({"description": []}, "no object"),
+        ({"description": []}, "is not an object"),
         ({"description": {"runtime": "torch"}}, "onnx programs do not run in 'torch'"),
         ({"description": {"runtime": ["onnxruntime"]}}, "malformed"),
         ({"inputs": [{"name": "x", "dtype": "float32", "shape": [1e300]}]}, "describes no tensor"),
@@ -167,7 +167,7 @@ def test_a_huge_description_is_not_read(copied: Path) -> None:
         ({"files": {"model.onnx": {"sha256": "0", "bytes": 1, "mode": 7}}}, "malformed"),
     ]
     + [
-        ({"files": {name: {"sha256": "0", "bytes": 1}}}, "no name of a file in the folder itself")
+        ({"files": {name: {"sha256": "0", "bytes": 1}}}, "is not the name of a file in the folder itself")
         for name in (
             "../secret",
             "/etc/passwd",
@@ -197,7 +197,7 @@ def test_a_changed_program_loses_its_signature(copied: Path, key: SigningKey) ->
 
 def test_only_trusted_signatures_count(copied: Path, key: SigningKey, tmp_path: Path) -> None:
     other = SigningKey.make(tmp_path / "other.pem")
-    with pytest.raises(ProgramError, match="which is none of the 1 trusted keys"):
+    with pytest.raises(ProgramError, match="which is not among the 1 trusted keys"):
         Program.load(copied, trusted=other.public)
     body = json.loads((copied / "program.json").read_text())
     for signature, message in [
@@ -205,8 +205,8 @@ def test_only_trusted_signatures_count(copied: Path, key: SigningKey, tmp_path: 
         ({"public_key": key.public, "signature": other.sign(body["digest"].encode())}, "is not the one of"),
         ({"public_key": key.public, "signature": "?"}, "is not the one of"),
         ({"public_key": key.public, "signature": 7}, "is not the one of"),
-        ({"public_key": [], "signature": ""}, "malformed|none of the 1 trusted keys"),
-        (["x"], "none of the 1 trusted keys"),
+        ({"public_key": [], "signature": ""}, "malformed|not among the 1 trusted keys"),
+        (["x"], "not among the 1 trusted keys"),
     ]:
         (copied / "program.json").write_text(json.dumps({**body, "signature": signature}))
         with pytest.raises(ProgramError, match=message):

@@ -167,7 +167,7 @@ def test_a_folder_that_is_no_program_is_not_replaced(two_heads: nn.Module, tmp_p
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").write_bytes(b"precious")
     with pytest.raises(
-        ExportError, match=r"photos is there and is no program, or .* program\.json does not list a\.jpg"
+        ExportError, match=r"photos exists and is not a program, or .* program\.json does not list a\.jpg"
     ):
         export(two_heads, tmp_path / "photos", example_inputs=torch.randn(2, 3, 8, 8))
     assert (tmp_path / "photos" / "a.jpg").read_bytes() == b"precious"

@@ -213,7 +213,7 @@ def test_weights_outside_the_folder_of_a_program_are_not_sealed(beside: Path, tm
     (tmp_path / "below").mkdir()
     moved = tmp_path / "below" / "p.onnx"
     moved.write_bytes(beside.read_bytes().replace(b"beside.weights", b"../e.weights"[:14].ljust(14, b"x")))
-    with pytest.raises(ExportError, match="which is no file beside it"):
+    with pytest.raises(ExportError, match="which is not a file beside it"):
         seal(moved, {})
 
 
@@ -336,10 +336,10 @@ def test_processing_outside_the_package_is_refused(named: Callable[..., Path], t
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("arclight.deploy.programs.program:os", "no class"),
-        ("arclight.deploy.programs.program:Path", "no class"),
-        ("arclight.deploy.programs.program:Program", "no class"),
-        ("arclight.deploy.programs.program:Nothing", "no class"),
+        ("arclight.deploy.programs.program:os", "is not a class"),
+        ("arclight.deploy.programs.program:Path", "is not a class"),
+        ("arclight.deploy.programs.program:Program", "is not a class"),
+        ("arclight.deploy.programs.program:Nothing", "is not a class"),
         ("arclight.deploy.nowhere:Class", "has no arclight.deploy.nowhere"),
     ],
 )

@@ -167,11 +167,11 @@ def test_a_trained_model_is_placed_for_its_target_too(tmp_path: Path) -> None:
         (lambda: quantize(nn.Linear(32, 8), [torch.rand(2, 32)], target="npu"), "'npu' is not known: there are onnxruntime, openvino"),
         (
             lambda: quantize(nn.Linear(32, 8), recipe=WeightOnly(), example=torch.rand(2, 32), target="openvino"),
-            "WeightOnly has kernels in target 'onnxruntime' alone",
+            "WeightOnly has kernels only in target 'onnxruntime'",
         ),
         (
             lambda: quantize(nn.Linear(32, 8), recipe=BFloat16(), example=torch.rand(2, 32), target="onnxruntime"),
-            "BFloat16 has kernels in target 'openvino' alone",
+            "BFloat16 has kernels only in target 'openvino'",
         ),
         (lambda: prepare_qat(nn.Linear(32, 8), torch.rand(2, 32), target="tensorflow"), "target 'tensorflow' is not known"),
     ],

@@ -186,7 +186,7 @@ def test_a_parameter_may_lie_deep_and_a_buffer_stays_the_models(frontend: Any) -
 @pytest.mark.parametrize("frontend", FRONTENDS)
 def test_a_cut_at_a_module_that_is_not_there_names_the_nearest(frontend: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    with pytest.raises(PlanError, match=r"1\.2 is no module of Sequential; did you mean 1\.[01]"):
+    with pytest.raises(PlanError, match=r"1\.2 is not a module of Sequential; did you mean 1\.[01]"):
         split(model, (torch.randn(2, 4),), at=["1.2"], frontend=frontend)
     pipe = split(model, (torch.randn(2, 4),), at=["1", "1.1"], frontend=frontend)
     assert [list(stage.state_dict()) for stage in pipe.stages] == [

@@ -186,7 +186,7 @@ def export(
     if format == "fastest":
         if isinstance(model, QuantizedModel):
             raise ExportError(
-                f"the model was quantized for {model.target}, where alone its integers are fast, so there is nothing to choose from: leave format "
+                f"the model was quantized for {model.target}, the only runtime that its integers are fast in, so there is nothing to choose from: leave format "
                 "out, or let `arclight quantize --format fastest` quantize it for each runtime"
             )
         return export_fastest(each_format(tried, model), path, request)

@@ -222,7 +222,7 @@ def check_replaceable(path: Path) -> None:
         raise ExportError(f"{path} is a file and no program's folder: it is not replaced, name a folder")
     elif path.is_dir() and (foreign := foreign_files(path)):
         raise ExportError(
-            f"{path} is there and is no program, or holds more than one, as {NAME} does not list {', '.join(foreign[:5])}: it is "
+            f"{path} exists and is not a program, or holds other files as well: {NAME} does not list {', '.join(foreign[:5])}: it is "
             "not replaced, name another folder"
         )
 

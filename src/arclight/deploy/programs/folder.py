@@ -250,21 +250,21 @@ def _without_twins(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _contents(body: dict[str, Any], signer: str | None, digest: str) -> Contents:
     files = {name: FileRecord(**record) for name, record in body["files"].items()}
     for name, record in files.items():
         if not _FILE.fullmatch(name) or name == NAME:
-            raise ValueError(f"{name!r} is no name of a file in the folder itself")
+            raise ValueError(f"{name!r} is not the name of a file in the folder itself")
         if type(record.bytes) is not int or record.bytes < 0 or not isinstance(record.sha256, str):
             raise ValueError(f"{name} has size {record.bytes!r} and digest {record.sha256!r}")
     form, main, description = body["kind"], body["main"], body["description"]
     if form not in RUNTIMES:
         raise ValueError(f"the program is of kind {form!r}; this arclight knows {', '.join(RUNTIMES)}")
     if main not in files or not isinstance(description, dict):
-        raise ValueError(f"its main file is {main!r}, which it does not list, or its description is no object")
+        raise ValueError(f"its main file is {main!r}, which it does not list, or its description is not an object")
     if description.get("runtime") not in RUNTIMES[form]:
         raise ValueError(f"{form} programs do not run in {description.get('runtime')!r}")
     specs = [tuple(TensorSpec.from_json(value) for value in body[key]) for key in ("inputs", "outputs")]
@@ -284,7 +284,9 @@ def _signer(folder: Path, digest: str, signature: Any, keys: frozenset[str] | No
         )
     public, text = (signature.get(key) if isinstance(signature, dict) else None for key in ("public_key", "signature"))
     if not isinstance(public, str) or public not in keys:
-        raise ProgramError(f"{folder} is signed by {str(public)[:60]!r}, which is none of the {len(keys)} trusted keys")
+        raise ProgramError(
+            f"{folder} is signed by {str(public)[:60]!r}, which is not among the {len(keys)} trusted keys"
+        )
     if not isinstance(text, str) or not is_signed(_signed_text(digest), text, public):
         raise ProgramError(
             f"the signature of {folder} is not the one of {public} for this program: copy or export it again"

@@ -56,7 +56,7 @@ def seal(path: Path, metadata: dict[str, Any]) -> None:
     files = {}
     for name in sorted(names):
         if not _inside(path, name):
-            raise ExportError(f"{path} keeps weights in {name!r}, which is no file beside it: write the model again")
+            raise ExportError(f"{path} keeps weights in {name!r}, which is not a file beside it: write the model again")
         files[name] = _file_digest(path.parent / name)
     described = {"format": FORMAT, **metadata, "files": files}
     text = json.dumps(described, allow_nan=False, ensure_ascii=False).removesuffix("}")

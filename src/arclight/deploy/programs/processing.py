@@ -60,7 +60,7 @@ def resolve(name: str, arguments: dict[str, Any]) -> Processing:
         ) from error
     if not isinstance(found, type) or not found.__module__.startswith("arclight.") or not issubclass(found, Processing):
         raise ProgramError(
-            f"the file names {name!r} as its processing, which is no class with preprocess and postprocess"
+            f"the file names {name!r} as its processing, which is not a class with preprocess and postprocess"
         )
     try:
         return found(**arguments)

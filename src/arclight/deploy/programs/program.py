@@ -296,7 +296,7 @@ def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
     for name, kind in _TYPES.items():
         if name in metadata and not isinstance(metadata[name], kind):
             raise ProgramError(
-                f"{path} describes its {name} as {str(metadata[name])[:60]!r}, which is no {kind.__name__}"
+                f"{path} describes its {name} as {str(metadata[name])[:60]!r}, which is not of type {kind.__name__}"
             )
     if not all(isinstance(name, str) for name in metadata.get("requires", [])):
         raise ProgramError(f"{path} requires {str(metadata['requires'])[:60]}, and instruction sets have names")

@@ -50,7 +50,7 @@ class TorchSession:
             else:
                 self._call = torch.export.load(path).module()
         except Exception as error:  # torch raises many kinds, all of them about the file
-            raise ProgramError(f"{path} is no program that torch {torch.__version__} can run: {error}") from error
+            raise ProgramError(f"{path} is not a program that torch {torch.__version__} can run: {error}") from error
 
     def run(self, values: Sequence[Array]) -> list[Array]:
         import torch

@@ -40,7 +40,9 @@ def round_layers(graph: GraphModule) -> tuple[list[str], list[str]]:
     """
     layers = [node for node in graph.graph.nodes if node.target in LAYERS and _weight(node) is not None]
     if not layers:
-        raise QuantizeError("the model has no linear layer and no convolution, which alone are faster in bfloat16")
+        raise QuantizeError(
+            "the model has no linear layer and no convolution, the only layers that are faster in bfloat16"
+        )
     names = {node: module_name(node) or str(node.args[1]) for node in layers}
     left = list(dict.fromkeys(name for node, name in weighted(graph) if node not in names))
     held: dict[int, str] = {}

@@ -405,7 +405,7 @@ def chosen_target(recipe: Quantization, target: Target | None) -> Target:
         raise QuantizeError(f"target {target!r} is not known{hint}")
     if target != alone and not is_calibrated(recipe):
         raise QuantizeError(
-            f"{type(recipe).__name__} has kernels in target {alone!r} alone, got {target!r}: leave target out, or take Int8()"
+            f"{type(recipe).__name__} has kernels only in target {alone!r}, got {target!r}: leave target out, or take Int8()"
         )
     return target
 

@@ -108,7 +108,7 @@ def build_server(build: str, folder: Path, config: Config) -> Server:
     module, _, name = build.partition(":")
     function = getattr(importlib.import_module(module), name, None)
     if not callable(function):
-        raise FederatedError(f"{build} is no function that builds a server")
+        raise FederatedError(f"{build} is not a function that builds a server")
     server: Server = function(folder, config)
     return server
 

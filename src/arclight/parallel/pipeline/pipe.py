@@ -207,7 +207,7 @@ class Pipe:
         for count in range(len(parts) - 1, 0, -1):
             if ".".join(parts[:count]) in self._paths:
                 return name
-        raise KeyError(f"{name} is no name in the model")
+        raise KeyError(f"{name} is not a name in the model")
 
 
 def split(
@@ -239,7 +239,7 @@ def split(
     paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
     for name in at or ():
         if name not in paths:
-            raise PlanError(f"{name} is no module of {type(model).__name__}; did you mean {_nearest(name, paths)}?")
+            raise PlanError(f"{name} is not a module of {type(model).__name__}; did you mean {_nearest(name, paths)}?")
     names, parameters = parameter_names(model)
 
     def cut(graph: CallGraph, find: Callable[[], ModelCosts], begins: Sequence[int] | None = None) -> StageAssignment:

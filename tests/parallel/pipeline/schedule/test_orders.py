@@ -63,7 +63,7 @@ def test_files_that_torch_writes_are_read(name: str, tmp_path: Path) -> None:
     assert ("OVERLAP_F_B" in path.read_text()) == (name == "DualPipeV")
     assert order_of(str(path), 4, 8) == order_of(name, 4, 8)
     schedule._dump_csv(str(path), format="compute_comms")
-    with pytest.raises(PlanError, match=r"torch.csv: '.*' is no action"):
+    with pytest.raises(PlanError, match=r"torch.csv: '.*' is not an action"):
         order_of(str(path), 4, 8)
 
 
@@ -218,7 +218,7 @@ def test_numbers_that_a_schedule_cannot_take_are_named() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("0F0,0B0\n1F0,1X0\n", "'1X0' is no action"),
+        ("0F0,0B0\n1F0,1X0\n", "'1X0' is not an action"),
         ("", "no actions"),
         ("0F0,0B0,0F0\n1F0,1B0\n", "process 0, action 3: 0F0 is there twice"),
         ("0B0,0F0\n1F0,1B0\n", "process 0, action 1: 0B0 comes before its forward"),
@@ -231,7 +231,7 @@ def test_numbers_that_a_schedule_cannot_take_are_named() -> None:
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1\n", "process 1 never does 1I1"),
         ("0F0,0B0\n2F0,2B0\n", "3 stages cannot be divided evenly among 2 processes"),
         ("0F0,1F0,0B0,1B0\n2F0,3F0,2B0,3B0\n", r"process 0 has 1F0, but its stages are \[0, 2\] in a loop, or \[0, 3\] in a V"),
-        ("0F0,0B0,3F0,3B0\n1F0,1B0\n", "nobody does stage 2"),
+        ("0F0,0B0,3F0,3B0\n1F0,1B0\n", "no process runs stage 2"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "process 0 waits for ever before action 2, 0B0: 1I0 or 1B0 cannot come before it"),
         ("0F0,3F0,3B0,0B0\n1F0,2F0,1B0,2B0\n", "process 0 waits for ever before action 4, 0B0: 1I0 or 1B0"),
     ],

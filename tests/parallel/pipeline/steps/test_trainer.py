@@ -167,7 +167,7 @@ def test_names_and_wishes() -> None:
         Pipeline(2, reduction="mean")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="memory 22 apples: write a number and a unit"):
         Pipeline(2, memory="22 apples")
-    with pytest.raises(PlanError, match="memory = 0 is no size"):
+    with pytest.raises(PlanError, match="memory = 0 is not a size"):
         Pipeline(2, memory=0)
     with pytest.raises(PlanError, match="no pipeline schedule 'ring'"):
         Pipeline(2, schedule="ring")

@@ -131,7 +131,7 @@ def test_floats_are_converted_and_other_types_never(tmp_path: Path) -> None:
     half = on_meta(Net).bfloat16()
     load(half, path)
     assert half.embed.weight.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"dtype torch.int8 is none of"):
+    with pytest.raises(ValueError, match=r"dtype torch.int8 is not one of"):
         load(on_meta(Net), path, dtype=torch.int8)
     for name, kind in (("body.1.num_batches_tracked", torch.int32), ("embed.weight", torch.float8_e4m3fn)):
         save_file(weights(net()) | {name: weights(net())[name].to(kind)}, path)
@@ -260,9 +260,9 @@ FAULTS = {
     "elsewhere": (ValueError, r"embed\.safetensors does not have body\.0\.bias, though the index says so"),
     "outside": (
         ValueError,
-        r"says that body\.0\.bias is in '\.\./body\.safetensors', which is no safetensors file beside",
+        r"says that body\.0\.bias is in '\.\./body\.safetensors', which is not a safetensors file beside",
     ),
-    "pickled": (ValueError, r"says that body\.0\.bias is in 'body\.bin', which is no safetensors file"),
+    "pickled": (ValueError, r"says that body\.0\.bias is in 'body\.bin', which is not a safetensors file"),
     "missing": (ValueError, r"lacks body\.0\.bias; it has "),
     "no map": (ValueError, r"index\.json has no weight_map"),
     "shape": (ValueError, r"body\.safetensors: body\.0\.bias is \(5,\), and body\.0\.bias of this model \(4,\)"),

@@ -30,7 +30,7 @@ class Action:
         """Return the action that ``text`` writes, as ``2F0``. Raises PlanError for anything else."""
         found = _WRITTEN.fullmatch(text.strip())
         if found is None:
-            raise PlanError(f"{text!r} is no action: write <stage><F, B, I or W><micro-batch>, as 2F0")
+            raise PlanError(f"{text!r} is not an action: write <stage><F, B, I or W><micro-batch>, as 2F0")
         return cls(int(found[1]), cast(Kind, found[2]), int(found[3]))
 
 

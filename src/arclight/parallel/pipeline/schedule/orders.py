@@ -99,7 +99,7 @@ def _check_counts(order: Order, stages: int, micro_batches: int) -> None:
                 if missing:
                     raise PlanError(f"process {rank} never does {stage}{missing}{number}")
     if len(owners) < stages:
-        raise PlanError(f"nobody does stage {next(s for s in range(stages) if s not in owners)}")
+        raise PlanError(f"no process runs stage {next(s for s in range(stages) if s not in owners)}")
 
 
 def needs(action: Action, stages: int) -> Iterator[tuple[Action, ...]]:

@@ -185,4 +185,4 @@ def check_memory(memory: str | float | None) -> None:
     if isinstance(memory, str):
         bytes_of(memory)
     elif memory is not None and not memory > 0:
-        raise PlanError(f"memory = {memory!r} is no size: give bytes, or a number and a unit, as 22GiB")
+        raise PlanError(f"memory = {memory!r} is not a size: give bytes, or a number and a unit, as 22GiB")

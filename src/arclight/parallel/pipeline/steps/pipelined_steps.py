@@ -160,7 +160,7 @@ class PipelinedSteps:
     def _observe(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallGraph:
         if getattr(step, "__self__", None) is not self.module:
             raise PlanError(
-                f"{getattr(step, '__name__', step)} is no plain method of {type(self.module).__name__} (it was compiled, or put in its place), "
+                f"{getattr(step, '__name__', step)} is not a plain method of {type(self.module).__name__} (it was compiled, or put in its place), "
                 "so it cannot be cut into stages: leave it as it is, and set compile in the plan"
             )
         with self._undisturbed(), self.recorder.recording():

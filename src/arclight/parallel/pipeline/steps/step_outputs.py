@@ -178,7 +178,7 @@ def with_attribute(module: Any, call: _Call) -> dict[str, Any]:
         if part is call.value:
             return call.options | {"metric_attribute": path}
     raise PlanError(
-        f"the metric logged as {call.name!r} is no attribute of {type(module).__name__}: make it one, so that every process has it"
+        f"the metric logged as {call.name!r} is not an attribute of {type(module).__name__}: make it one, so that every process has it"
     )
 
 

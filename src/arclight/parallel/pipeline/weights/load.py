@@ -192,7 +192,7 @@ def _check(
 ) -> None:  # fmt: skip
     """Raise ValueError for tensors that do not fit the stages, before any is read."""
     if dtype is not None and dtype not in _FLOATS:
-        raise ValueError(f"dtype {dtype} is none of {', '.join(map(str, _FLOATS))}")
+        raise ValueError(f"dtype {dtype} is not one of {', '.join(map(str, _FLOATS))}")
     for tensor, names in wanted.items():
         theirs, *copies = sources[tensor]
         there, where = files.tensor(theirs), files.file_of(theirs)

@@ -172,9 +172,9 @@ def _read(model: nn.Module, program: Any, frame: Frame) -> ExportedGraph:
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[node] = program.constants[spec.target]
         else:
-            raise PlanError(f"{frame.name} computes with {spec.target}, which is no tensor: a traced graph cannot")
+            raise PlanError(f"{frame.name} computes with {spec.target}, which is not a tensor: a traced graph cannot")
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs):
-        raise PlanError(f"{frame.name} gives what is no part of its result: a traced graph cannot")
+        raise PlanError(f"{frame.name} changes something besides its result: a traced graph cannot")
     (output,) = (node for node in program.graph.nodes if node.op == "output")
     return ExportedGraph(
         program.graph, dict(program.graph_module.named_children()), states, frozenset(parameters), frozenset(persistent), first,
