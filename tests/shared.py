@@ -1,4 +1,4 @@
-"""What tests of several files need and takes long to make: made once in a run, by one of its workers."""
+"""Fixtures of several files that are slow to make: made once in a run, by one of its workers."""
 
 from __future__ import annotations
 

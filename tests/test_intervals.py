@@ -101,7 +101,7 @@ def name_of(case: Any) -> str:
 
 
 def holds(member: Member, value: Any) -> bool:
-    """Whether a number is one of a type's, worked out from the bounds and not by what is tested."""
+    """Return True if a type holds a number, from its bounds and independently of the tested code."""
     kind, (bound,) = member
     if (kind is int) != isinstance(value, int) and not (kind is float and isinstance(value, int)):
         return False
@@ -144,7 +144,7 @@ def made(cls: type, **fields: Any) -> Any:
 
 
 def problem(cls: type, **fields: Any) -> str:
-    """Why settings are refused, be it that they do not go with other fields' defaults; empty where they are taken."""
+    """Return the reason why settings are refused, also beside other fields' defaults; empty if accepted."""
     try:
         made(cls, **fields)
     except ValueError as error:
@@ -185,7 +185,7 @@ def test_a_number_is_taken_at_the_edge_and_refused_beyond(cls: Any, name: str, h
 
 
 def fits_literal(hint: Any, value: Any) -> bool:
-    """Whether a number stands for something else, as -1 for no limit."""
+    """Return True if a number is a literal of the type, as -1 for no limit."""
     return any(
         value in typing.get_args(part)
         for part in (hint, *typing.get_args(hint))

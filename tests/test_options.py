@@ -272,7 +272,7 @@ def test_every_option_of_a_schedule_changes_the_rates(cls: Any, name: str) -> No
 
 
 def plain(value: Any, depth: int = 3) -> Any:
-    """What can be compared of an object: its numbers and texts, and those of what it holds."""
+    """Return an object's comparable values: its numbers and texts, and those that it holds."""
     if value is None or isinstance(value, str | int | float | bool | Path):
         return value
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What the README and the guides say is what happens: their code runs, in order, in an empty folder."""
+"""The code of the README and the guides runs, in order, in an empty folder."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_pipelines(tmp_path: Path) -> None:
 
 
 def carried_out(script: str, folder: Path) -> str:
-    """What a shell makes of simple lines, of which some go on in the background, without starting Python for each; what they printed."""
+    """Run simple shell lines, some in the background, without a Python process for each; return the output."""
     with ExitStack() as stack:
         behind, said = [], ""
         for line in script.strip().splitlines():

@@ -1,4 +1,4 @@
-"""From and to other projects' files, without unpickling."""
+"""Conversion from and to other projects' files, without unpickling."""
 
 from __future__ import annotations
 

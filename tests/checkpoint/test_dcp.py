@@ -136,7 +136,7 @@ def test_other_folders_are_not_replaced(tmp_path: Path) -> None:
 
 
 def test_torch_loads_a_flipped_bit_and_ours_is_refused(tmp_path: Path) -> None:
-    """What the decision about the sharded format rests on: where this fails, read it again."""
+    """The decision about the sharded format rests on this: if it fails, read that page again."""
     weights = {"a": torch.zeros(1000)}
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "a", no_dist=True)
     checkpoint.save(tmp_path / "b", {"model": weights})

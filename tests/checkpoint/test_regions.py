@@ -16,7 +16,7 @@ from arclight.fabric.distributed.shard_regions import local_regions
 def shard_over(
     whole: torch.Tensor, mesh: tuple[int, ...], placements: list[Any], coordinate: tuple[int, ...], fsdp: bool
 ):
-    """What a DTensor shows of itself, cut by torch's own functions from left to right, or as FSDP does: from the right."""
+    """Cut a tensor with torch's own functions, from left to right, or as FSDP does from the right."""
     part = whole
     order = list(enumerate(placements))
     if fsdp:  # tensor parallelism first, FSDP after it

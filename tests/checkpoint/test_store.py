@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit; what cannot be is refused by name; what is damaged is said."""
+"""Saved values come back bit for bit; unsupported values and damage are refused by name."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def stopped(tmp_path: Path) -> Path:
 
 
 def damaged(data: bytes) -> Iterator[bytes | None]:
-    """What may be left of a file: nothing, parts of it, zeros or other bytes in their place, or some of it twice."""
+    """Yield damaged versions of a file: missing, cut, parts zeroed or overwritten, repeated."""
     lines = [place + 1 for place, byte in enumerate(data) if byte == ord("\n")][:-1]
     yield None
     half = len(data) // 2
@@ -100,7 +100,7 @@ def damaged(data: bytes) -> Iterator[bytes | None]:
 
 
 def goes_on(root: Path) -> None:
-    """What a person does next: train on, look at the report, read the recipe."""
+    """Continue as a person would: resume training, open the report, read the recipe."""
     trainer = train(root, 3, "last")
     assert trainer.global_step == 6, "two batches in each of three epochs"
     run = RunFolder.newest(root, "cut")

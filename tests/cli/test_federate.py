@@ -129,14 +129,14 @@ def command(*words: str, spawns: bool = False, **environment: str) -> warm.Progr
 
 
 def ended(process: warm.Program) -> str:
-    """What a process has said until its end, which must be a good one."""
+    """Return the output of a process after it has ended with status 0."""
     out, _ = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, out
     return out
 
 
 def address_of(server: warm.Program) -> str:
-    """Where a server listens, as its first line says."""
+    """Return the address in the first line that a server prints."""
     found = re.search(r"served at (https?://\S+),", server.until("served at ", DEADLINE))
     assert found is not None, server.said()[0]
     return found[1]

@@ -1,4 +1,4 @@
-"""How a fit of ``L.Trainer`` counts, validates, stops and steps schedules: the sequences are Lightning 2.6.6's, seen in runs of it."""
+"""Counters, validation, stops and schedules of a fit of ``L.Trainer``, as recorded from runs of Lightning 2.6.6."""
 
 from __future__ import annotations
 

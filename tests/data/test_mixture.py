@@ -102,7 +102,7 @@ def test_impossible_mixtures_are_refused(sizes: list[int], weights: list, option
 @given(worlds=st.lists(st.tuples(st.integers(1, 4), st.integers(5, 11), st.integers(0, 6)), max_size=3))
 @settings(max_examples=10, deadline=None)
 def test_worlds_may_change_in_the_middle_of_a_mixture(worlds: list[tuple[int, int, int]]) -> None:
-    """What is read is what one process reads, though ranks and batch sizes change on the way."""
+    """Ranks read together what one process reads, though their number and the batch size change."""
     order = MixtureOrder([40, 300, 7], [[1, 0.2], [2, 2], [0.5, 0.5]], at=[0, 1], samples=500)
     whole = Counter(order.sample_ids(np.arange(500), epoch=1, seed=9).tolist())
     seen: Counter[int] = Counter()

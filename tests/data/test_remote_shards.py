@@ -633,7 +633,7 @@ def test_consumers_share_the_room_alike(tmp_path: Path) -> None:
 
 
 def test_consumers_share_the_connections_alike(tmp_path: Path) -> None:
-    """What a consumer at rest still waits for does not stand before what is read now."""
+    """Blocks that an idle consumer waits for do not delay those of an active one."""
     source, through = Gated(), reader(tmp_path, 4 * 8000, connections=1)
     train = [through.prefetch([(source, (0, block))], "train") for block in range(8)]
     wait_until(lambda: source.in_flight == 1, "the first fetch")

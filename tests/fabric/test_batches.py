@@ -1,4 +1,4 @@
-"""What is counted in a batch of any shape."""
+"""Batch sizes of nested batches of any structure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a run of several processes when one of them fails, dies or hangs."""
+"""Runs of several processes of which one fails, dies or hangs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_ranks_do_not_outlive_the_process_that_started_them(start_method: str, n
 
 
 def is_alive(process: int) -> bool:
-    """Whether it runs; one that has ended may wait for somebody to ask how."""
+    """Return True if the process runs; a zombie does not."""
     try:
         return ") Z " not in Path(f"/proc/{process}/stat").read_text()
     except FileNotFoundError:

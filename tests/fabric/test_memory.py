@@ -1,4 +1,4 @@
-"""What the host's allocator does with freed memory."""
+"""The host allocator's use of freed memory."""
 
 from __future__ import annotations
 

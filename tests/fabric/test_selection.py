@@ -1,4 +1,4 @@
-"""From what a user asks for to a strategy: names, objects, plugins, defaults, and choices that contradict one another."""
+"""Selection of a strategy from names, objects, plugins and defaults, and of contradicting choices."""
 
 from __future__ import annotations
 

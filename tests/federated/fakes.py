@@ -109,7 +109,7 @@ class ScriptedNode:
         return answer
 
     def ask(self, wait: float = 20.0, having: Sequence[Fit] = ()) -> Message:
-        """What there is to do; ``having``: orders that are here already."""
+        """Request work; ``having``: orders that are here already."""
         active = tuple(ActiveWork(client=order.client, round=order.round) for order in having)
         return self.link.send(WorkRequest(node=self.name, session=self.session, hold_s=wait, active_work=active))
 

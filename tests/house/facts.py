@@ -152,7 +152,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def _finished(start: str, edges: dict[str, set[str]], seen: set[str]) -> list[str]:
-    """What is reached from ``start`` and was not seen before, each behind all that it reaches."""
+    """Return the names reached from ``start`` that are not in ``seen`` yet, in post-order."""
     if start in seen:
         return []
     seen.add(start)

@@ -128,7 +128,7 @@ def test_skipped_steps_are_not_counted() -> None:
 
 @pytest.mark.parametrize("settings", [ADOPT(weight_decay=0.1), QHADOPT()])
 def test_steps_counted_on_a_device_give_what_steps_counted_on_the_host_do(settings: Any) -> None:
-    """Where a step may be skipped the count is a tensor, as is a rate that only a device knows."""
+    """If a step may be skipped, the count is a tensor, as is a rate that only a device knows."""
     group = settings.options() | {"weight_decay": settings.weight_decay}
     pairs = []
     for on_device in (False, True):

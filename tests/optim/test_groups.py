@@ -1,4 +1,4 @@
-"""Which optimizer gets which parameter, and state that finds its parameter again."""
+"""Assignment of parameters to optimizers, and state that finds its parameter again."""
 
 from __future__ import annotations
 

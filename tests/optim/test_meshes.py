@@ -1,4 +1,4 @@
-"""What one process computes, on every placement: real processes over gloo."""
+"""Optimizers on every placement compute what one process does: real processes over gloo."""
 
 from __future__ import annotations
 

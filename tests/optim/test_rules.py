@@ -106,7 +106,7 @@ def test_rounding_at_random_is_repeatable_and_told_apart_by_seed_and_name() -> N
 
 
 def orthogonal(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """What the quintic iteration does to singular values, done to them."""
+    """Apply the quintic iteration to singular values instead of the matrix."""
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     s = s / (s.square().sum().sqrt() + 1e-7)
     for _ in range(steps):

@@ -74,7 +74,7 @@ def test_back_ends_agree_with_the_definition(name: str) -> None:
     "name", ["triangle", "window", "chunks", "documents", "documents, window", "chunks of documents"]
 )
 def test_pieces_of_packed_sequences_are_what_the_mask_says(name: str) -> None:
-    """What varlen attention is told: each piece by itself, within the window, is the whole."""
+    """Varlen attention gets pieces that, each within the window, make up the whole."""
     fields = MASKS[name]
     bounds, longest = Mask(**fields).segments(B, T, torch.device("cpu"))
     assert bounds[0] == 0

@@ -23,7 +23,7 @@ from arclight.trainer.callbacks import RunReport
 
 
 class Choices(Callback):
-    """What routers give out and weigh at each step, head by head, by forward hooks."""
+    """Record choices and weights of routers at each step, head by head, by forward hooks."""
 
     def __init__(self) -> None:
         self.counts: dict[str, np.ndarray[Any, Any]] = {}

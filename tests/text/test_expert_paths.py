@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """What the comparison in Triton's interpreter printed."""
+    """Return the output of the comparison in Triton's interpreter."""
     if importlib.util.find_spec("triton") is None and not (TRITON / "triton").is_dir():
         pytest.skip(f"triton is not installed, and not in {TRITON}: pip install --no-deps --target {TRITON} triton")
     root = Path(__file__).parents[2]

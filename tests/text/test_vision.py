@@ -128,7 +128,7 @@ def test_packed_texts_with_images_are_as_alone(sees: Any) -> None:
 
 
 def test_model_learns_from_images(sees: Any) -> None:
-    """Which of two kinds of images was shown can only be told by looking."""
+    """Only the image distinguishes the two classes."""
     sees.train()
     optimizer = torch.optim.AdamW(sees.parameters(), 3e-3)
     random = torch.Generator().manual_seed(0)

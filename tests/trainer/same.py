@@ -1,4 +1,4 @@
-"""Whether two states are the same, bit for bit."""
+"""Compare two states bit for bit."""
 
 from __future__ import annotations
 

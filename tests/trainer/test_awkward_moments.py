@@ -1,4 +1,4 @@
-"""What a run does when things come at an awkward moment."""
+"""Signals, errors and stops that come at awkward moments of a run."""
 
 import multiprocessing
 import os

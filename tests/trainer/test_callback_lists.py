@@ -1,4 +1,4 @@
-"""Which callbacks a trainer has: a user's, a module's, those of installed packages, and what is wrong with them."""
+"""The callbacks of a trainer: a user's, a module's, those of installed packages, and invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a fit stands in files that Lightning 2.6 wrote; the counters below are what it put there."""
+"""Progress in checkpoints that Lightning 2.6 wrote, with the counters that it put there."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def read_header(path: Path) -> list[str]:
 
 
 def script(logger: CSVLogger, start: int, end: int) -> None:
-    """What a run logs in steps ``start`` to ``end``; the checkpoint of a step comes between its two rows."""
+    """Log steps ``start`` to ``end``; the checkpoint of a step comes between its two rows."""
     for step in range(start, end):
         if step > start or start == 0:
             logger.log_metrics({"epoch": step // 4, "train": step / 3}, step)

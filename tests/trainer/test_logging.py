@@ -1,4 +1,4 @@
-"""What ``log`` keeps, when it is shown and to whom; expected numbers are worked out by hand or by another program."""
+"""Values kept and shown by ``log``, compared with results by hand or of another program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is made of, counted by hand."""
+"""Summaries of models, counted by hand."""
 
 from __future__ import annotations
 

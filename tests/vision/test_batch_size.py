@@ -23,7 +23,7 @@ def found(budget_gib: float | None, images: int = 1000, side: int = 64) -> int:
 
 
 def kept_bytes(count: int, side: int = 64) -> int:
-    """What the graph of a forward pass holds, read from the graph's own nodes."""
+    """Count the bytes that the graph of a forward pass saves, from the graph's own nodes."""
     torch.manual_seed(0)
     model = build_model("yolov5n", 2).train()
     weights = {value.data_ptr() for value in model.state_dict().values()}

@@ -1,4 +1,4 @@
-"""What to label next, and labels of what is sure."""
+"""Images to label next, and labels of confident detections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every vision task does: it learns, is measured, saved, opened, resumed, and names what is wrong in its labels."""
+"""The contract of every vision task: learn, measure, save, open, resume, name faulty labels."""
 
 from __future__ import annotations
 

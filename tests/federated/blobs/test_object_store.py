@@ -118,7 +118,7 @@ def test_large_blobs_go_up_in_parts(bucket: str, tmp_path: Path) -> None:
 
 
 def test_a_mirrored_folder_and_the_bucket_are_one(bucket: str, tmp_path: Path) -> None:
-    """What a server puts is where its nodes look, and what they put is where it looks."""
+    """The server reads what its nodes put, and they read what it puts."""
     address = "s3://bucket/mirrored"
     server, node = MirroredStore(tmp_path / "server", address), ObjectStore(address, tmp_path / "node")
     content = [os.urandom(1000 + number) for number in range(4)]

@@ -1,4 +1,4 @@
-"""What every place for blobs has to do, whatever it is made of."""
+"""The contract of every blob store."""
 
 import hashlib
 import os

@@ -97,7 +97,7 @@ class Watched(Net):
 
 
 def build(file: str, pause: float = 0.0, seed: int = 3) -> tuple[Module, DataModule]:
-    """What a worker process calls."""
+    """Build the module and the data of a client in a worker process."""
     torch.manual_seed(11)
     return Watched(file, pause), Rows(seed=seed)
 

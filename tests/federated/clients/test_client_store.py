@@ -1,4 +1,4 @@
-"""What a killed process leaves in a client's folder."""
+"""Files that a killed process leaves in a client's folder."""
 
 from __future__ import annotations
 

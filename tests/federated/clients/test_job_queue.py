@@ -1,4 +1,4 @@
-"""What nodes are at, against the coordinator that real servers have, in every order that threads, lines and kills may bring about."""
+"""Jobs of nodes against a real coordinator, in any order of threads, messages and kills."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Site:
             self.jobs.restore(Job(client, round, cast("Any", None), stage="done", outcome=update(client, round)))
 
     def acts(self) -> list[Callable[[], None]]:
-        """What may happen here now."""
+        """Return the actions that are possible now."""
         found: list[Callable[[], None]] = [self.beat]
         if self.ask is None:
             found.append(self.next_request)

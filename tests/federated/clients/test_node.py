@@ -390,7 +390,7 @@ def test_residuals_of_an_update_the_server_lost_are_dropped(tmp_path: Path, coun
     begin, reasons = beginning(width=256), list[str]()
 
     def refused(name: str) -> Manifest:
-        """What a second round says where the first one was refused (or taken) right away."""
+        """Return the manifest of round 2 if that of round 1 was refused, or accepted, at once."""
         server = AveragingServer(tmp_path / name, begin, ("a", "b"), rounds=2, steps=4, **order)
 
         def first(update: Update) -> Receipt | None:

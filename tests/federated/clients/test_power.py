@@ -1,4 +1,4 @@
-"""What a site makes of its disk after a power failure, when the server has lost what it had of it, too."""
+"""Recovery of a site after a power failure, also if the server has lost its files."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_statistics_of_norms_are_left_to_the_mean(tmp_path: Path) -> None:
 
 
 def test_a_new_run_of_a_used_name_trains_anew(tmp_path: Path) -> None:
-    """What a node keeps of a run is not taken for another's, although both are called alike and begin with the same weights."""
+    """Files of a former run are not used in a new one of the same name and initial weights."""
     federation = Federation(clients=1, rounds=1, local_steps=3, evaluate_every=0)
     client = Client("a", Net(), Rows(seed=1), trainer=CPU, seed=5)
     bases = []

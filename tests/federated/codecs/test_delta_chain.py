@@ -109,7 +109,7 @@ def test_only_changes_travel_to_a_node_with_the_base_and_their_bytes_are_few() -
     "codec", [codec if isinstance(codec, Int8) else pytest.param(codec, marks=pytest.mark.slow) for codec in CODECS]
 )
 def test_clients_come_to_the_servers_weights_once_these_rest(codec: Codec) -> None:
-    """What a change leaves unsaid is said later: no residual is lost."""
+    """Later changes carry the error of earlier ones: no residual is lost."""
     store, chains, own = run(codec, 3)
     chain = chains[-1]
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""What codecs promise: bounds on their errors, exact residuals, bytes, and refusals of what cannot be."""
+"""Codecs keep their error bounds, exact residuals and sizes, and refuse invalid values."""
 
 import dataclasses
 import math
@@ -276,7 +276,7 @@ def test_tables_of_no_codec_are_refused(table) -> None:
 
 
 def test_messages_of_many_tensors_and_their_residuals() -> None:
-    """What does not travel in a round keeps its residual, and what was not taken can be said again."""
+    """Tensors that are not sent keep their residual, and refused updates can be sent again."""
     tensors = {"model/a": torch.randn(40, 40), "model/b": torch.randn(40, 40), "model/norm": torch.randn(40)}
     first: dict[str, torch.Tensor] = {}
     assert [key for key, _ in encode_all(tensors.items(), TopK(), {}, first)] == list(tensors)

@@ -1,4 +1,4 @@
-"""What holds of a coordinator whatever nodes do, whenever anything dies."""
+"""Invariants of a coordinator for any order of messages, and deaths at any time."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class Anything(RuleBasedStateMachine):
         assert len(self.world.coordinator.cluster.assignments) <= clients * 8
 
     def teardown(self) -> None:
-        """From wherever it is, a run with well-behaved nodes comes to an end."""
+        """Run to the end from any state with well-behaved nodes."""
         if not hasattr(self, "world"):
             return
         world = self.world

@@ -181,7 +181,7 @@ class NodeHere:
         return plan
 
     def active_work(self, steps: dict[str, int] | None = None) -> tuple[ActiveWork, ...]:
-        """What it has, or of that what is of the clients in ``steps``."""
+        """Return the work that the node holds, or only that of the clients in ``steps``."""
         here = [plan for plan in (*self.plans, *self.work.values()) if steps is None or plan.client in steps]
         return tuple(
             ActiveWork(
@@ -214,7 +214,7 @@ class NodeHere:
         )
 
     def take(self, wait: float = 0.0) -> Plan:
-        """What there is to do now."""
+        """Request work."""
         plan = self.world.answers[self.hold(wait)]
         if isinstance(plan, FitPlan | EvaluatePlan):
             self.work[plan.client] = plan

@@ -42,7 +42,7 @@ class Site:
         self.learner = TrainerLearner(module, Rows(), maker, folder, seed=3)
 
     def train(self, number: int, weights: dict[str, torch.Tensor], **keep: Any) -> dict[str, torch.Tensor]:
-        """What it sends of a round of two steps."""
+        """Train a round of two steps and return the tensors that are sent."""
         manifest = write_blobs(weights, TemporaryStore(), kind="weights")
         order = fit_order(number, 2, 2 * (number - 1), weights=manifest, local_policy=keep)
         tensors = self.learner.fit(order, weights, lambda steps, loss: None).tensors

@@ -1,4 +1,4 @@
-"""What travels when: against what a person would say for a small model."""
+"""Tensors sent in each round, compared with lists by hand for a small model."""
 
 import contextlib
 import json

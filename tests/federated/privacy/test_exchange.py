@@ -60,7 +60,7 @@ class Sum:
         return [name for name in self.names if name not in self.over]
 
     def played(self) -> tuple[list[str], torch.Tensor]:
-        """Whose values are in the sum, and the sum."""
+        """Return the clients whose values are in the sum, and the sum."""
         for name in self.names:
             keys = self.people[name].keys
             self.hear(name, keys={"mask": keys.mask.hex(), "cipher": keys.cipher.hex(), "seal": keys.seal.hex()})

@@ -179,7 +179,7 @@ def test_a_client_that_drops_out_is_left_out_of_the_sum(tmp_path: Path, early: b
 
 
 class Counted(Quadratic):
-    """How often it was trained in all."""
+    """Count the trainings of all clients."""
 
     fits = 0
 

@@ -1,4 +1,4 @@
-"""What becomes of rounds is told in the run's database, whatever happens to the process that writes it."""
+"""The history of rounds in the run's database survives deaths of the process that writes it."""
 
 from __future__ import annotations
 

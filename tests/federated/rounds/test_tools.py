@@ -1,4 +1,4 @@
-"""What people do to a run's rounds: look, check, edit, fork, prune; and to and from centralised training."""
+"""Tools for a run's rounds: show, check, edit, fork, prune, and convert from and to centralised runs."""
 
 from __future__ import annotations
 

@@ -132,6 +132,6 @@ class Nodes:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What a run has come to, whatever happened on its way: the digest of the weights of every round, and who contributed."""
+    """Return the outcome of a run: the digest of every round's weights, and the contributors."""
     rounds = read_history(folder)
     return {str(here["round"]): (here["base"], here["contributors"], here["steps"]) for here in rounds}

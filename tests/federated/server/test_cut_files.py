@@ -43,7 +43,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damaged(data: bytes) -> Iterator[bytes | None]:
-    """What may be left of a file: nothing, parts of it, or as much of something else."""
+    """Yield damaged versions of a file: missing, cut, zeroed from a place on, repeated."""
     lines = [place + 1 for place, byte in enumerate(data) if byte == ord("\n")][:-1]
     if data.startswith(b"SQLite format 3"):
         lines = list(range(4096, len(data), 4096))

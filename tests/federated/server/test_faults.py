@@ -49,7 +49,7 @@ def undisturbed(folder: Path) -> list[str]:
 
 
 class FullDisk:
-    """From some write to the journal on, ``times`` of them fail, as on a full disk."""
+    """Fail ``times`` writes to the journal from some write on, as on a full disk."""
 
     def __init__(self, write: int, times: int) -> None:
         self.good, self.left = write, times

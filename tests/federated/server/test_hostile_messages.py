@@ -137,7 +137,7 @@ def target(folder: Path, **given: Any) -> Iterator[Target]:
 
 
 def places(table: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where values lie in a table, and in what lies in it."""
+    """Return the paths of all values in a nested table."""
     inner = table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, list) else ()
     for key, value in inner:
         yield (*at, key)

@@ -1,4 +1,4 @@
-"""What nodes put on the server's disk is bounded by what their updates need, and stays as long as they are at it."""
+"""Uploads of nodes are bounded by the size of their updates, and kept while they are in use."""
 
 from __future__ import annotations
 

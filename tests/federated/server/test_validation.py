@@ -1,4 +1,4 @@
-"""What is refused, and that a refusal leaves no trace in the weights."""
+"""Refused updates leave no trace in the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is simulated against what happens: a server and four nodes, each a process, over HTTP through lines of a known rate."""
+"""Simulated runs compared with a server and four nodes, each a process, over HTTP at known rates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STREAMED = replace(PLAIN, rounds=6, streaming=Streaming(fragments=4, overlap=1))
 
 @dataclass(frozen=True)
 class Real:
-    """What a run of four processes came to."""
+    """Hold the outcome of a run of four processes."""
 
     rounds: list[Round]
     committed: list[float]
@@ -113,7 +113,7 @@ def real_run(folder: Path, federation: Federation, shapes: Mapping[str, tuple[in
 def test_a_simulated_run_lasts_as_long_as_a_real_one_of_four_processes(
     federation: Federation, shapes: dict[str, tuple[int, ...]], pause: float, tmp_path: Path
 ) -> None:
-    """From measured step times, folds and lines; what is left out is what nodes and server compute besides.
+    """The simulation knows measured steps, folds and transfers, and no other computation of nodes and server.
 
     Another process on this machine takes time that the simulation does not know of: one of three runs must be undisturbed.
     """

@@ -36,7 +36,7 @@ def plain(tree: Any) -> Any:
 
 
 def of_trainer(folder: Path) -> dict[str, Any]:
-    """What the Trainer writes beside callbacks that have state: best, last, weights only, in the background."""
+    """Return the state in a Trainer's checkpoints with stateful callbacks: best, last, weights only, asynchronous."""
     al.seed_everything(11, verbose=False)
     saver = al.ModelCheckpoint(dirpath=folder, monitor="val/loss", save_top_k=2, save_last=True)
     others = [c.EMAWeightAveraging(decay=0.9), c.EarlyStopping("val/loss", patience=9), c.LossGuard(warmup=2, window=3)]

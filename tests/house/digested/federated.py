@@ -104,7 +104,7 @@ enable_progress_bar = false
 
 
 def recipe() -> dict[str, Any]:
-    """From the shell, with the texts of two sites."""
+    """Return the weights of a federated run from the shell, with the texts of two sites."""
     for source in range(4):
         for number in range(12):
             path = Path(f"texts/{source}/{number}.txt")
