@@ -1,4 +1,4 @@
-"""What is taken of a Module that does not say what it ships: its example, whole, or a batch of its training data."""
+"""Example inputs of Modules that declare none: example_input_array, or a batch of training data."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def program(
 
 
 class TestContract:
-    """What every format does."""
+    """Check the contract of every format."""
 
     def test_it_computes_what_the_model_computes(self, program: Program, two_heads: nn.Module) -> None:
         for batch in (1, 3, 5):

@@ -18,7 +18,7 @@ from arclight.deploy.settings import Quantization, Target
 
 
 class Watch:
-    """What a session asks torch for, and the modules of NNCF that it would import."""
+    """Record the options of torch.onnx.export and torch.compile, and imports of NNCF's modules."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dynamo: list[Any] = []

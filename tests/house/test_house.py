@@ -236,6 +236,24 @@ def test_names_of_tests_open_with_a_subject(tmp_path: Path) -> None:
     )
 
 
+def questions(folder: Path) -> list[str]:
+    return [
+        f"{path.relative_to(folder)}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}"
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and facts.QUESTION.match(text := ast.get_docstring(node) or "")
+    ]
+
+
+def test_docstrings_of_tests_are_statements(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        '"""What it holds."""\nclass A:\n    """Whatever is held."""\ndef b():\n    """How it goes."""\n'
+    )
+    assert questions(tmp_path) == ["a.py:1 What it holds.", "a.py:4 How it goes."]
+    assert questions(REPOSITORY / "tests") == [], "say what is asserted, held or returned"
+
+
 def test_every_room_says_what_it_is_for() -> None:
     missing = [place(path) for path in PACKAGES if not (ast.get_docstring(tree(path / "__init__.py")) or "").strip()]
     assert not missing

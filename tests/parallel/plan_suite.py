@@ -1,4 +1,4 @@
-"""What each plan's processes do in the plan suite: loss and gradients of a small model, beside those of one process.
+"""Compare loss and gradients of a small model under each plan with those of one process.
 
 `run(cases)` in every process of a group prints one line of JSON per case on rank 0.
 """

@@ -146,7 +146,7 @@ def on_stages(schedule: str, samples: list[int], frozen: int, layers: int = 8) -
 
 
 def everywhere(processes: int, function: Any, *arguments: Any) -> list[Any]:
-    """What ``function(...)`` gives on each of real processes."""
+    """Return the result of ``function(...)`` on each of several real processes."""
 
     def run(fabric: al.Fabric) -> list[Any]:
         torch.set_num_threads(1)

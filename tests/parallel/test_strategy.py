@@ -150,7 +150,7 @@ SLOW_PLANS = [
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one process trains with some options, trained once: its trainer and losses."""
+    """Train one process with some options, once: its trainer and losses."""
     return functools.cache(lambda **options: fit(tmp_path_factory.mktemp("alone"), **options)[:2])
 
 

@@ -47,7 +47,7 @@ class Browser:
         self._post("url", url=url)
 
     def run(self, script: str, *args: Any) -> Any:
-        """What the JavaScript function body ``script`` returns."""
+        """Return the result of the JavaScript function body ``script``."""
         return self._post("execute/sync", script=script, args=list(args))
 
     def wait(self, condition: str, *, seconds: float = 60.0) -> Any:

@@ -61,7 +61,7 @@ class Server:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
     def stop(self) -> str:
-        """What it has said to its errors, once a stop signal has ended it."""
+        """Stop the server by a signal and return its standard error."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(60)
         return self.process.said()[1]

@@ -52,7 +52,7 @@ def code(text: str, error: str = "m") -> str:
 
 
 def codes() -> dict[str, str]:
-    """What the codes in the scenes say, by their placeholder."""
+    """Return the texts of the scenes' codes, by placeholder."""
     return {
         "coffee": payload("Kopi Lereng Senja", "Bandung", "40132", "ID1020304050607", "5814", extra=field(7, "A01")),
         "books": payload(

@@ -1,4 +1,4 @@
-"""Who may use a server: on loopback no foreign Host, elsewhere an API key."""
+"""Access to a server: on loopback no foreign Host, elsewhere an API key."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ def test_a_client_that_reads_nothing_fills_no_memory(affine):
 
 
 def test_a_request_behind_another_notices_that_its_client_has_left(serve_with, sample, tmp_path):
-    """What waits for a worker gives its place up, though a further request came after it on the connection."""
+    """A request that waits for a worker is dropped, though another follows it on the connection."""
     calls, gate = tmp_path / "calls", tmp_path / "gate"
     server = serve_with(f"--gate={gate}", f"--calls={calls}", workers=1, queue=4, deadline_s=120)
     photo = sample("counter")

@@ -1,4 +1,4 @@
-"""What careless and hostile clients get: a 4xx with one sentence, no memory, and a server that goes on."""
+"""Careless and hostile clients get a 4xx with one sentence, take no memory, and do not stop the server."""
 
 from __future__ import annotations
 

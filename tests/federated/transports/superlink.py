@@ -37,7 +37,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def until(done: Callable[[], Any], seconds: float, about: str) -> Any:
-    """What ``done`` gives once it is true. Raises TimeoutError, which names what was waited for."""
+    """Return the value of ``done`` once it is true. Raises TimeoutError, which names what was waited for."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := done():

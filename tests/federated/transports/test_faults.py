@@ -357,7 +357,7 @@ def test_a_full_disk_at_the_node_is_told_and_passes(
 
 @pytest.mark.slow
 def test_a_network_that_goes_dark_and_comes_back(tmp_path: Path, stack: ExitStack) -> None:
-    """Nothing is reset, nothing is refused: packets just do not arrive. Another machine, so with TLS and a registered node."""
+    """Packets are dropped, without resets or refusals. Another machine, so with TLS and a registered node."""
     name = f"arc{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
         pytest.skip("network namespaces cannot be made here")

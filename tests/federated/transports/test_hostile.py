@@ -1,4 +1,4 @@
-"""What nobody's node would send: it is refused with a reason, nothing is lost, and the server goes on."""
+"""Malformed requests are refused with a reason, lose nothing, and the server goes on."""
 
 import errno
 import hashlib
@@ -76,7 +76,7 @@ class Running:
         return "\r\n".join([f"{method} {path} HTTP/1.1", *said, "", ""]).encode()
 
     def raw(self, *pieces: bytes, pause: float = 0.0, until: float = 10.0) -> bytes:
-        """What comes back for these bytes until the server closes."""
+        """Send bytes and return the answer until the server closes."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=until) as line:
             back = b""
             try:

@@ -1,4 +1,4 @@
-"""What HTTP needs is imported by those who use it, and named where it is missing."""
+"""Packages of HTTP are imported on first use, and named if they are missing."""
 
 import subprocess
 import sys

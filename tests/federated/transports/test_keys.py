@@ -1,4 +1,4 @@
-"""Who may listen where, who may join, and whom nodes believe."""
+"""Keys and certificates decide who may listen, who may join, and which servers nodes trust."""
 
 import http.server
 import json

@@ -1,4 +1,4 @@
-"""What every link has to do, whatever lies between."""
+"""The contract of every link, whatever its transport."""
 
 import hashlib
 import os

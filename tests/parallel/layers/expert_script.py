@@ -115,7 +115,7 @@ def fixed_sizes() -> None:
 
 
 def too_small() -> None:
-    """What does not fit skips its experts and nothing else: what is left of it are the shared experts."""
+    """Check that tokens beyond the capacity skip their experts, and keep the shared ones."""
     moe, alone, capacity = layer(), layer(), 3
     shard_experts(moe, whole_mesh(), capacity=capacity)
     x = tokens()[:, :32] + 0.1 * dist.get_rank()

@@ -35,7 +35,7 @@ BATCH, LENGTH = 2, 32
 
 
 def everywhere(processes: int, function: Any, *arguments: Any) -> list[Any]:
-    """What ``function(fabric, ...)`` gives on each of real processes."""
+    """Return the result of ``function(fabric, ...)`` on each of several real processes."""
 
     def run(fabric: al.Fabric) -> list[Any]:
         torch.set_num_threads(1)
@@ -103,7 +103,7 @@ def attended(mesh: Any, method: Any, options: dict[str, Any], kv_heads: int) -> 
 
 @functools.cache
 def alone() -> dict[tuple[str, int], list[torch.Tensor]]:
-    """What one process gives, by mask and number of heads of keys."""
+    """Compute the result of one process, by mask and number of key heads."""
     return {
         (name, kv_heads): attended(None, None, options, kv_heads)
         for name, options in MASKS.items()

@@ -1,4 +1,4 @@
-"""What is simulated is what happens: real processes run real schedules with stages that sleep for a known time."""
+"""Simulated schedules match real processes whose stages sleep for a known time."""
 
 from __future__ import annotations
 

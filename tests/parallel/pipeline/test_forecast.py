@@ -78,14 +78,14 @@ def test_a_split_model_is_simulated_as_it_is_cut() -> None:
 
 
 class Kept:
-    """What a graph keeps of a tensor that it saves."""
+    """Hold a tensor that a graph saves."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 def test_the_backward_of_the_inputs_frees_nothing_and_keeps_gradients() -> None:
-    """Which is why a step with a split backward is not predicted to hold less before its W."""
+    """So a step with a split backward is not predicted to hold less before its W."""
     parts = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)]
     model, x = nn.Sequential(*parts), torch.randn(5, 8)
     seen: list[weakref.ref[Kept]] = []

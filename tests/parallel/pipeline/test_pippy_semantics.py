@@ -1,4 +1,4 @@
-"""What users of PiPPy relied on, in both ways of cutting: names, parameters of several stages, structure, gradients that add up."""
+"""Behaviour that users of PiPPy relied on: names, shared parameters, structure, accumulated gradients."""
 
 from __future__ import annotations
 

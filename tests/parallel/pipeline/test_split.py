@@ -21,7 +21,7 @@ from arclight.parallel.pipeline import Pipe, split
 def outcome(
     model: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, list[Any], dict[str, Tensor]]:
-    """What ``function`` returns, its leaves, and the gradients of all parameters for a fixed random direction."""
+    """Return the result of ``function``, its leaves, and all gradients for a fixed random direction."""
     model.zero_grad()
     torch.manual_seed(1)
     result = function(*copy.deepcopy(args), **copy.deepcopy(kwargs))

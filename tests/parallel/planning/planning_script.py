@@ -1,4 +1,4 @@
-"""What real processes exchange and hold in a training step, beside what the planner says: one line of JSON per case on rank 0."""
+"""Measure communication and memory of real processes beside the planner's: a line of JSON per case on rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is predicted of a plan is what its processes do, and what others have published of such runs."""
+"""Predictions of a plan match its processes, and published figures of such runs."""
 
 from __future__ import annotations
 

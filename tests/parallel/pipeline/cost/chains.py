@@ -80,5 +80,5 @@ def slowest(units: Sequence[UnitCost], cuts: Sequence[int]) -> float:
 
 
 def bound(units: Sequence[UnitCost], stages: int) -> float:
-    """What the slowest stage takes at least, however the chain is cut."""
+    """Return a lower bound on the slowest stage for any cut of the chain."""
     return max(sum(unit.seconds for unit in units) / stages, *(unit.seconds for unit in units))

@@ -1,4 +1,4 @@
-"""What parts of a model cost, measured where the answer is known: parts that sleep, products counted by hand, tensors that are kept."""
+"""Measured costs of parts with known answers: parts that sleep, products and tensors counted by hand."""
 
 from __future__ import annotations
 

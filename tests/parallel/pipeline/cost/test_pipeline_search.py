@@ -95,7 +95,7 @@ def test_predictions_match_the_simulation() -> None:
 
 
 def test_two_sizes_tell_what_a_micro_batch_costs_at_least() -> None:
-    """Where half of the time of a sample alone is overhead, the smallest micro-batches are not the fastest."""
+    """If half of the time of a single sample is overhead, the smallest micro-batches are not the fastest."""
     one, four = blocks(*[1.0] * 8), blocks(*[2.5] * 8, saved_activation_bytes=400, output=40, samples=4)
     proportional = choose(one, 32, 4, stages=4, schedules="1F1B").best[0]
     measured = choose((one, four), 32, 4, stages=4, schedules="1F1B").best[0]

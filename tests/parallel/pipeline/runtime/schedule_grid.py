@@ -1,4 +1,4 @@
-"""How far gradients of pipelines are from micro-batches one after another, for every schedule and everything that goes wrong elsewhere.
+"""Compare gradients of pipelines with those of sequential micro-batches, for every schedule.
 
     PYTHONPATH=. torchrun --nproc-per-node 4 tests/parallel/pipeline/runtime/schedule_grid.py [--float32]
 

@@ -1,4 +1,4 @@
-"""What the other processes of a pipeline do when one dies, fails, does not come, or was given something else."""
+"""Reactions of a pipeline to a process that dies, fails, does not come, or gets other arguments."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def everyone(
     asleep: tuple[int, ...] = (),
     limit: float = 1.5 * TIMEOUT,
 ) -> dict[int, str]:
-    """What each process said at its end; nothing of one that was killed or did not end. asleep: ranks that are not waited for."""
+    """Return the last output of each process that ended. asleep: ranks that are not waited for."""
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_main, args=(r, folder, function, arguments)) for r in range(PROCESSES)]
     for process in processes:

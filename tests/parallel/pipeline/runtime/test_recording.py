@@ -68,7 +68,7 @@ EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) fo
 
 
 def recorded(*kinds: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What was recorded, here."""
+    """Call ``kinds`` with clocks that differ by rank, and merge their results."""
     read = time.perf_counter
     with patch.object(time, "perf_counter", lambda: read() + AHEAD * dist.get_rank()):
         return {name: found for kind in kinds for name, found in kind().items()}
@@ -88,7 +88,7 @@ def of_schedules(schedules: Iterable[str]) -> dict[str, Any]:
 
 
 def in_other_ways() -> dict[str, Any]:
-    """What is recorded otherwise than by default, and what is not."""
+    """Record steps with other options than the defaults, and blocks without a recorded step."""
     found: dict[str, Any] = {}
     module = module_over("1F1B")
     with record(activations=True) as run, torch.no_grad():
@@ -115,7 +115,7 @@ def in_other_ways() -> dict[str, Any]:
 
 
 def on_two(*kinds: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What :func:`recorded` gives on each of two real processes."""
+    """Return the result of :func:`recorded` on each of two real processes."""
 
     def run(fabric: al.Fabric) -> list[Any]:
         torch.set_num_threads(1)
@@ -143,7 +143,7 @@ def traces(schedule: str, request: pytest.FixtureRequest) -> list[list[Trace]]:
 
 
 def check_order(trace: Trace) -> None:
-    """Nothing was computed before what it is computed from."""
+    """Check that every action begins after those that it depends on."""
     spans = {span.action: span for span in trace.spans}
     assert len(spans) == len(trace.spans)
     last = trace.stages - 1

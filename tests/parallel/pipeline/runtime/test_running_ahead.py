@@ -1,4 +1,4 @@
-"""What must hold where the host is ahead of its devices: nobody waits for ever, and mistakes are named in a sentence."""
+"""A host that runs ahead of its devices never deadlocks, and its errors are explained in a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where torch's own pipelines are wrong and do not say so (or fail where they need not), and ours are right.
+"""Cases that torch's own pipelines compute wrongly in silence, or refuse, and ours do right.
 
 Each test shows both, on real processes: the first half fails when torch has mended it, and may then go.
 """
@@ -401,7 +401,7 @@ def beside_the_input(rank: int) -> None:
 
 
 class Skipping(nn.Module):
-    """What the first part gives is used again by the last."""
+    """Use the output of the first part again in the last."""
 
     def __init__(self) -> None:
         super().__init__()

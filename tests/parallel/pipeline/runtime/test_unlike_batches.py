@@ -87,7 +87,7 @@ class Mixture(OfReplica):
 
 
 class Frozen(Mixture):
-    """Nothing of the first stage trains."""
+    """A model whose first stage has no trainable parameter."""
 
     def __init__(self) -> None:
         super().__init__()

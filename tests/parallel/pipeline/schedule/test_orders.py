@@ -91,7 +91,7 @@ class Recorder:
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
 def test_orders_with_one_stage_a_process_are_what_upstream_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says of 1F1B is wrong for the last process (forwards 1 to m), so it is followed while it runs."""
+    """Upstream's table of 1F1B is wrong for the last process (forwards 1 to m), so its run is followed."""
     build = upstream.get_schedule_class(name)
     monkeypatch.setattr(build, "_initialize_stage", lambda *_: None)
     for processes, micro_batches in SIZES:
@@ -270,7 +270,7 @@ def lowered(order: Order) -> list[list[str]]:
 
 
 def ends_though_sends_wait(rows: list[list[str]]) -> bool:
-    """Whether all processes get to their end where a send waits until its receiver has asked for it, as it may on any device."""
+    """Return True if all processes end although each send blocks until its receive is posted."""
     place = {name: (rank, i) for rank, row in enumerate(rows) for i, name in enumerate(row) if "RECV" in name}
     at, moved = [0] * len(rows), True
     sent: set[str] = set()

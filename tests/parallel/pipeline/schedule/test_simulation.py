@@ -32,7 +32,7 @@ def drawn(order: Order, seed: int) -> list[UnitCost]:
 
 
 def longest_path(order: Order, costs: list[UnitCost], link: Link) -> dict[Action, float]:
-    """When each action ends: the longest path to it over what it needs, the action before it, and the messages between."""
+    """Return the end of each action: the longest path over dependencies, order and messages."""
     place = {action: (rank, i) for rank, one in enumerate(order) for i, action in enumerate(one)}
     last = len(costs) - 1
 
@@ -46,7 +46,7 @@ def longest_path(order: Order, costs: list[UnitCost], link: Link) -> dict[Action
 
     @cache
     def sent(action: Action) -> tuple[float, float]:
-        """When the message begins, and when it has left the sender."""
+        """Return the times at which the message begins and has left the sender."""
         rank, i = place[action]
         earlier = [a for a in order[rank][:i] if makes_for(a) == makes_for(action)]
         begin = max([end(action), *(sent(a)[1] for a in earlier[-1:])])

@@ -1,4 +1,4 @@
-"""What stages of the model's own code promise beyond numbers: values that change in place, several functions of one module, other ways."""
+"""Stages that run the model's own code: values that change in place, several functions of one module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models do besides computing with tensors, between their parts and around them: hooks, lists, buffers, random numbers of others."""
+"""Effects of models between their parts: hooks, lists, buffers and random numbers."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def given(kind: Kind, batch: int, length: int) -> Example:
 
 
 def outcome(model: nn.Module, run: Any, example: Example) -> tuple[Any, list[Any], dict[str, Tensor]]:
-    """What ``run`` returns, its leaves, and what gradients ``model`` then has."""
+    """Return the result of ``run``, its leaves, and the gradients of ``model`` after it."""
     args, kwargs = example
     model.zero_grad()
     torch.manual_seed(1)
@@ -105,6 +105,6 @@ def test_a_model_is_cut_as_a_graph() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["timm-resnet", "llama-tied", "gpt2", "bert-classifier", "albert", "t5", "timm-vit"])
 def test_many_models_are_cut_as_graphs(name: str) -> None:
-    """Where costs are predicted to be alike in one of the modes; to predict them takes longest."""
+    """Costs are predicted to be alike in one of the modes; predicting them takes longest."""
     predicted = name in ("timm-resnet", "llama-tied", "t5", "bert-classifier")
     check_graph(name, {predicted: None, not predicted: even_cuts})

@@ -66,7 +66,7 @@ class Classifier(al.Module):
 
 
 class Watch(al.Callback):
-    """What hooks see of each step, on every process."""
+    """Record the hooks of each step, on every process."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -254,7 +254,7 @@ def fit_tokens(
 
 @pytest.fixture(scope="module")
 def tokens_alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one process trains on tokens with some options, trained once."""
+    """Train one process on tokens with some options, once."""
     return functools.cache(lambda **options: fit_tokens(tmp_path_factory.mktemp("alone"), "auto", **options))
 
 

@@ -28,7 +28,7 @@ HOSTILE = "</script><script>document.title = 'taken'</script>\"'&<img src=x oner
 
 
 class Page(HTMLParser):
-    """What the tests look for in a page: tags, attributes, tables, and texts of elements with an id."""
+    """Collect tags, attributes, tables, and texts of elements with an id from a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def browser() -> Iterator[Browser]:
 
 
 def colours(browser: Browser) -> int:
-    """How many colours the timeline has, of pixels on a grid."""
+    """Count the colours of the timeline, of pixels on a grid."""
     return browser.run(
         "const b = document.getElementById('base'), c = document.createElement('canvas');"
         "c.width = b.width; c.height = b.height; const g = c.getContext('2d', {willReadFrequently: true});"
@@ -185,7 +185,7 @@ def colours(browser: Browser) -> int:
 
 
 def point(browser: Browser, rank: int, share: float) -> str:
-    """What the page says where the mouse points: the measured lane of a process, at a share of the step."""
+    """Return the text at the mouse: the measured lane of a process, at a share of the step."""
     x, y = browser.run(
         "const r = document.getElementById('chart').getBoundingClientRect();"
         "window.scrollTo(0, 0); return [r.left + 104 + arguments[1] * (r.width - 118), r.top + arguments[0]]",

@@ -56,7 +56,7 @@ BUILD: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "llama": llama}
 
 
 def everywhere(processes: int, function: Any, *arguments: Any) -> list[Any]:
-    """What ``function`` gives on each of so many processes."""
+    """Return the result of ``function`` on each of several processes."""
 
     def run(fabric: al.Fabric) -> list[Any]:
         torch.set_num_threads(1)
@@ -94,7 +94,7 @@ def through(pipe: pipeline.Pipe) -> Tensor:
 
 
 def pass_on(source: Path, target: Path) -> tuple[Tensor, int]:
-    """What stages compute that load from one folder, which they save as another; and how many files one had to open."""
+    """Load stages from one folder and save them to another; return their output and the opened files."""
     pipe = cut(source.name.split("-")[0], dist.get_world_size())
     loaded = pipe.load(source, [dist.get_rank()])
     result = through(pipe)
