@@ -206,7 +206,7 @@ def test_texts_and_truth_values_are_no_numbers(cls: Any) -> None:
                     made(cls, **{name: shaped(hint, wrong)})
 
 
-def test_the_help_says_every_interval() -> None:
+def test_the_help_shows_every_interval() -> None:
     types_of = {(setting.path, setting.kind): setting.type for setting in explain(FederatedRecipe)}
     assert types_of["task.augment.mosaic", "augment"] == "number in [0, 1]"
     assert types_of["task.optimizer.lr", "adamw"] == "number >= 0"

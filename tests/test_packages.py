@@ -57,7 +57,7 @@ def test_messages_name_the_distribution_that_is_installed(
     assert str(raised.value).endswith(f'pip install "{named}[vision]"')
 
 
-def test_the_project_has_the_name_that_is_said() -> None:
+def test_the_project_has_the_documented_name() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == _installed.NAME
     assert project["scripts"] == {"arclight": "arclight.cli:main"}

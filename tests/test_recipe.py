@@ -226,7 +226,7 @@ def test_the_types_of_fields_are_evaluated_once(monkeypatch: pytest.MonkeyPatch)
     assert read(Plan, PHOTOS, ["--task.optimizer.lr", "0.5"]) == plan
 
 
-def test_every_problem_is_told_at_once_with_its_place() -> None:
+def test_every_problem_is_reported_at_once_with_its_place() -> None:
     table = {"loop": {"max_epoch": 3, "fast": "yes"}, "task": {"kind": "photo"}, "seeds": 1, "average": 3}
     flags = ["--loop.precision", "bf61", "--loop.limit", "lots", "--nme=x", "--tag"]
     assert problems(table, flags) == [
@@ -370,7 +370,7 @@ def test_flags_are_read_as_what_their_field_needs(flags: list[str], path: str, v
     assert type(got) is type(value)
 
 
-def test_files_in_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
+def test_files_in_toml_and_yaml_are_equivalent(tmp_path: Path) -> None:
     toml, yaml = tmp_path / "a.toml", tmp_path / "a.yaml"
     toml.write_text('[task]\nkind = "photos"\ndata = "x"\nweights = "none"\noptimizer = {lr = 3e-4}\n')
     yaml.write_text("task:\n  kind: photos\n  data: x\n  weights: null\n  optimizer: {lr: 3e-4}\n")

@@ -29,12 +29,12 @@ def test_exact_ratios_have_no_spread() -> None:
     assert found.difference == "+50.0 %"
 
 
-def test_intervals_hold_the_true_ratio_about_as_often_as_they_say() -> None:
+def test_intervals_cover_the_true_ratio_at_their_nominal_rate() -> None:
     held = [(found := paired(*noisy(1.1, 100, seed))).low <= 1.1 <= found.high for seed in range(50)]
     assert 43 <= sum(held) <= 50
 
 
-def test_small_ratios_are_told_from_none_though_single_pairs_vary_widely() -> None:
+def test_small_ratios_are_detected_among_widely_varying_pairs() -> None:
     found = paired(*noisy(1.1, 200, 1))
     assert found.smallest < 0.9
     assert found.largest > 3
@@ -65,7 +65,7 @@ def test_an_interval_that_includes_one_is_no_win() -> None:
     assert said(found).endswith("no difference seen")
 
 
-def test_differences_are_said_both_ways() -> None:
+def test_differences_are_reported_both_ways() -> None:
     below = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9]
     assert paired([value * 0.75 for value in below], below).difference == "-25.0 %"
     assert paired([value * 2.5 for value in below], below).difference == "2.5 times"

@@ -55,7 +55,7 @@ def test_boxes_in_hidden_codes_are_ignored_and_others_are_not() -> None:
         assert scores.false_positives == wrong
 
 
-def test_sheets_say_where_their_codes_are() -> None:
+def test_sheets_give_the_places_of_their_codes() -> None:
     image, boxes = vision._sheet(0)
     assert image.shape == (960, 960, 3)
     assert len(boxes) >= 9 - 3

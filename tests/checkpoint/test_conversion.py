@@ -64,7 +64,7 @@ def test_pickled_classes_are_refused_with_a_way_to_convert(tmp_path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint at all", b"PK\x03\x04 broken zip"])
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_broken_files_are_said_to_be(content, suffix, tmp_path) -> None:
+def test_broken_files_are_refused(content, suffix, tmp_path) -> None:
     file = tmp_path / f"a{suffix}"
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"a\.(pt|safetensors)"):

@@ -371,7 +371,7 @@ def test_a_background_save_goes_where_the_path_was_when_it_was_asked_for(
     assert checkpoint.verify(tmp_path / "here" / "ck") == []
 
 
-def test_a_closed_saver_says_so(tmp_path: Path) -> None:
+def test_a_closed_saver_refuses_to_save(tmp_path: Path) -> None:
     saver = AsyncSaver()
     saver.close()
     for use in (lambda: saver.save(tmp_path / "a", STATE), lambda: saver.prepare(STATE)):

@@ -101,7 +101,7 @@ def test_a_save_that_is_cut_short_leaves_what_was_there(
     assert sum(entry.name.startswith(remote.PREFIX) for entry in place.iterdir()) == 1
 
 
-def test_damage_and_other_things_are_told_of(tmp_path: Path) -> None:
+def test_damaged_and_foreign_objects_are_reported(tmp_path: Path) -> None:
     folder = f"memory://{tmp_path}/runs"
     for step in (1, 2):
         save(f"{folder}/{step}", state(step))

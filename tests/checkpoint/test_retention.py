@@ -37,7 +37,7 @@ def test_find_last_goes_by_step_then_time(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("how", ["weights", "manifest"])
-def test_find_last_falls_back_and_says_so(how, tmp_path) -> None:
+def test_find_last_falls_back_with_a_warning(how, tmp_path) -> None:
     good = make(tmp_path, "one", 1)
     bad = make(tmp_path, "two", 2)
     if how == "weights":

@@ -146,7 +146,7 @@ def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb
         ("train --task tiny_task:Fit", "arclight: --task.kind: tiny_task:Fit cannot be imported: No module named"),
     ],
 )
-def test_a_users_mistake_is_told_plainly(typed: Typed, line: str, said: str) -> None:
+def test_a_users_mistake_is_one_line_without_a_traceback(typed: Typed, line: str, said: str) -> None:
     status, out, err = typed(line)
     assert (status, out) == (2, "")
     assert err.startswith(said)
@@ -194,7 +194,7 @@ def test_help_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, "1"), ("2", "2")])
-def test_numpy_multiplies_in_one_thread_unless_told_otherwise(given: str | None, used: str) -> None:
+def test_numpy_multiplies_in_one_thread_by_default(given: str | None, used: str) -> None:
     code = "import os, sys; from arclight.cli import main; assert 'numpy' not in sys.modules; main([])\n"
     code += "print(os.environ['OPENBLAS_NUM_THREADS'])"
     environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}

@@ -180,7 +180,7 @@ def test_int8_without_a_format_is_placed_for_openvino(trained: Any, typed: Typed
 
 
 @pytest.mark.slow
-def test_a_module_says_what_it_ships(own: Path, typed: Typed) -> None:
+def test_a_module_declares_its_deployment(own: Path, typed: Typed) -> None:
     status, out, err = typed("export own_net:Tagger --out tags --format onnx")
     assert status == 0, err
     assert "names no weights: Tagger is taken as its constructor makes it" in out

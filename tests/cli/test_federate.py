@@ -315,7 +315,7 @@ def test_clients_may_measure_in_place_of_the_server(lines: Path, typed: Typed, f
     assert "val/loss by client" in (folder / "runs/lines/1/report.html").read_text()
 
 
-def test_a_run_that_cannot_go_on_says_why(lines: Path, typed: Typed, folder: Path) -> None:
+def test_a_run_that_cannot_go_on_gives_the_reason(lines: Path, typed: Typed, folder: Path) -> None:
     """Every client's loss becomes infinite, so that no update is taken."""
     task = folder / "fed_task.py"
     task.write_text(
@@ -452,7 +452,7 @@ def test_invalid_command_lines_are_refused_before_writing(
     assert set(folder.iterdir()) <= here | {folder / "__pycache__"}
 
 
-def test_a_taken_port_is_told_before_a_run_is_begun(lines: Path, typed: Typed, folder: Path) -> None:
+def test_a_port_in_use_is_reported_before_a_run_starts(lines: Path, typed: Typed, folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         status, _, err = typed(f"federate serve lines.toml --address 127.0.0.1:{other.getsockname()[1]}")
     assert status == 2
@@ -461,7 +461,7 @@ def test_a_taken_port_is_told_before_a_run_is_begun(lines: Path, typed: Typed, f
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_says_how_to_go_on(lines: Path, typed: Typed, folder: Path) -> None:
+def test_an_interrupted_run_prints_how_to_resume(lines: Path, typed: Typed, folder: Path) -> None:
     run = command("federate", "lines.toml", FED_PAUSE="0.3")
     until(run, "round 1/3")
     run.send_signal(signal.SIGINT)
@@ -529,7 +529,7 @@ TOO_FEW = "divided among federation.clients = 3: the data have 2 sources (ann, b
 
 
 @pytest.mark.parametrize("verb", ["federate", "federate serve"])
-def test_more_sites_than_sources_are_told_before_anything_begins(
+def test_more_sites_than_sources_are_refused_before_a_run_starts(
     texts: Path, typed: Typed, folder: Path, verb: str
 ) -> None:
     status, out, err = typed(f"{verb} texts.toml")
@@ -555,7 +555,7 @@ def test_more_sites_than_sources_are_told_before_anything_begins(
         ("personal nothing.", "federation.masks.personal has 'nothing.', which matches no parameter"),
     ],
 )
-def test_masks_that_do_not_fit_the_model_are_told_before_anything_begins(
+def test_masks_that_do_not_fit_the_model_are_refused_before_a_run_starts(
     texts: Path, typed: Typed, folder: Path, verb: str, masks: str, words: str
 ) -> None:
     flags = "--federation.clients 2 --task.model deptoe-debug"
@@ -616,7 +616,7 @@ def test_processes_come_to_the_same_weights(lines: Path, typed: Typed, folder: P
 
 
 @pytest.mark.slow
-def test_a_node_that_cannot_divide_its_data_says_so_when_it_joins(texts: Path, folder: Path) -> None:
+def test_a_node_that_cannot_divide_its_data_fails_when_it_joins(texts: Path, folder: Path) -> None:
     """The server measures nothing and need not have the data."""
     server = command(
         "federate", "serve", "texts.toml", "--address", "127.0.0.1:0", "--federation.evaluate_on", "clients"
@@ -682,7 +682,7 @@ def test_processes_of_a_site_train_a_client_together(lines: Path, typed: Typed, 
 
 
 @pytest.mark.slow
-def test_interrupted_processes_say_what_is_kept(lines: Path, folder: Path) -> None:
+def test_interrupted_processes_print_their_saved_state(lines: Path, folder: Path) -> None:
     """The server has an ask in hand, which it does not keep waiting; the node waits for a server that is gone."""
     server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0")
     node = joined(address_of(server), "0", name="a")
@@ -784,7 +784,7 @@ def test_certificates_and_keys_are_made_and_used(lines: Path, typed: Typed, fold
     ended(server)
 
 
-def test_a_node_may_only_say_what_is_its_own(typed: Typed, folder: Path) -> None:
+def test_options_of_the_server_are_refused_for_a_node(typed: Typed, folder: Path) -> None:
     status, _, err = typed("federate join http://127.0.0.1:1 --name a --client 0 --federation.rounds 9")
     assert status == 2
     assert "is set by the server" in err
@@ -793,7 +793,7 @@ def test_a_node_may_only_say_what_is_its_own(typed: Typed, folder: Path) -> None
     assert "--client N" in err
 
 
-def test_an_app_for_flower_does_what_the_recipe_says(
+def test_an_app_for_flower_follows_the_recipe(
     lines: Path, typed: Typed, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without Flower: what the app builds, run in this process, comes to the weights of the recipe."""
@@ -846,7 +846,7 @@ def accepted(client: str, **more: object) -> records.UpdateAccepted:
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_a_round_is_one_line_that_says_what_it_cost(moves: bool) -> None:
+def test_a_round_is_one_line_with_its_cost(moves: bool) -> None:
     seconds = iter(range(1000))
     stream = Terminal(moves)
     progress = Progress(3, stream, clock=lambda: float(next(seconds)))
@@ -898,7 +898,7 @@ def test_excluded_clients_are_not_counted() -> None:
         ((records.RunEnded(why="x", failed=True), records.RunOpened(run="r", settings="s")), True),
     ],
 )  # fmt: skip
-def test_a_run_that_has_ended_is_finished_however_its_journal_says_so(
+def test_a_run_that_has_ended_is_finished_by_any_form_of_its_journal(
     tmp_path: Path, last: tuple[records.Record, ...], unfinished: bool
 ) -> None:
     with RunDatabase.open(tmp_path) as journal:
@@ -911,7 +911,7 @@ def test_a_run_that_has_ended_is_finished_however_its_journal_says_so(
     assert is_unfinished(RunFolder.open(tmp_path)) == unfinished
 
 
-def test_streamed_rounds_are_shown_together_and_each_is_told_when_it_is_done() -> None:
+def test_streamed_rounds_are_shown_together_and_reported_when_done() -> None:
     stream = Terminal(moves=True)
     progress = Progress(3, stream)
     for number in (1, 2):
@@ -960,7 +960,7 @@ def a_round(number: int, clients: list[str], **more: object) -> dict[str, object
 
 
 @pytest.mark.parametrize("count", [2, 40])
-def test_the_page_names_who_was_left_out_and_escapes_what_others_say(tmp_path: Path, count: int) -> None:
+def test_the_page_names_excluded_clients_and_escapes_messages(tmp_path: Path, count: int) -> None:
     clients = [f"c{n}" for n in range(count)]
     refused = [{"client": "c1", "reason": "not_finite", "message": "<script>alert(1)</script>"}]
     rounds = [a_round(1, clients), a_round(2, clients[:1], refused=refused, failed={"c0": "its node was lost"})]
@@ -975,7 +975,7 @@ def test_the_page_names_who_was_left_out_and_escapes_what_others_say(tmp_path: P
     assert "ε" not in page
 
 
-def test_the_page_says_what_a_private_run_has_spent(lines: Path, typed: Typed, folder: Path) -> None:
+def test_the_page_shows_the_privacy_budget_spent(lines: Path, typed: Typed, folder: Path) -> None:
     pytest.importorskip("dp_accounting")
     flags = (
         "--federation.weigh_by equal --federation.rounds 2 --federation.noise.clip 0.5 --federation.noise.multiplier 2"

@@ -123,7 +123,7 @@ def test_the_whole_way(typed: Typed, recipe: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_says_what_its_run_says(typed: Typed, recipe: str) -> None:
+def test_a_program_answers_as_its_run(typed: Typed, recipe: str) -> None:
     assert typed(f"train {recipe}")[0] == 0
     assert typed("predict runs/lm/1 --prompt the --tokens 4 --temperature 0 --json said.json")[0] == 0
     said = json.loads(Path("said.json").read_text())

@@ -222,7 +222,7 @@ def test_help_lists_the_arguments_with_types_defaults_and_docstrings(own: Path, 
     assert "Subclass this" not in out
 
 
-def test_every_mistake_is_told_at_once(own: Path, typed: Typed) -> None:
+def test_every_mistake_is_reported_at_once(own: Path, typed: Typed) -> None:
     line = f"train {NAMED} --model.hiden 3 --model.lr x --data.batch_siz 3 --trainer.max_epoch 3 --model.mode fsat"
     assert typed(line) == (
         2,
@@ -266,7 +266,7 @@ def test_every_mistake_is_told_at_once(own: Path, typed: Typed) -> None:
         ),
     ],
 )
-def test_a_mistake_is_told_plainly(own: Path, typed: Typed, line: str, said: str) -> None:
+def test_a_mistake_is_reported_without_a_traceback(own: Path, typed: Typed, line: str, said: str) -> None:
     Path("wrong.toml").write_text("model = 3")
     Path("other.toml").write_text('[model]\nkind = "own_line:Points"\n')
     status, _, err = typed(line)

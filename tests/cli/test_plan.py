@@ -104,12 +104,12 @@ def an_estimate() -> Estimate:
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_built_is_said_by_its_rank() -> None:
+def test_a_model_that_cannot_be_built_is_reported_by_its_rank() -> None:
     with pytest.raises(RuntimeError, match=r"rank 0 of Plan\(dp_shard=2\) could not be built:[\s\S]*depth"):
         verify(an_estimate(), "llama3-debug", {"depth": 4})
 
 
-def test_another_share_than_predicted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_share_than_predicted_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = an_estimate()
     shares = [Share(0, 4 * 2**20, 5 * 2**20, 1.0), Share(1, 2**20, 2**20, 1.0)]
     assert line(made, shares) == (
@@ -122,7 +122,7 @@ def test_another_share_than_predicted_is_said(tmp_path: Path, monkeypatch: pytes
         verify(made, "llama3-debug", {})
 
 
-def test_times_are_told_apart() -> None:
+def test_times_are_shown_with_the_digits_that_distinguish_them() -> None:
     assert distinct_durations(0.03004, 0.02996) == ("30.04 ms", "29.96 ms")
     assert distinct_durations(2.0, 1.0) == ("2.00 s", "1.00 s")
     assert distinct_durations(0.5, 0.5) == ("500.0 ms", "500.0 ms")

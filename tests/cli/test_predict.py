@@ -400,7 +400,7 @@ def test_several_runs_are_one_ensemble(run: Path, typed: Typed, monkeypatch: pyt
         ("--max-frames 0", "argument --max-frames: 0 is not 1 or more"),
     ],
 )  # fmt: skip
-def test_wrong_options_are_said(words: str, message: str, run: Path, typed: Typed) -> None:
+def test_wrong_options_are_refused(words: str, message: str, run: Path, typed: Typed) -> None:
     cv2.imwrite("a.png", np.zeros((20, 20, 3), np.uint8))
     status, _, err = typed(f"predict {run} a.png {words}")
     assert status == 2

@@ -64,7 +64,7 @@ def test_a_best_checkpoint_that_was_removed_is_missed(ranked: Path) -> None:
         best_checkpoint(ranked)
 
 
-def test_a_run_that_saved_nothing_says_so(typed: Typed, folder: Path) -> None:
+def test_a_run_without_checkpoints_is_reported(typed: Typed, folder: Path) -> None:
     run = folder / "runs" / "tiny" / "1"
     run.mkdir(parents=True)
     (run / "recipe.toml").write_text('name = "tiny"\n')
@@ -116,14 +116,14 @@ def test_resuming_what_is_not_there_is_an_error(typed: Typed, tiny: Path) -> Non
     assert not Path("runs/tiny/2").exists()
 
 
-def test_a_development_run_leaves_nothing_and_says_so(typed: Typed, tiny: Path) -> None:
+def test_a_development_run_leaves_no_files_with_a_note(typed: Typed, tiny: Path) -> None:
     status, out, _ = typed("train tiny.toml --trainer.fast_dev_run 1")
     assert status == 0
     assert out.endswith("It wrote nothing\n")
     assert not Path("runs").exists()
 
 
-def test_a_run_that_is_done_says_so_when_it_is_resumed(typed: Typed, tiny: Path) -> None:
+def test_resuming_a_finished_run_reports_nothing_left_to_train(typed: Typed, tiny: Path) -> None:
     typed("train tiny.toml --trainer.max_steps 4")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that no validation ran is no news
@@ -244,7 +244,7 @@ def test_a_run_of_another_task_is_refused_before_anything_is_built(ranked: Path,
     )
 
 
-def test_a_place_that_cannot_be_written_is_said_before_the_work(
+def test_unwritable_outputs_are_refused_before_the_work(
     ranked: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = os.access
@@ -331,7 +331,7 @@ def interrupted(tiny: Path, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_an_interrupted_run_saves_a_whole_step_and_says_how_to_go_on(typed: Typed) -> None:
+def test_an_interrupted_run_saves_a_whole_step_and_prints_how_to_resume(typed: Typed) -> None:
     before = signal.getsignal(signal.SIGINT)
     status, _, err = typed("train tiny.toml")
     assert status == 130
@@ -348,7 +348,7 @@ def test_an_interrupted_run_saves_a_whole_step_and_says_how_to_go_on(typed: Type
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
 
 
-def test_an_interruption_is_told_once_and_not_by_processes_that_load_data(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_interruption_is_reported_once_and_not_by_data_workers(capfd: pytest.CaptureFixture[str]) -> None:
     interruption = Interruption()
     state = RunState()
     trainer: Any = SimpleNamespace(is_global_zero=True, run_state=state)

@@ -82,7 +82,7 @@ def test_a_checkpoint_is_measured(trained: Path, typed: Typed, verb: str) -> Non
     assert sorted(path.name for path in Path("runs/tiny").iterdir()) == ["1"]
 
 
-def test_mistakes_in_a_run_are_told_plainly(typed: Typed, tiny: Path) -> None:
+def test_mistakes_in_a_run_are_reported_without_a_traceback(typed: Typed, tiny: Path) -> None:
     said = [
         ("train tiny.toml --resume nowhere", "--resume: nowhere is neither a run folder nor a checkpoint"),
         ("train tiny.toml --task tiny_task:Wrong", "task: lr = 0.1 is too small to learn"),

@@ -637,9 +637,7 @@ def test_a_database_that_does_not_answer_ends_the_search_with_what_to_do(
     )
 
 
-def test_stopping_a_search_whose_database_is_gone_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopping_a_search_without_its_database_gives_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     search = a_search(tmp_path, Range("lr", 0, 1))
 
     def stopped(*_: object) -> None:
@@ -666,9 +664,7 @@ def test_processes_that_end_before_their_trial_end_the_search(
     assert "readonly database" in capfd.readouterr().err
 
 
-def test_a_trial_of_another_machine_is_told_apart_from_one_of_the_same_number(
-    tmp_path: Path, fork_spawned: None
-) -> None:
+def test_trials_of_two_machines_with_one_number_are_distinguished(tmp_path: Path, fork_spawned: None) -> None:
     """Processes of containers have low numbers, and many the same."""
     search = a_search(tmp_path, Range("task.optimizer.lr", 0.1, 1))
     study = search.open()

@@ -120,7 +120,7 @@ def test_doctor_describes_this_machine(typed: Typed) -> None:
     assert facts["cpu"]["model"][:10] in out
 
 
-def test_doctor_says_why_something_would_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_gives_reasons_for_slow_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
     facts = {
         "software": {"torch's CUDA": "none"},

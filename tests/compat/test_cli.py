@@ -75,7 +75,7 @@ def test_classes_are_found_by_their_names() -> None:
     assert type(cli(f"--model={__name__}.Model", model=None, run=False).model) is Model
 
 
-def test_callbacks_of_the_program_are_there_whatever_the_line_says() -> None:
+def test_callbacks_of_the_program_are_kept_for_any_command_line() -> None:
     described = {"class_path": "arclight.trainer.callbacks.EarlyStopping", "init_args": {"monitor": "loss"}}
     always = {
         "trainer_defaults": QUIET | {"callbacks": [described, pl.callbacks.Timer()]},

@@ -66,7 +66,7 @@ def test_members_of_a_trainer_are_there() -> None:
     assert missing == []
 
 
-def test_each_difference_between_the_two_trainers_is_told() -> None:
+def test_each_difference_between_the_two_trainers_is_documented() -> None:
     native = TrainerBehavior()
     differences = [f.name for f in dataclasses.fields(native) if getattr(native, f.name) != getattr(LIGHTNING, f.name)]
     table = TEXT.partition("## Two trainers")[2].partition("\n## ")[0]

@@ -344,7 +344,7 @@ def test_fabric_makes_and_moves_tensors() -> None:
         ("ddp_notebook_find_unused_parameters_false", False),
     ],
 )
-def test_names_of_strategies_say_how_unused_parameters_are_dealt_with(name: str, unused: bool) -> None:
+def test_strategy_names_select_the_search_for_unused_parameters(name: str, unused: bool) -> None:
     run = trainer(strategy=name, devices=2)
     assert isinstance(run.strategy, ParallelStrategy)
     assert run.strategy._ddp_kwargs["find_unused_parameters"] is unused

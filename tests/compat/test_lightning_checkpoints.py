@@ -197,7 +197,7 @@ def test_a_file_does_not_choose_what_is_called(tmp_path: Path) -> None:
         Regression.load_from_checkpoint(path)
 
 
-def test_a_file_that_is_no_checkpoint_says_what_it_has(tmp_path: Path) -> None:
+def test_files_without_a_checkpoint_are_refused_with_their_keys(tmp_path: Path) -> None:
     path = tmp_path / "other.ckpt"
     torch.save({"weights": {}}, path)
     with pytest.raises(CheckpointError, match=r"has no state_dict .* it has weights"):

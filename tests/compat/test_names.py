@@ -62,7 +62,7 @@ def test_star_import_brings_the_public_names() -> None:
     assert names["ModelCheckpoint"] is al.ModelCheckpoint
 
 
-def test_a_mistyped_name_is_told_the_nearest_one() -> None:
+def test_a_mistyped_name_suggests_the_nearest() -> None:
     with pytest.raises(
         AttributeError, match=r"callbacks' has no attribute 'EarlyStoping'; did you mean 'EarlyStopping'"
     ):

@@ -171,7 +171,7 @@ def test_shared_parameters_are_found_and_tied_again() -> None:
     assert set_shared_parameters(model, shared)["c"].weight is model["a"].weight
 
 
-def test_running_out_of_memory_is_told_from_other_errors() -> None:
+def test_out_of_memory_errors_are_distinguished_from_others() -> None:
     assert is_oom_error(RuntimeError("CUDA error: out of memory"))
     assert is_oom_error(torch.OutOfMemoryError("of any kind"))
     assert is_oom_error(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear"))

@@ -77,7 +77,7 @@ def same(a, b) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_iterable_dataset_resumes_by_reading_and_says_so() -> None:
+def test_iterable_dataset_resumes_by_reading_with_a_warning() -> None:
     whole = [list(ResumableLoader(DataLoader(Stream(), 4), seed=1).batches(epoch)) for epoch in range(2)]
     assert not same(whole[0], whole[1])
     assert {int(row[1]) for row in torch.cat(whole[1])} == {1}
@@ -88,7 +88,7 @@ def test_iterable_dataset_resumes_by_reading_and_says_so() -> None:
             assert same(list(resumable.batches(1, start)), whole[1][start:])
 
 
-def test_iterable_dataset_with_workers_resumes_exactly_and_says_why_it_reads() -> None:
+def test_iterable_dataset_with_workers_resumes_exactly_with_a_warning() -> None:
     def fresh():
         return ResumableLoader(DataLoader(Stream(), 4, num_workers=2, persistent_workers=True), seed=1)
 

@@ -187,7 +187,7 @@ class Transformed(Augmented):
         lambda: ConcatDataset([Transformed(Chain(Noise(), Noise()))]),
     ],
 )
-def test_parts_and_transforms_of_a_dataset_are_seeded_and_told_the_epoch(make: Any) -> None:
+def test_parts_and_transforms_of_a_dataset_get_seed_and_epoch(make: Any) -> None:
     """Whatever draws inside: the same epoch is the same again, from any batch, and others differ."""
 
     def numbers(epoch: int, start: int = 0) -> list[list[float]]:

@@ -208,7 +208,7 @@ def test_a_server_without_ranges_is_refused(local: TokenShards, tmp_path: Path) 
             remote.read(0, 10)
 
 
-def test_errors_are_told_apart() -> None:
+def test_errors_are_distinguished() -> None:
     wrapped = FileNotFoundError("x")
     wrapped.__cause__ = ConnectionResetError()
     assert is_transient(wrapped)
@@ -328,7 +328,7 @@ def test_counts_that_no_shard_has_take_no_memory(tmp_path: Path) -> None:
     through.close()
 
 
-def test_a_corpus_without_digests_of_blocks_says_how_to_get_them(tmp_path: Path) -> None:
+def test_a_corpus_without_block_digests_is_refused_with_the_fix(tmp_path: Path) -> None:
     from arclight.data.token_shards import write_sums
 
     before = write(tmp_path / "corpus")

@@ -128,7 +128,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         TokenShards(tmp_path, "xyz")
 
 
-def test_the_digest_tells_tokens_and_documents(tmp_path: Path) -> None:
+def test_the_digest_depends_on_tokens_and_documents(tmp_path: Path) -> None:
     one, same, other = (
         corpus(tmp_path / name, [lengths]) for name, lengths in {"a": [3, 4], "b": [3, 4], "c": [4, 3]}.items()
     )

@@ -151,7 +151,7 @@ def test_usable_cuda_devices() -> None:
     assert find_usable_cuda_devices(0) == []
 
 
-def test_the_processor_says_how_busy_it_is() -> None:
+def test_the_processor_reports_its_load() -> None:
     stats = CPUAccelerator().get_device_stats(torch.device("cpu"))
     assert set(stats) == {"cpu_percent", "cpu_vm_percent", "cpu_swap_percent"}
     assert 0 < stats["cpu_vm_percent"] <= 100

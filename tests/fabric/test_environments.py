@@ -87,7 +87,7 @@ def facts(environment: env.ClusterEnvironment) -> tuple[object, ...]:
     ],
     ids=["torchrun", "slurm", "plain", "torchrun in slurm", "interactive slurm"],
 )
-def test_the_environment_is_told_from_its_variables(
+def test_the_environment_is_detected_by_its_variables(
     recorded: dict[str, str], kind: type[env.ClusterEnvironment], expected: tuple[object, ...]
 ) -> None:
     enter(**recorded)
@@ -112,7 +112,7 @@ def test_lsf_reads_hosts_from_its_file(tmp_path: Path) -> None:
         ({"LSB_DJOB_RANKFILE": ""}, "`LSB_DJOB_RANKFILE` is empty"),
     ],
 )
-def test_lsf_says_what_is_missing(variables: dict[str, str], message: str) -> None:
+def test_lsf_names_missing_variables(variables: dict[str, str], message: str) -> None:
     enter(**variables)
     with pytest.raises(ValueError, match=message):
         env.LSFEnvironment()

@@ -194,7 +194,7 @@ def rounded(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.ldexp(fraction, torch.frexp((tensor * scale).double())[1]) / step).round().mul(step).float() / scale
 
 
-def test_float8_says_when_it_converts_nothing() -> None:
+def test_float8_warns_if_it_converts_no_layer() -> None:
     pytest.importorskip("torchao.float8")
     with pytest.raises(ValueError, match="multiples of 16"):
         Float8Precision("cpu").convert_module(nn.Sequential(nn.Linear(3, 3)))

@@ -103,7 +103,7 @@ def test_several_nodes_count_ranks_across_them() -> None:
             select(num_nodes=wrong)  # type: ignore[arg-type]
 
 
-def test_a_cluster_says_how_many_processes_there_are() -> None:
+def test_a_cluster_sets_the_number_of_processes() -> None:
     os.environ |= {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1"}
     found = select(accelerator="cpu", num_nodes=2)
     assert type(found.cluster_environment) is TorchElasticEnvironment

@@ -164,7 +164,7 @@ def test_torchs_form_by_position_is_taken() -> None:
         ours.load_state_dict(state)
 
 
-def test_a_parameter_that_left_muon_comes_back_as_the_error_says() -> None:
+def test_a_parameter_that_left_muon_returns_by_the_advice_of_the_error() -> None:
     """As positions and kernels did, which Muon took before it went by names."""
     everything = {"not_hidden": "^$", "stacks": "."}
     model = torch.nn.Module()

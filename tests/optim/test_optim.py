@@ -27,7 +27,7 @@ def test_warm_up_stable_decay() -> None:
 
 @pytest.mark.parametrize("settings", [AdamW(lr=0.1), SGD(lr=0.1)])
 @pytest.mark.parametrize("schedule", [Cosine(), WSD(), Constant(warmup=0.5)])
-def test_settings_build_what_they_say(settings: AdamW | SGD, schedule: Cosine | WSD | Constant) -> None:
+def test_settings_build_the_named_optimizers(settings: AdamW | SGD, schedule: Cosine | WSD | Constant) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = settings.build(model.named_parameters())
     assert [group["weight_decay"] for group in optimizer.param_groups] == [settings.weight_decay, 0.0]

@@ -96,7 +96,7 @@ def test_rounding_at_random_lets_the_second_moment_shrink() -> None:
     assert means[False] > 2 * wanted
 
 
-def test_rounding_at_random_is_repeatable_and_told_apart_by_seed_and_name() -> None:
+def test_stochastic_rounding_is_repeatable_and_differs_by_seed_and_name() -> None:
     start, pushes = torch.randn(30, 30, generator=torch.Generator().manual_seed(1)), gradients((30, 30))
     settings = AdamW(state_dtype="bfloat16", seed=1)
     found = trained(settings, start, pushes)[0]

@@ -73,7 +73,7 @@ def test_back_ends_agree_with_the_definition(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["triangle", "window", "chunks", "documents", "documents, window", "chunks of documents"]
 )
-def test_pieces_of_packed_sequences_are_what_the_mask_says(name: str) -> None:
+def test_pieces_of_packed_sequences_match_the_mask(name: str) -> None:
     """Varlen attention gets pieces that, each within the window, make up the whole."""
     fields = MASKS[name]
     bounds, longest = Mask(**fields).segments(B, T, torch.device("cpu"))

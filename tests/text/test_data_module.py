@@ -199,7 +199,7 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(folder: Path) -> None:
         code.load_state_dict(data.state_dict())
 
 
-def test_an_order_that_is_another_than_the_checkpoints_is_told(folder: Path) -> None:
+def test_an_order_that_differs_from_the_checkpoints_warns(folder: Path) -> None:
     before = ready(folder).state_dict()
     for changed in ({"sequence_length": 32}, {"packing": "pack"}):
         with pytest.warns(UserWarning, match=f"{next(iter(changed))} is not what the checkpoint was trained with"):

@@ -94,7 +94,7 @@ def test_paths_and_precisions_that_are_not_known_are_refused() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="triton is installed")
-def test_the_triton_path_says_what_to_install() -> None:
+def test_the_triton_path_names_the_missing_package() -> None:
     x, w, ends = torch.randn(2, 4), torch.randn(1, 4, 4), torch.tensor([2], dtype=torch.int32)
     with pytest.raises(MissingExtraError, match=r"\[triton\]"):
         conditional_product(x, w, ends)

@@ -80,7 +80,7 @@ def by_formulas(
 
 
 @pytest.mark.parametrize("double", [True, False])
-def test_blocks_are_what_their_formulas_say(double: bool) -> None:
+def test_blocks_match_their_formulas(double: bool) -> None:
     block: Any = shaken(DoubleBlock(SMALL) if double else SingleBlock(SMALL))
     flux = Flux(SMALL)
     places = torch.cat((torch.zeros(3, 3), torch.tensor([[0, r, c] for r in range(2) for c in range(4)])))

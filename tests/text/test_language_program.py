@@ -69,7 +69,7 @@ def same_tokens(program: Program, decoder: Any, new: int = 12) -> None:
     assert generate(program, tokenizer, PROMPTS, new, temperature=0) == expected  # padded at the left
 
 
-def test_a_program_says_what_its_model_says(program: Program, decoder: Any) -> None:
+def test_a_program_answers_as_its_model(program: Program, decoder: Any) -> None:
     same_tokens(program, decoder)
     sampled = [generate(it, ByteTokenizer(), PROMPTS[0], 12, seed=3, top_p=0.9) for it in (decoder, program)]
     assert sampled[0] == sampled[1]
@@ -86,7 +86,7 @@ def test_answers_that_end_early_leave_the_others_alone(program: Program, decoder
     assert ["".join(row) for row in zip(*streamed)] == whole
 
 
-def test_other_runtimes_say_the_same(program: Program, decoder: Any) -> None:
+def test_other_runtimes_answer_alike(program: Program, decoder: Any) -> None:
     same_tokens(Program.load(program.path, runtime="openvino", threads=1), decoder)
 
 
@@ -239,7 +239,7 @@ def test_weights_beside_the_file_are_sealed(decoder: Any, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_four_bit_weights_say_what_their_simulation_says(decoder: Any, tmp_path: Path) -> None:
+def test_four_bit_weights_match_their_simulation(decoder: Any, tmp_path: Path) -> None:
     recipe = WeightOnly(bits=4, skip=("output",), min_sqnr_db=5)
     program = export_language_model(decoder, tmp_path / "w4.onnx", [TEXT], recipe, tokenizer=ByteTokenizer())
     held = program.metadata["quantization"]

@@ -274,7 +274,7 @@ def test_the_residual_stream_has_one_type_with_weights_in_float32_and_gathered_i
 
 
 @pytest.mark.parametrize("name", ["llama3-debug", "gpt2-debug"])
-def test_shapes_are_told_on_the_meta_device(name: str) -> None:
+def test_shapes_are_known_on_the_meta_device(name: str) -> None:
     with torch.device("meta"):
         model = build_model(name, layers=2)
     assert model(torch.zeros(2, 8, dtype=torch.int64, device="meta")).shape == (2, 8, model.config.vocab_size)

@@ -95,7 +95,7 @@ def test_every_site_has_the_tokenizer_of_all(texts, tmp_path):
     assert len({module.tokenizer.digest for module in modules}) == 1
 
 
-def test_rows_say_in_a_field_whose_they_are(tmp_path):
+def test_rows_name_their_owner_in_a_field(tmp_path):
     rows = [{"text": f"{who} says {n}", "who": who} for n in range(10) for who in ("ann", "bob", "cy")]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))

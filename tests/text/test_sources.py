@@ -140,7 +140,7 @@ def test_missing_text_is_reported(tmp_path: Path) -> None:
         texts(tmp_path / "nowhere")
 
 
-def test_python_files_say_their_encoding(tmp_path: Path) -> None:
+def test_python_files_are_read_in_their_declared_encoding(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_bytes("# -*- coding: latin-1 -*-\n# é\n".encode("latin-1"))
     assert texts(tmp_path)[0].endswith("# é\n")
 

@@ -206,7 +206,7 @@ def test_a_text_that_goes_on_keeps_its_first_space(tmp_path: Path) -> None:
     assert "".join(stream.push(token) for token in rest) + stream.end() == " hello 東"
 
 
-def test_a_fork_says_nothing_about_parallelism() -> None:
+def test_a_fork_prints_no_warning_about_parallelism() -> None:
     script = (
         "import os, sys; from arclight.text import Tokenizer\n"
         "t = Tokenizer.train(['some words ' * 50], 262); t.encode_batch(['a b c'] * 100)\n"

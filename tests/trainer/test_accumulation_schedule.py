@@ -32,7 +32,7 @@ class Steps(al.Callback):
         ({0: 2, 3: 1}, [2, 4, 6, 8, 10, 12, 13, 14, 15, 16]),
     ],
 )
-def test_the_optimizer_steps_when_the_schedule_says(fit: Any, schedule: dict[int, int], after: list[int]) -> None:
+def test_the_optimizer_steps_by_the_accumulation_schedule(fit: Any, schedule: dict[int, int], after: list[int]) -> None:
     steps, scheduler = Steps(), GradientAccumulationScheduler(schedule)
     trainer = fit({"val/score": [0.0] * 4}, scheduler, steps)
     assert steps.seen == after

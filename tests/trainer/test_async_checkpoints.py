@@ -56,7 +56,7 @@ def test_the_result_is_that_of_saving_at_once(fit: Any) -> None:
         assert once["progress"] == aside["progress"]
 
 
-def test_training_goes_on_and_the_path_is_told_when_it_is_complete(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_and_the_path_is_published_when_complete(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     held, seen = Held(monkeypatch), []
 
     class Look(al.Callback):

@@ -436,7 +436,7 @@ def test_a_value_of_the_epochs_end_is_waited_for(fit: Any, scripted: Any) -> Non
     }
 
 
-def test_a_validation_that_never_runs_is_told(fit: Any, scripted: Any) -> None:
+def test_a_validation_that_never_runs_warns(fit: Any, scripted: Any) -> None:
     with pytest.warns(
         UserWarning, match=r"validation never ran.*monitor='val/score'\)` could not find.*every_n_epoch=5"
     ):
@@ -458,7 +458,7 @@ def test_resumed_checkpoint_is_never_pruned(fit: Any, scripted: Any, tmp_path: P
     assert names(tmp_path / "c") == {"step=4.ckpt", "step=6.ckpt", "step=8.ckpt"}
 
 
-def test_a_folder_that_cannot_be_written_is_told_with_what_is_left(fit: Any, tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported_with_the_remaining_checkpoints(fit: Any, tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path / "c", save_top_k=-1, filename="{epoch}")
 
     class Block(al.Callback):

@@ -122,7 +122,7 @@ def test_a_data_module_may_stand_in_the_place_of_loaders(make_trainer: Any) -> N
         trainer.predict(module, DataLoader(numbers(2)), datamodule=data)
 
 
-def test_every_stage_is_told_and_errors_too(make_trainer: Any) -> None:
+def test_every_stage_and_error_reaches_the_datamodule(make_trainer: Any) -> None:
     told: list[Any] = []
 
     class Told(al.DataModule):

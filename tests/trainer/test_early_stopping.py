@@ -40,7 +40,7 @@ def test_stops_when_it_should(fit: Any, arguments: Any, curve: list[float], epoc
     assert stopper.stopped_epoch == (0 if reason is EarlyStoppingReason.NOT_STOPPED else epochs - 1)
 
 
-def test_a_missing_value_is_an_error_unless_told_otherwise(fit: Any) -> None:
+def test_a_missing_value_is_an_error_by_default(fit: Any) -> None:
     with pytest.raises(
         MissingMetricError, match=r"EarlyStopping\(monitor='val/scor'\)` could not find.*did you mean 'val/score'"
     ):

@@ -53,7 +53,7 @@ def test_a_file_holds_the_same_model() -> None:
     np.testing.assert_allclose(run(file.getvalue(), *sample), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_without_a_sample_it_says_what_to_set() -> None:
+def test_without_a_sample_the_error_names_the_setting() -> None:
     with pytest.raises(ValueError, match=r"neither `input_sample` nor `model.example_input_array` attribute is set"):
         Two().to_onnx()
 

@@ -271,7 +271,7 @@ def test_part_of_a_state_is_kept_by_a_filter(tmp_path: Path) -> None:
         fabric.load(tmp_path / "object.pt", weights_only=False)
 
 
-def test_a_name_that_says_file_is_one_file(tmp_path: Path) -> None:
+def test_a_path_with_a_suffix_saves_a_single_file(tmp_path: Path) -> None:
     fabric = al.Fabric(devices=1, accelerator="cpu")
     model, optimizer = fabric.setup(*with_sgd(nn.Linear(2, 1)))
     path = tmp_path / "deep" / "state.ckpt"

@@ -172,7 +172,7 @@ def test_clearml_offline() -> None:
     assert [a["key"] for a in task["execution"]["artifacts"]], "the checkpoints that were left were sent"
 
 
-def test_neptune_says_why_it_is_not_offered() -> None:
+def test_neptune_is_refused_with_the_reason() -> None:
     assert "NeptuneLogger" not in loggers.__all__
     with pytest.raises(NotImplementedError, match=r"`NeptuneLogger` is not offered: neptune\.ai has closed"):
         loggers.NeptuneLogger(project="a/b")

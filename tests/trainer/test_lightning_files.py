@@ -77,6 +77,6 @@ def test_steps_of_several_optimizers_count_once_where_batches_are_counted() -> N
     assert lightning_progress(saved, count_optimizer_steps=False).global_step == 4
 
 
-def test_our_own_files_are_told_apart() -> None:
+def test_our_own_files_are_distinguished() -> None:
     assert not written_by_lightning({"pytorch-lightning_version": "2.6.6", "loops": {"progress": {}}})
     assert not written_by_lightning({"state_dict": {}})

@@ -140,7 +140,7 @@ def test_places_names_and_hyperparameters(tmp_path: Path) -> None:
     }
 
 
-def test_the_trainer_logs_into_the_run_folder_unless_told_otherwise(fit: Any, tmp_path: Path) -> None:
+def test_the_trainer_logs_into_the_run_folder_by_default(fit: Any, tmp_path: Path) -> None:
     trainer = fit({"val/score": [1.0, 2.0]}, log_every_n_steps=2)
     curves = read_metrics(trainer.run_folder.metrics)
     assert curves["val/score"] == [(4, 1.0), (8, 2.0)]
@@ -153,9 +153,7 @@ def test_the_trainer_logs_into_the_run_folder_unless_told_otherwise(fit: Any, tm
     assert elsewhere.paths.opened is None, "no run folder is made when nobody needs one"
 
 
-def test_loggers_are_told_the_hyperparameters_that_are_to_be_logged(
-    make_trainer: Any, make_rows: Any, scripted: Any
-) -> None:
+def test_loggers_get_the_hyperparameters_to_log(make_trainer: Any, make_rows: Any, scripted: Any) -> None:
     class Told(DummyLogger):
         def __init__(self) -> None:
             super().__init__()

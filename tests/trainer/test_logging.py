@@ -197,7 +197,7 @@ def test_a_short_fit_of_many_steps_writes_ten_rows() -> None:
     assert [step for _, step in seen.rows] == list(range(4, 41, 4))
 
 
-def test_rows_are_numbered_as_the_conventions_say() -> None:
+def test_rows_are_numbered_by_the_conventions() -> None:
     from arclight.compat.lightning.pytorch import Trainer
 
     seen = Rows()
@@ -640,7 +640,7 @@ class MetricOnOne(Ranks):
         ),
     ],
 )
-def test_processes_that_log_differently_are_told_so(module: type[al.Module], message: str) -> None:
+def test_ranks_that_log_differently_are_reported(module: type[al.Module], message: str) -> None:
     with pytest.raises(Exception, match=message):
         fit_two(module(), count=1)
 

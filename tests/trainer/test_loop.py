@@ -195,7 +195,7 @@ def test_evaluation_leaves_every_submodule_in_its_mode() -> None:
     assert model.net[0].training
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_says_where() -> None:
+def test_a_nan_loss_stops_the_run_and_names_its_place() -> None:
     class Diverging(Mlp):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return self.loss(batch) * (float("nan") if batch_idx == 2 else 1.0)

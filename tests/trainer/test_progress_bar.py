@@ -239,7 +239,7 @@ def test_the_base_knows_totals(make_trainer: Any, scripted: Any, make_rows: Any)
     )
 
 
-def test_a_name_that_the_bar_shows_already_is_said(fit: Any) -> None:
+def test_a_name_that_the_bar_shows_already_warns(fit: Any) -> None:
     bar, _ = shown(False)
     trainer = fit({"val/score": [1.0]}, bar)
     assert set(bar.get_metrics(trainer, trainer.lightning_module)) == {"train/loss"}, "the run folder tells the number"

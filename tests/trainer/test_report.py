@@ -388,7 +388,7 @@ def test_numbers_opening_and_the_newest(tmp_path: Path) -> None:
         RunFolder.open(tmp_path / "a" / "99")
 
 
-def test_the_environment_tells_versions_but_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_holds_versions_but_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_TOKEN", "hunter2-secret")
     run = RunFolder(tmp_path)
     first = json.loads(run.write_environment(device="cpu").read_text())

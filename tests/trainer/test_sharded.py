@@ -234,7 +234,7 @@ def test_all_of_a_model_comes_back(tmp_path: Path) -> None:
     assert torch.equal(two.tables.table, one.tables.table)
 
 
-def test_processes_that_would_wait_for_each_other_in_vain_say_so(tmp_path: Path) -> None:
+def test_uneven_batches_of_sharded_ranks_are_refused(tmp_path: Path) -> None:
     """With batches of one sample three samples are two batches here and one there."""
     trainer = al.Trainer(
         accelerator="cpu", devices=2, strategy=fsdp(), logger=False, enable_checkpointing=False,

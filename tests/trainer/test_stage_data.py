@@ -97,7 +97,7 @@ def test_a_tree_of_loaders_trains_until_the_longest_ends(make_trainer: Make) -> 
 
 
 @pytest.mark.parametrize(("mode", "batches"), [("min_size", 2), ("max_size", 3), ("max_size_cycle", 3)])
-def test_modes_say_how_long_an_epoch_is(make_trainer: Make, mode: Any, batches: int) -> None:
+def test_modes_set_the_length_of_an_epoch(make_trainer: Make, mode: Any, batches: int) -> None:
     module, trainer = Seeing(), make_trainer(max_epochs=2)
     trainer.fit(module, CombinedLoader([numbers(4), numbers(6, 100)], mode))
     assert trainer.num_training_batches == batches
@@ -156,7 +156,7 @@ def test_each_evaluation_loader_has_its_own_number_of_batches(make_trainer: Make
     assert trainer.test_dataloaders is None
 
 
-def test_loaders_are_asked_for_when_their_stage_begins_and_again_when_told(make_trainer: Make) -> None:
+def test_loaders_are_requested_when_their_stage_begins_and_on_reload(make_trainer: Make) -> None:
     asked: list[Any] = []
 
     class Asking(Seeing):

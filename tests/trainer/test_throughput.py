@@ -79,7 +79,7 @@ def test_tf32_counts_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 3070 Ti", "CocoNut"])
-def test_an_unknown_chip_is_said(name: str) -> None:
+def test_an_unknown_chip_is_reported(name: str) -> None:
     with (
         mock.patch("torch.cuda.get_device_name", return_value=name),
         pytest.warns(UserWarning, match=f"not found for '{name}'"),

@@ -97,7 +97,7 @@ def six_kinds() -> ImageRecord:
     )
 
 
-def test_each_kind_of_error_is_told_by_place_and_class() -> None:
+def test_each_kind_of_error_is_classified_by_place_and_class() -> None:
     errors = image_errors(six_kinds())
     names = ["right" if kind < 0 else ERROR_KINDS[kind] for kind in errors.kinds]
     assert names == ["right", "duplicate", "background", "localisation", "classification", "both"]

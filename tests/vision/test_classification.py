@@ -152,7 +152,7 @@ def test_scores_count_first_and_first_five() -> None:
         metrics.merge(ClassificationMetrics(3).state_dict())
 
 
-def test_a_classification_says_itself(tmp_path: Path) -> None:
+def test_a_classification_gives_its_classes_in_every_form(tmp_path: Path) -> None:
     photo = np.full((60, 90, 3), 120, np.uint8)
     found = Classification(np.array([0.1, 0.7, 0.2]), ("a", "b", "c"), photo)
     assert (found.label, found.top1, found.top5, found.labels) == ("b", 1, [1, 2, 0], ["b"])
@@ -177,7 +177,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Classifier, Path]
 
 
 @pytest.mark.slow
-def test_a_program_says_what_the_classifier_says(shipped: tuple[Classifier, Path]) -> None:
+def test_a_program_matches_the_classifier(shipped: tuple[Classifier, Path]) -> None:
     module, path = shipped
     photos = [np.random.default_rng(i).integers(0, 255, (50 + i, 70, 3), np.uint8) for i in range(3)]
     opened = Program.load(path)
@@ -195,7 +195,7 @@ def compared(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, s
 
 
 @pytest.mark.slow
-def test_programs_of_another_task_are_judged_by_what_they_say_of_themselves(
+def test_programs_of_another_task_are_compared_by_their_own_description(
     shipped: tuple[Classifier, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module, program = shipped

@@ -206,7 +206,7 @@ def test_boxes_stay_around_corners_for_corners_alone(tmp_path: Path, geometry: s
         assert np.median(looser) > 1.2
 
 
-def test_corners_are_strict_and_of_any_numbering_unless_said_otherwise() -> None:
+def test_corners_are_strict_and_of_any_numbering_by_default() -> None:
     task = CornersTask(data=Path("none"), image_size=64)
     module = CornerDetector(task, ["code"])
     assert module.sigmas == (0.05,) * 4

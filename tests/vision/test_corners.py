@@ -164,7 +164,7 @@ def test_keypoint_average_precision_counts_from_any_keypoint_only_where_it_is_cy
     assert scores[False] < 0.5
 
 
-def test_a_task_is_cyclic_only_where_its_settings_say_so() -> None:
+def test_a_task_is_cyclic_only_by_its_settings() -> None:
     plain = PoseTask(data=Path("none"), model="yolov5n-pose", image_size=64)
     assert not plain.cyclic
     estimators = [

@@ -357,7 +357,7 @@ def test_images_of_rare_classes_are_drawn_more_often() -> None:
     np.testing.assert_allclose(dataset_module.draw_weights([np.zeros((0, 5), np.float32)] * 4), [0.25] * 4)
 
 
-def test_weighted_batches_hold_what_the_weights_say(data: Path) -> None:
+def test_weighted_batches_follow_the_weights(data: Path) -> None:
     opened = open_train(data, augment=Augment(mosaic=0), image_weights=True)
     weights = dataset_module.draw_weights(opened.labels)
     drawn = [sample.path for _ in range(60) for sample in opened.__getitems__(list(range(8)))]

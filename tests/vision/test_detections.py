@@ -181,7 +181,7 @@ def test_charts_are_self_contained_svg_with_any_names(draw, num_classes):
             assert 0 <= float(element.get("y")) <= height
 
 
-def test_pr_curve_says_the_scores_and_follows_them():
+def test_pr_curve_shows_and_follows_the_scores():
     scored = results(2)
     svg = plots.pr_curve(scored, NAMES)
     for expected in ("qr_code", "bar code", f"{scored.map50:.3f}", f"best F1 {scored.f1:.3f}", "recall", "precision"):

@@ -207,7 +207,9 @@ def test_names_that_leave_the_folder_are_refused(tmp_path: Path, name: Any) -> N
         ),
     ],
 )
-def test_files_that_are_not_coco_say_why(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_files_that_are_not_coco_are_refused_with_the_reason(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DatasetError, match=message):
         read_coco(coco_set(tmp_path, [], **changes))
 
@@ -227,7 +229,7 @@ def test_an_image_of_another_size_than_its_annotations_is_left_out(tmp_path: Pat
     assert "says 100 x 80 pixels, the image has 80 x 100" in found.skipped[0].reason
 
 
-def test_splits_are_told_by_names_of_files_and_folders(tmp_path: Path) -> None:
+def test_splits_are_found_by_names_of_files_and_folders(tmp_path: Path) -> None:
     names = {
         "instances_train2017.json": "train",
         "val.json": "val",

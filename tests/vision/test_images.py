@@ -195,7 +195,7 @@ def test_truncated_images_are_refused(kind: str, share: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "progressive", "png", "webp", "gif", "bmp"])
-def test_the_header_alone_tells_that_an_image_is_truncated(kind: str) -> None:
+def test_truncated_images_are_detected_by_the_header_alone(kind: str) -> None:
     data = SAMPLES[kind]
     assert not read_header(data).truncated
     assert read_header(data[: len(data) - 40]).truncated

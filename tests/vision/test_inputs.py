@@ -263,7 +263,7 @@ def test_playlists_named_as_videos_are_refused_before_ffmpeg_sees_them(
     assert "not a video: it is a playlist or description" in source.skipped[0].reason
 
 
-def test_a_cut_video_gives_its_frames_and_says_so(tmp_path: Path) -> None:
+def test_a_truncated_video_gives_its_frames_with_a_warning(tmp_path: Path) -> None:
     whole = write_video(tmp_path / "whole.avi", [50] * 60)
     cut = tmp_path / "cut.avi"
     cut.write_bytes(whole.read_bytes()[: len(whole.read_bytes()) // 2])
@@ -324,7 +324,7 @@ def test_reading_ahead_is_bounded_and_ends_with_the_consumer() -> None:
     assert len(read) == 9
 
 
-def test_standard_input_that_says_nothing_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_standard_input_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cv2.imwrite(str(tmp_path / "a.png"), solid(3, 3, 3))
     ended = threading.Event()
 
@@ -481,7 +481,7 @@ def test_several_streams_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(seen[camera.address] for camera in (one, other)) >= 15
 
 
-def test_streams_whose_shown_addresses_are_equal_are_told_apart() -> None:
+def test_streams_of_equal_shown_addresses_are_distinguished() -> None:
     """Recorders name their channels in the query, which is not shown."""
     with Camera(period_s=0.002) as camera:
         addresses = [f"{camera.address}?channel={number}" for number in (1, 2)]
@@ -529,7 +529,7 @@ def test_a_video_at_an_address_ends(tmp_path: Path) -> None:
         server.shutdown()
 
 
-def test_a_camera_that_is_not_there_is_said_at_once() -> None:
+def test_a_missing_camera_is_reported_at_once() -> None:
     with pytest.raises(SourceError, match="camera 97 cannot be opened: is it there, and used by no other program"):
         list(ImageSource(97))
 

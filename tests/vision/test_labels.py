@@ -149,7 +149,7 @@ def test_datasets_without_usable_images_raise_with_the_reason(
 # ---------------------------------------------------------------- cache of labels
 
 
-def test_the_cache_says_the_same_as_the_files(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_matches_the_files(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(data.parent)
     images = read_data_yaml(data).images("train")
     fresh = check_labels(images, 2, name="train")

@@ -56,7 +56,7 @@ def test_boxes_may_be_a_tensor_and_there_may_be_none() -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), [(480, 640), (333, 500), (200, 150), (640, 427)])
-def test_a_drawn_rectangle_is_where_its_box_says(height: int, width: int) -> None:
+def test_a_drawn_rectangle_matches_its_box(height: int, width: int) -> None:
     box = np.array([[width // 5, height // 4, width // 2, height // 2]])
     image = np.zeros((height, width, 3), np.uint8)
     x1, y1, x2, y2 = box[0]

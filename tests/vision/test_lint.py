@@ -126,7 +126,7 @@ def test_listed_twice_shared_and_contradicting_files(both: Path) -> None:
     assert message.endswith(f"copy.jpg: is the same file as {root}/images/train/001.jpg, and its boxes differ")
 
 
-def test_rare_and_missing_classes_are_told_apart(both: Path) -> None:
+def test_rare_and_missing_classes_are_distinguished(both: Path) -> None:
     root = both.parent
     both.write_text("train: images/train\nval: images/val\nnames: [code, text, only in val, code]\n")
     write_label(root, "2 0.5 0.5 0.2 0.2\n", "val/009")
@@ -560,7 +560,7 @@ def test_names_of_any_kind_survive_a_data_yaml(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- before a fit
 
 
-def test_a_fit_is_told_what_spoils_it_and_pays_once(
+def test_a_fit_reports_faulty_data_and_checks_once(
     both: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy_image(both.parent, "train/000", "val/copy")
@@ -582,9 +582,7 @@ def test_a_fit_is_told_what_spoils_it_and_pays_once(
     DetectionTask(data=both, cache_labels=False).check_data()
 
 
-def test_a_fit_that_cannot_begin_says_so_before_any_image_is_decoded(
-    both: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_impossible_fit_is_refused_before_any_image_is_decoded(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for label in (both.parent / "labels/val").iterdir():
         label.unlink()
     monkeypatch.delattr("arclight.vision.data.lint.fingerprints.fingerprint")

@@ -58,9 +58,7 @@ def test_a_weight_however_small_draws_an_image() -> None:
     assert EpochMix([10, 5], [0.001]).counts == (10, 1)
 
 
-def test_rows_of_a_mixed_set_that_cannot_be_read_are_said(
-    two: tuple[Path, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_rows_of_a_mixed_set_are_reported(two: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     (two[1].parent / "labels/train/003.txt").write_text("0 320 240 64 64\n")
     mixed(*two)
     assert "003.txt:1: coordinate 320 is outside" in caplog.text

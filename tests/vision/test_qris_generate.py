@@ -139,7 +139,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path, workers: int) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_folder_may_be_filled_and_progress_is_told(tmp_path: Path) -> None:
+def test_an_empty_folder_may_be_filled_and_progress_is_reported(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     (tmp_path / "out").mkdir()
     generate(tmp_path / "out", 3, size=128, workers=1, progress=lambda done, total: told.append((done, total)))
@@ -154,7 +154,7 @@ def of_merchants(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_scene_says_whose_it_is(of_merchants: Path) -> None:
+def test_every_scene_names_its_merchant(of_merchants: Path) -> None:
     whose = json.loads((of_merchants / "merchants.json").read_text())
     codes = json.loads((of_merchants / "codes.json").read_text())
     assert set(whose) == set(codes)

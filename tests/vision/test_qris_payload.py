@@ -74,7 +74,7 @@ def test_crc_has_the_check_value_of_its_catalogue_entry() -> None:
     assert crc_of_text("123456789") == "29B1"
 
 
-def test_a_qris_says_who_is_paid() -> None:
+def test_a_qris_names_the_payee() -> None:
     payload = parse(STATIC)
     assert (payload.merchant_name, payload.city, payload.postal_code) == ("WARUNG BU TINI", "YOGYAKARTA", "55111")
     assert (payload.nmid, payload.criteria, payload.mcc, payload.currency) == ("ID1020012345678", "UMI", "5812", "360")
@@ -165,7 +165,7 @@ def test_every_violation_is_named_with_its_tag_and_place(changes: dict[str, str 
             assert text[problem.offset : problem.offset + 2] == tag.rpartition(".")[2]
 
 
-def test_all_problems_are_told_at_once_in_order() -> None:
+def test_all_problems_are_reported_at_once_in_order() -> None:
     text = sealed(body_of(t00="02", t52="x", t59="A" * 30, t60=None))
     problems = problems_of(text)
     assert {"00", "52", "59", "60"} <= {problem.tag for problem in problems}

@@ -74,7 +74,7 @@ def test_the_code_of_every_format_reads_as_the_payload(tmp_path: Path, text: str
     assert (code.text, code.kind) == (text, "qris")
 
 
-def test_the_sheet_says_whom_and_how_much(tmp_path: Path) -> None:
+def test_the_sheet_shows_payee_and_amount(tmp_path: Path) -> None:
     said = [shape.text for shape in poster(BILL) if isinstance(shape, Text)]
     assert {
         "KOPI & TEH (SENJA)",
@@ -109,7 +109,7 @@ def test_invalid_posters_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_bill_keeps_what_the_payload_said() -> None:
+def test_a_bill_keeps_the_fields_of_the_payload() -> None:
     found = parse(BILL)
     assert (found.amount, found.tip) == (Decimal(52500), Tip("percentage", Decimal(5)))
     assert found.additional == {"bill_number": "INV-7", "terminal_label": "A01"}

@@ -51,7 +51,7 @@ kind = "dynamic"
 """
 
 
-def test_the_three_forms_say_the_same(write: Write) -> None:
+def test_the_three_forms_are_equivalent(write: Write) -> None:
     expected = (
         Place(name="KOPI SENJA", nmid="ID1020012345678", guids=("COM.CONTOHPAY.WWW", "ID.CO.EXAMPLEBANK.WWW"), city="BANDUNG"),
         Place(name="SATE MELATI", nmid="ID1020099999999", pan="936000091000000001", terminal="A01", kind="dynamic"),

@@ -86,7 +86,7 @@ def test_corners_turn_with_the_code() -> None:
     assert np.abs(np.array(code.corners_px) - turned).max() < 5
 
 
-def test_several_codes_are_told_apart() -> None:
+def test_several_codes_are_distinguished() -> None:
     left, right = [[40, 60], [240, 60], [240, 260], [40, 260]], [[380, 160], [580, 160], [580, 360], [380, 360]]
     image = np.where(np.arange(640)[None, :, None] < 310, placed(EMVCO, left), placed(LINK, right)).astype(np.uint8)
     codes = scan(image, finder(hull(left), hull(right), (300.0, 400.0, 360.0, 460.0)))
@@ -365,7 +365,7 @@ def test_scan_reads_codes_that_plain_readers_miss(module_px: float, blur: np.nda
     assert [code.text for code in scan(image, finder(box))] == [text]
 
 
-def test_a_reader_that_is_told_corners_reads_nothing_where_no_code_is() -> None:
+def test_a_reader_given_corners_reads_no_code_where_none_is() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (200, 200), dtype=np.uint8)
     corners = np.array([[40, 40], [160, 40], [160, 160], [40, 160]], np.float32)
     assert read_at(noise, corners, 29) is None
@@ -579,7 +579,7 @@ def test_a_proposal_on_a_plain_area_does_not_hide_the_code_beside_it() -> None:
 
 
 @pytest.mark.parametrize("module_px", [1.2, 2.5])
-def test_finder_patterns_correlate_as_opencv_says(module_px: float) -> None:
+def test_finder_patterns_correlate_as_in_opencv(module_px: float) -> None:
     draw = np.random.default_rng(0)
     picture = cv2.GaussianBlur(draw.uniform(0, 255, (90, 110)).astype(np.float32), (0, 0), 1.0) * 4 - 380
     picture[:40, :40] = 30

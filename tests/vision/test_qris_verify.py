@@ -305,7 +305,7 @@ def test_calibration_learns_from_measurements_and_is_repeatable() -> None:
     assert np.array_equal(model.weights, again.weights)
 
 
-def test_the_report_shows_photos_and_escapes_what_codes_say(tmp_path: Path, registry: Path) -> None:
+def test_the_report_shows_photos_and_escapes_texts_of_codes(tmp_path: Path, registry: Path) -> None:
     report = VerificationReport("places.json")
     for name, text in (
         ("good.jpg", text_of()),

@@ -193,7 +193,7 @@ def test_the_way_of_the_camera_is_measured() -> None:
     assert camera_motion(np.zeros((100, 100), np.uint8), np.zeros((100, 100), np.uint8)) is None
 
 
-def test_drawn_clips_say_where_each_code_is() -> None:
+def test_drawn_clips_give_the_place_of_each_code() -> None:
     clip = draw_clip(np.random.default_rng(8), size=480, frames=6, codes=4)
     again = draw_clip(np.random.default_rng(8), size=480, frames=6, codes=4)
     assert all(np.array_equal(a.image, b.image) for a, b in zip(clip, again, strict=True))

@@ -54,7 +54,7 @@ def test_groups_stay_together(photos: list[Path]) -> None:
         assert sorted(homes.values()) == ["train"] * 6 + ["val"] * 2
 
 
-def test_look_alikes_stay_together_unless_told_otherwise(photos: list[Path], tmp_path: Path) -> None:
+def test_look_alikes_stay_together_by_default(photos: list[Path], tmp_path: Path) -> None:
     copies = [draw(tmp_path / f"images/copy_{index:02d}.jpg", index, quality=60) for index in range(40)]
     found = split_images([*photos, *copies], {"train": 0.5, "val": 0.5})
     place = where(found.images)

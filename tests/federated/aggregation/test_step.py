@@ -80,7 +80,7 @@ def test_one_client_that_sends_weights_is_centralised_training_bit_for_bit(dtype
 
 @pytest.mark.parametrize("strategy", EVERY, ids=repr)
 @pytest.mark.parametrize("form", ["delta", "weights"])
-def test_every_key_is_stepped_as_the_strategy_says(strategy: Strategy, form: Any) -> None:
+def test_every_key_is_stepped_by_the_strategy(strategy: Strategy, form: Any) -> None:
     anchor, locals_ = model(0), [model(1), model(2), model(3)]
     weights: dict[str, torch.Tensor] = dict(anchor)
     states: dict[str, dict[str, torch.Tensor]] = {}
@@ -280,7 +280,7 @@ def test_a_strategy_that_looks_at_whole_tensors_gets_them() -> None:
     assert torch.equal(after["model/embedding"], expected)
 
 
-def test_a_step_to_where_floats_end_is_said() -> None:
+def test_a_step_beyond_the_range_of_floats_is_refused() -> None:
     given = [Contribution(client="a", weight=1, tensors={"model/x": torch.full((2,), 3e38)})]
     with pytest.raises(FederatedError, match="would make model/x infinite"):
         list(StrategyStep(FedAvg(lr=10), {"model/x": torch.ones(2)}, given))

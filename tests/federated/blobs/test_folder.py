@@ -140,7 +140,7 @@ def _receive(store: FolderStore) -> None:
             incoming.write([BYTES[start : start + (1 << 20)]])
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(store: FolderStore) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_files(store: FolderStore) -> None:
     """A limit on the size of files stands for the disk: a write fails half-way."""
     context = multiprocessing.get_context("fork")
     answer: multiprocessing.Queue[tuple[int | None, str]] = context.Queue()

@@ -101,7 +101,7 @@ def test_blobs_changed_in_the_bucket_are_detected(bucket: str, tmp_path: Path) -
     system.rm_file(f"bucket/run/blobs/{name}")
 
 
-def test_a_store_that_cannot_be_reached_is_told(bucket: str, tmp_path: Path) -> None:
+def test_an_unreachable_store_is_reported(bucket: str, tmp_path: Path) -> None:
     with pytest.raises(LinkError, match=r"s3://nosuchbucket.*make it, or correct the address"):
         ObjectStore("s3://nosuchbucket/blobs", tmp_path).put(DIGEST, BYTES)
     with pytest.raises(FederatedError, match="FolderStore"):

@@ -119,7 +119,7 @@ class Fails(Callback):
             raise self.error
 
 
-def test_a_client_that_fails_is_told_of_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failing_client_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     server = AveragingServer(tmp_path / "server", beginning(), ("a", "bb"), rounds=3, steps=4)
     clients = [
         client_of("a", Fails(6, torch.OutOfMemoryError("HIP out of memory. Tried to allocate 3 GiB"))),
@@ -173,7 +173,7 @@ def test_an_update_that_could_not_be_written_is_not_trained_again(
     assert_equal(server.weights, clean.weights)
 
 
-def test_a_refused_update_is_told_of_and_not_sent_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_update_is_logged_and_not_sent_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = AveragingServer(tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=4)
     server.on_update = lambda update: (
         Receipt(accepted=False, reason="not_finite", message="net.0.weight is NaN") if update.client == "a" else None
@@ -484,7 +484,7 @@ def test_a_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
     assert again.round == 2
 
 
-def test_a_damaged_account_is_told_of_and_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_records_are_reported_and_recreated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
     run_node(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     file = tmp_path / "node" / "run" / "clients" / "a" / "client.json"

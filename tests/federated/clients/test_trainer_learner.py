@@ -424,7 +424,7 @@ def test_moments_travel_when_asked_for(tmp_path: Path) -> None:
         assert entries["step"] == 5
 
 
-def test_limits_of_the_trainer_are_told(tmp_path: Path) -> None:
+def test_trainer_limits_that_end_a_round_early_are_refused(tmp_path: Path) -> None:
     learner = learner_of(tmp_path, Net(), max_steps=6)
     begin = weights_of(Net())
     learner.fit(fit_order(0, 4, 0), begin, quiet)

@@ -135,7 +135,7 @@ def test_an_interrupted_node_leaves_and_breaks_off_what_is_trained(
     assert len(steps_in(tmp_path / "a.steps")) <= 6
 
 
-def test_a_failing_client_is_told_of_in_its_own_words(tmp_path: Path, executors: list[ProcessExecutor]) -> None:
+def test_a_failing_client_is_reported_with_its_own_error(tmp_path: Path, executors: list[ProcessExecutor]) -> None:
     server = AveragingServer(tmp_path / "server", beginning(), ("a", "bb"), rounds=1, steps=4)
     executors.append(ProcessExecutor([client_of("a", tmp_path / "missing"), client_of("bb", tmp_path)]))
     join_node(*start_node(Node(InProcessLink(server), executors[0], tmp_path / "node", "n")))
@@ -203,7 +203,7 @@ def test_a_site_may_train_with_several_processes(tmp_path: Path, executors: list
     assert losses[1] < losses[0]
 
 
-def test_crews_say_what_they_cannot_do() -> None:
+def test_invalid_executors_are_refused() -> None:
     with pytest.raises(FederatedError, match="given a module of this process"):
         ProcessExecutor([Client("a", Net(), None)])
     with pytest.raises(FederatedError, match="at least one worker"):

@@ -166,7 +166,7 @@ def test_a_restarted_node_goes_on_with_what_it_has(tmp_path: Path) -> None:
     assert left == {chains[2].weights.digest, *chains[2].weights.blobs}
 
 
-def test_a_restarted_server_says_the_same() -> None:
+def test_a_restarted_server_sends_the_same_changes() -> None:
     store, chains, own = run(Int4(), 3)
     restored = DeltaChain.from_json(chains[2].to_json())
     assert restored == chains[2]

@@ -158,7 +158,7 @@ def test_a_saved_residual_goes_on_with_the_same_bytes(tmp_path) -> None:
     assert all(torch.equal(here.parts[part], there.parts[part]) for part in here.parts)
 
 
-def test_raw_says_what_an_earlier_codec_left() -> None:
+def test_raw_sends_the_residual_of_an_earlier_codec() -> None:
     x = torch.randn(64, 64)
     first, left = encode("k", x, TopK())
     second, nothing = encode("k", torch.zeros_like(x), Raw(), left)

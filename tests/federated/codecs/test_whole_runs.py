@@ -105,7 +105,7 @@ def test_bytes_are_few_and_training_gets_as_far(
     assert abs(last - plain) <= within * first, (first, last, plain)
 
 
-def test_nodes_hold_the_weights_that_the_server_says_they_see(tmp_path: Path) -> None:
+def test_nodes_hold_the_weights_that_the_server_records(tmp_path: Path) -> None:
     server = run(tmp_path, up=TopK(share=0.1), down=Int8())
     base = server.history[3].base
     for node in ("node-0", "node-1"):

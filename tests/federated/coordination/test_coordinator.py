@@ -48,7 +48,7 @@ def test_a_run_of_four_clients_on_two_nodes() -> None:
     assert isinstance(first.take(), Close)
 
 
-def test_a_plan_says_what_to_fit() -> None:
+def test_a_plan_describes_the_fit() -> None:
     run = world(waiting=Waiting(deadline_s=60.0))
     node = run.node("n")
     run.pass_(1.0)
@@ -112,7 +112,7 @@ def test_a_quorum_closes_a_round_after_its_grace() -> None:
     assert (late.accepted, late.reason, late.committed) == (False, "stale", 1)
 
 
-def test_a_straggler_is_told_to_stop() -> None:
+def test_a_straggler_is_cancelled() -> None:
     run = world(clients=["a", "b"], waiting=Waiting(quorum=0.5, grace_s=0.0))
     slow, quick = run.node("slow", "a"), run.node("quick", "b")
     slow.take(), quick.take()
@@ -146,7 +146,7 @@ def test_a_deadline_closes_with_a_quorum_and_asks_again_without_one() -> None:
     assert "not heard from: a (queued at node n)" in run.ended.why
 
 
-def test_a_client_that_cannot_is_not_asked_for_ever_and_the_run_says_why() -> None:
+def test_a_failing_client_is_not_asked_for_ever_and_the_run_gives_the_reason() -> None:
     run = world(clients=["a", "b"], waiting=Waiting(retries=5))
     node = run.node("n", "ab")
     node.take()
@@ -383,7 +383,7 @@ def test_a_node_that_leaves_after_it_was_silent_is_heard() -> None:
     assert (again.accepted, again.reason) == (False, "session")  # type: ignore[union-attr]
 
 
-def test_two_processes_of_one_name_are_told_apart() -> None:
+def test_two_processes_of_one_name_are_distinguished() -> None:
     run = world(clients=["a"])
     first = run.node("n", "a", process="one")
     second = run.node("n", "a", process="two")
@@ -407,7 +407,7 @@ def test_a_restarted_process_gets_in_when_the_dead_one_is_silent_long_enough() -
     assert isinstance(second.join(), ev.SessionGranted)
 
 
-def test_messages_of_unknown_sessions_say_join_again() -> None:
+def test_messages_of_unknown_sessions_are_answered_with_a_request_to_join() -> None:
     run = world(clients=["a"])
     node = run.node("n", "a")
     run.restart()
@@ -885,7 +885,7 @@ def test_a_node_does_not_take_work_of_another_nodes_client_by_saying_that_it_hol
             assert plan.client == "b"
 
 
-def test_less_than_no_steps_say_nothing_of_an_order() -> None:
+def test_negative_steps_do_not_count_as_progress() -> None:
     run = world(clients=["a"])
     node = run.node("n", "a")
     node.take()

@@ -396,7 +396,7 @@ def test_of_thirty_two_clients_on_two_nodes_none_is_missing_when_one_node_dies(a
     assert len(set(agents[1].fits)) == len(agents[1].fits)
 
 
-def test_closing_tells_everybody() -> None:
+def test_closing_reaches_every_node() -> None:
     world = World(Federation(clients=1, rounds=1), 1).begin()
     node = world.node("n")
     held = node.hold()

@@ -381,7 +381,7 @@ def test_a_row_that_cannot_be_encoded_leaves_the_database_as_it_was(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("code", "waits"), [(errno.EDQUOT, True), (errno.ENOSPC, True), (errno.EIO, False)])
-def test_a_full_quota_is_told_from_a_broken_disk(
+def test_a_full_quota_is_distinguished_from_a_broken_disk(
     tmp_path: Path, code: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite calls both an I/O error."""

@@ -32,7 +32,7 @@ def test_both_names_of_a_field_are_refused() -> None:
         Waiting(join=1.0, join_timeout_s=2.0)  # type: ignore[call-arg]
 
 
-def test_a_recipe_may_say_the_former_name(tmp_path: Path) -> None:
+def test_former_names_in_a_recipe_are_read(tmp_path: Path) -> None:
     (tmp_path / "old.toml").write_text("stall = 7.0\nlease = 8.0\n")
     with pytest.warns(FutureWarning, match="stall is called no_progress_timeout_s now"):
         read = recipe.read(Waiting, tmp_path / "old.toml")

@@ -181,7 +181,7 @@ def test_a_fleet_may_mix_codecs(tmp_path: Path) -> None:
     torch.testing.assert_close(server.weights()["w"], (start["w"].double() - mean).float(), rtol=1e-6, atol=1e-6)
 
 
-def test_experts_that_nobody_trains_are_told_before_the_first_round(tmp_path: Path, caplog) -> None:
+def test_untrained_experts_are_reported_before_the_first_round(tmp_path: Path, caplog) -> None:
     """Four experts, two clients with one each."""
     run(tmp_path, {"0": Quadratic(1.0), "1": Quadratic(1.0)}, masks=Masks(experts=Experts(tensors=("experts.w",))))
     said = [record.getMessage() for record in caplog.records if "trained by no client" in record.getMessage()]

@@ -221,7 +221,7 @@ def test_a_round_goes_on_with_or_without_a_client_that_was_started_again(tmp_pat
     assert torch.equal(sums, round_.exact(here))
 
 
-def test_a_file_that_was_cut_off_gives_what_was_told(tmp_path: Path) -> None:
+def test_a_truncated_file_gives_its_complete_messages(tmp_path: Path) -> None:
     path = tmp_path / "secure.json"
     round_ = Sum(path, names(3))
     for name in names(3):

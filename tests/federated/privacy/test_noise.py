@@ -172,7 +172,7 @@ def test_a_budget_is_not_overdrawn() -> None:
     assert privacy_budget.epsilon(0) == 0
 
 
-def test_a_federation_says_how_its_noise_is_counted() -> None:
+def test_a_federation_counts_noise_by_its_sampling() -> None:
     noise = Noise(clip=1, multiplier=1)
     drawn = Federation(
         clients=20, noise=noise, weigh_by="equal", sampling=Sampling(per_round=5), waiting=Waiting(quorum=1.0)

@@ -61,7 +61,7 @@ def test_a_run_with_a_liar_stays_where_the_others_are(tmp_path: Path, robust: Ro
 
 
 @pytest.mark.parametrize("by", ["server", "clients"])
-def test_a_run_with_noise_says_what_it_has_spent(tmp_path: Path, by: str) -> None:
+def test_a_run_with_noise_reports_its_privacy_budget(tmp_path: Path, by: str) -> None:
     start = {"w": torch.zeros(20_000)}
     noise = Noise(clip=0.5, multiplier=2.0, epsilon=20.0, by=by)
     federation = Federation(

@@ -132,7 +132,7 @@ def test_a_secure_mean_has_the_bits_of_the_sum_of_rounded_terms() -> None:
     assert all(cut == 0 for _, cut in made.values())
 
 
-def test_one_masked_update_cannot_be_told_from_chance() -> None:
+def test_one_masked_update_is_indistinguishable_from_noise() -> None:
     names = ["a", "b", "c"]
     values = {name: {"model/x": torch.full((50_000,), 7)} for name in names}
     round_ = Round(names)

@@ -438,7 +438,7 @@ def test_secure_settings_are_refused_over_plain_flower_messages() -> None:
         refuse_unmasked_updates(settings())
 
 
-def test_a_weight_beyond_what_a_sum_takes_is_told(tmp_path: Path) -> None:
+def test_weights_above_max_weight_are_refused(tmp_path: Path) -> None:
     """Counts above ``max_weight`` were once cut off in silence: then all clients weighed the same."""
     sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
     few = SecureSum(step_timeout_s=5.0, max_weight=10)

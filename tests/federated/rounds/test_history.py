@@ -96,7 +96,7 @@ def database(tmp_path: Path) -> Iterator[RunDatabase]:
         yield opened
 
 
-def test_a_round_that_was_open_when_it_was_last_told_is_told_again(database: RunDatabase, tmp_path: Path) -> None:
+def test_a_round_written_while_open_is_written_again(database: RunDatabase, tmp_path: Path) -> None:
     """The process was killed after the round was committed, and before its row was written again."""
     database.write_history(0, [(False, {"round": 0, "base": "a"}), (True, {"round": 1, "base": ""})])
     history = History(database)
@@ -107,7 +107,7 @@ def test_a_round_that_was_open_when_it_was_last_told_is_told_again(database: Run
     assert [told["base"] for told in read_history(tmp_path)] == ["a", "b1"]
 
 
-def test_no_row_says_more_than_the_journal(database: RunDatabase, tmp_path: Path) -> None:
+def test_no_row_is_ahead_of_the_journal(database: RunDatabase, tmp_path: Path) -> None:
     """An older copy of the journal was put back."""
     database.write_history(0, [(False, {"round": number, "base": "a"}) for number in range(5)])
     history = History(database)
@@ -128,7 +128,7 @@ def test_a_state_and_the_rounds_that_it_leaves_out_are_one_commit(tmp_path: Path
     assert points[3:] == ["before save", "in save", "after save"]
 
 
-def test_a_full_disk_tells_no_round_twice(database: RunDatabase, tmp_path: Path) -> None:
+def test_a_full_disk_writes_no_round_twice(database: RunDatabase, tmp_path: Path) -> None:
     history = History(database)
     history.at(0), history.at(1)
     history.write(0)
@@ -216,7 +216,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("lost", [pytest.param("nothing", marks=pytest.mark.slow), "what was not on the disk"])
-def test_a_run_that_goes_on_tells_all_of_its_rounds(tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_reports_all_of_its_rounds(tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = served(tmp_path / "whole", 10, evaluate_every=1)
     folder = tmp_path / "run"
     disk = Disk(folder, monkeypatch)
@@ -242,7 +242,7 @@ def test_a_run_that_goes_on_tells_all_of_its_rounds(tmp_path: Path, lost: str, m
         assert [here.bytes_down for here in went_on.history[1:4]] == [here.bytes_down for here in whole.history[1:4]]
 
 
-def test_a_fork_tells_what_was_before_it(tmp_path: Path) -> None:
+def test_a_fork_reports_the_rounds_before_it(tmp_path: Path) -> None:
     whole = served(tmp_path / "whole", 5, keep_rounds=0)
     tools.fork(tmp_path / "whole", tmp_path / "fork", 3)
     fork = served(tmp_path / "fork", 5)

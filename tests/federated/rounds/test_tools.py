@@ -53,7 +53,7 @@ def test_rounds_are_listed_with_what_they_are_worth(finished: Path, tmp_path: Pa
         tools.list_rounds(tmp_path)
 
 
-def test_a_round_says_what_it_is(finished: Path) -> None:
+def test_inspect_round_describes_a_round(finished: Path) -> None:
     found = tools.inspect_round(finished, 2)
     assert (found.run, found.seed, found.strategy) == ("run", 0, "FedNesterov")
     assert found.clients == {

@@ -150,7 +150,7 @@ def test_rounds_lie_at_addresses_too(tmp_path: Path) -> None:
         fsspec.filesystem("memory").store.clear()
 
 
-def test_a_full_disk_is_told_by_the_next_tensor_and_at_the_end() -> None:
+def test_a_full_disk_is_raised_at_the_next_tensor_and_at_the_end() -> None:
     with open("/dev/full", "wb", buffering=0) as full:
         for calls in (1, 5):
             behind, file = BackgroundWriter(), HashedFile(full)

@@ -33,7 +33,7 @@ def trained(server: Server, learners: dict[str, Quadratic]) -> None:
         assert run.runtime.wait(60)
 
 
-def test_rounds_of_two_clients_are_what_the_closed_form_says(tmp_path: Path) -> None:
+def test_rounds_of_two_clients_match_the_closed_form(tmp_path: Path) -> None:
     learners = {"0": Quadratic(1.0, samples=8), "1": Quadratic(-3.0, samples=24)}
     server = Server(
         settings(), START, folder=tmp_path / "run", evaluate=lambda weights: {"val/loss": float(weights["b"].mean())}

@@ -97,7 +97,7 @@ def test_a_blob_that_no_update_can_be_is_refused_before_it_comes(served: Served)
     assert served.on_disk() == before
 
 
-def test_a_node_whose_update_is_too_large_says_so_and_goes_on(tmp_path: Path) -> None:
+def test_a_node_reports_an_oversized_update_and_goes_on(tmp_path: Path) -> None:
     settings = Federation(
         clients=2, rounds=1, local_steps=3, evaluate_every=0, waiting=CALM, checks=Checks(bytes_times=0.01)
     )

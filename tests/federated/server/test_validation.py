@@ -231,7 +231,7 @@ def test_an_update_of_a_round_that_is_over_is_stale(bench: Bench) -> None:
     assert receipt.reason in ("stale", "duplicate")
 
 
-def test_another_version_is_told_what_to_do(bench: Bench) -> None:
+def test_another_version_is_refused_with_advice(bench: Bench) -> None:
     text = bench.update.to_json().replace('"version": 3}', '"version": 1}')
     assert text != bench.update.to_json()
     with pytest.raises(ProtocolError, match="speaks version 1, this one 3: install the same arclight"):
