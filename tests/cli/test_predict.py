@@ -348,11 +348,19 @@ def test_slices_and_copies_find_the_same_square_once(run: Path, typed: Typed) ->
     image = np.full((300, 500, 3), 30, np.uint8)
     image[140:170, 230:260] = 250  # on a seam
     cv2.imwrite("a.png", image)
-    for words in ("--slice 160", "--slice 160 --overlap 0.5", "--augment", "--slice 160 --augment"):
+    for words in ("--slice 160", "--slice 160 --overlap 0.5", "--augment", "--slice 160 --augment", "--sizes 160 320"):
         status, _, err = typed(f"predict {run} a.png {words} --json found.json")
         assert (status, err) == (0, "")
         (found,) = json.loads(Path("found.json").read_text())["a.png"]
         assert found["box_xyxy_px"] == pytest.approx([230, 140, 260, 170], abs=1), words
+
+
+def test_sizes_of_the_input_are_for_detectors_in_python(detector: Path, typed: Typed) -> None:
+    cv2.imwrite("a.png", np.full((40, 60, 3), 250, np.uint8))
+    status, _, err = typed(f"predict {detector} a.png --sizes 320 100")
+    assert (status, "positive multiples of 16 for this detector, got 100" in err) == (2, True)
+    status, _, err = typed("predict a.png --program none.onnx --sizes 320 640")
+    assert (status, "has the input size of its export" in err) == (2, True)
 
 
 def test_most_objects_of_an_image_count_over_all_slices(run: Path, typed: Typed) -> None:

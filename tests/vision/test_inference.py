@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +18,9 @@ cv2 = pytest.importorskip("cv2")
 from arclight.vision import Detections  # noqa: E402
 from arclight.vision.inference.fusion import concatenated, ensemble, suppressed, weighted_box_fusion  # noqa: E402
 from arclight.vision.inference.slicing import sliced, slices  # noqa: E402
-from arclight.vision.inference.test_time import augmented  # noqa: E402
+from arclight.vision.inference.test_time import augmented, multi_scale  # noqa: E402
+from arclight.vision.tasks.detection import Detector  # noqa: E402
+from arclight.vision.tasks.settings import DetectionTask  # noqa: E402
 
 NAMES = ("dark", "bright")
 
@@ -190,6 +195,29 @@ def test_boxes_in_the_margin_are_left_out() -> None:
 
     (found,) = augmented(margins, variants=[(0.5, False)])([np.zeros((100, 100, 3), np.uint8)])
     assert sides(found) == [[20, 20, 40, 40]]
+
+
+def test_multi_scale_passes_keep_the_best_of_equal_boxes() -> None:
+    """An untrained detector: its boxes at two sizes are those of each size, without those that a better one covers."""
+    torch.manual_seed(0)
+    task = DetectionTask(data=Path("data.yaml"), model="yolov5n", image_size=64, conf_threshold=1e-3)
+    network = Detector(task, ["code"]).eval()
+    photo = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
+    processing = replace(network.processing, max_det=20)
+    passes = [network.detect([photo], replace(processing, image_size=size))[0] for size in (64, 128)]
+    (found,) = multi_scale(network, [64, 128, 64], processing)([photo])
+    (alone,) = multi_scale(network, [128], processing)([photo])
+    assert sides(alone) == sides(passes[1])
+    assert sides(found) == sides(suppressed(concatenated(passes), 0.5))
+    assert 0 < len(found) < sum(map(len, passes))
+    assert multi_scale(network, [64])([]) == []
+
+
+@pytest.mark.parametrize(("sizes", "message"), [([], "got none"), ([320, 100], "of 32 .*, got 100"), ([0], "got 0")])
+def test_multi_scale_refuses_sizes_that_no_network_takes(sizes: list[int], message: str) -> None:
+    network = Detector(DetectionTask(data=Path("data.yaml"), model="yolov5n", image_size=64), ["code"])
+    with pytest.raises(ValueError, match=message):
+        multi_scale(network, sizes)
 
 
 def test_variants_that_are_none() -> None:

@@ -276,6 +276,10 @@ def _add_inference_options(parser: Parser) -> None:
         "--augment", action="store_true", help="look at a smaller and a mirrored copy of each image, too"
     )
     parser.add_argument(
+        "--sizes", type=count, nargs="+", metavar="PX",
+        help="look at each image at these sizes of the input in place of the one of training, and keep the best of equal boxes",
+    )  # fmt: skip
+    parser.add_argument(
         "--heatmap",
         type=Path,
         metavar="DIR",
@@ -411,7 +415,10 @@ class _Member:
 
 def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
     """Raise UsageError for options that a network's head does not support."""
-    again = {"--slice": options.slice is not None, "--augment": options.augment, "several runs": len(members) > 1}
+    again = {
+        "--slice": options.slice is not None, "--augment": options.augment, "--sizes": options.sizes is not None,
+        "several runs": len(members) > 1,
+    }  # fmt: skip
     boxes = {
         "--classes": options.classes is not None, "--save-crop": options.save_crop is not None, "--track": options.track is not None,
         "--uncertain": options.uncertain is not None, "--save-labels": options.save_labels is not None,
@@ -433,12 +440,15 @@ def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:
     from arclight.vision.inference.test_time import augmented
 
     detect = detectors[0] if len(detectors) == 1 else ensemble(detectors)
-    again: dict[str, Any] = {"agnostic": options.agnostic_nms}
-    if options.iou is not None:
-        again["iou_threshold"] = options.iou
     if options.augment:
-        detect = augmented(detect, **again)
-    return detect if options.slice is None else sliced(detect, options.slice, options.overlap, **again)
+        detect = augmented(detect, **_suppression(options))
+    return detect if options.slice is None else sliced(detect, options.slice, options.overlap, **_suppression(options))
+
+
+def _suppression(options: argparse.Namespace) -> dict[str, Any]:
+    """Return how boxes of several passes suppress each other."""
+    given: dict[str, Any] = {"agnostic": options.agnostic_nms}
+    return given if options.iou is None else {**given, "iou_threshold": options.iou}
 
 
 def _wanted(options: argparse.Namespace, processing: Any, head: str) -> tuple[Any, float]:
@@ -460,6 +470,8 @@ def _wanted(options: argparse.Namespace, processing: Any, head: str) -> tuple[An
 
 
 def _program(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_Member], list[str]]:
+    if options.sizes is not None:
+        raise UsageError("--sizes: a program has the input size of its export; name the run, or a checkpoint")
     if options.heatmap is not None:
         raise UsageError("--heatmap needs gradients, which a program does not have: name the run, or a checkpoint")
     from arclight.vision.tasks.processing import load_vision_program
@@ -486,13 +498,16 @@ def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_M
 
     import torch
 
+    from arclight.vision.inference.test_time import multi_scale
     from arclight.vision.tasks.processing import with_fields
 
     members = []
     for run in runs:
         detector = load_vision_module(Path(run)).to("cuda" if torch.cuda.is_available() else "cpu")
         processing, confidence = _wanted(options, with_fields(detector.processing, changed), detector.head)
-        predict = functools.partial(detector.predict, processing=processing)
+        predict: Detect = functools.partial(detector.predict, processing=processing)
+        if options.sizes is not None and detector.head == "detect":
+            predict = multi_scale(detector, options.sizes, processing, **_suppression(options))
         members.append(_Member(predict, detector.head, detector.names, confidence))
         options.heated = functools.partial(_heated, detector, confidence)
     if options.heatmap is not None and len(members) > 1:

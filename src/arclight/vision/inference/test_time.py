@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +13,10 @@ from arclight.vision.data.images import Image
 from arclight.vision.data.letterbox import GREY
 from arclight.vision.inference.fusion import Detect, concatenated, suppressed
 from arclight.vision.results.detections import Boxes, Detections
+
+if TYPE_CHECKING:
+    from arclight.vision.tasks.detection import Detector
+    from arclight.vision.tasks.processing import DetectionProcessing
 
 VARIANTS = ((1.0, False), (0.83, True), (0.67, False))
 """Scale, and whether mirrored left to right, of each look: YOLOv5's."""
@@ -47,6 +53,37 @@ def augmented(
         return results
 
     return augmented_detect
+
+
+def multi_scale(
+    detector: Detector,
+    sizes: Sequence[int],
+    processing: DetectionProcessing | None = None,
+    *,
+    iou_threshold: float = 0.5,
+    agnostic: bool = False,
+) -> Detect:
+    """Return a detector that predicts at several input sizes and keeps the best of equal boxes.
+
+    sizes: sides of the square input in pixels, one pass each; small ones show large objects as in training on small images, large
+    ones small objects. processing: in place of the detector's own, but for its size. agnostic: boxes suppress those of other
+    classes, too. Raises ValueError for sizes that are not multiples of the detector's largest stride.
+    """
+    coarsest = int(detector.model.stride[-1])
+    if not sizes or (wrong := [size for size in sizes if size <= 0 or size % coarsest]):
+        raise ValueError(
+            f"input sizes must be positive multiples of {coarsest} for this detector, got {wrong[0] if sizes else 'none'}"
+        )
+    used = detector.processing if processing is None else processing
+    passes = [partial(detector.predict, processing=replace(used, image_size=size)) for size in dict.fromkeys(sizes)]
+    if len(passes) == 1:
+        return passes[0]
+
+    def detect(images: Sequence[Image]) -> list[Detections]:
+        answers = zip(*(look(images) for look in passes), strict=True)
+        return [suppressed(concatenated(parts), iou_threshold, agnostic=agnostic) for parts in answers]
+
+    return detect
 
 
 def _varied(image: Image, scale: float, mirrored: bool) -> tuple[Image, tuple[int, int]]:

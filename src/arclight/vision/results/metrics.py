@@ -193,7 +193,7 @@ class DetectionMetrics:
         overlaps: Sequence[Floats] | None = None,
         ignored: Sequence[Bools] | None = None,
     ) -> None:
-        """Add images: predictions (k, 6), xyxy, confidence, class, and true boxes (m, 5) of each.
+        """Add images: predictions (k, 6), xyxy, confidence, class; true boxes (m, 5), class, xyxy.
 
         Arrays or tensors on any device; any one unit of length. ``image_ids`` are non-negative numbers of the images in
         the data set. ``overlaps``: (k, m) of each image, in place of the IoU of its boxes (of masks, say). ``ignored``: (m,)
