@@ -228,7 +228,10 @@ def _build(cls: type[Any], source: _Source, base: Any = None) -> Any:
 
 
 def _todays_names(cls: type[Any], given: dict[str, _Source]) -> dict[str, _Source]:
-    """Return the fields of a recipe under today's names, and warn of former ones; a flag goes over a file under either name."""
+    """Return a recipe's fields under today's names, with a warning for former ones.
+
+    A flag goes over a file under either name.
+    """
     found: dict[str, _Source] = {}
     for said_name, field in given.items():
         name = todays_name(cls, said_name)

@@ -226,19 +226,14 @@ def docstrings_that_open_with_a_question_word(tree: Tree) -> list[str]:
     return found
 
 
-def long_first_lines_of_docstrings(tree: Tree) -> dict[str, list[str]]:
-    """First lines of docstrings over 90 characters, by room; "arclight" is for the files beside the rooms."""
-    found: dict[str, list[str]] = {name: [] for name in {_room_of(tree, module) for module in tree.modules}}
+def long_first_lines_of_docstrings(tree: Tree) -> list[str]:
+    """First lines of docstrings over 90 characters."""
+    found = []
     for module, node in tree.nodes(ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef):
         first, *_ = (ast.get_docstring(node) or "").splitlines() or [""]
         if len(first) > LONGEST_FIRST_LINE:
-            found[_room_of(tree, module)].append(f"{tree.place(module, node)} ({len(first)}) {first}")
+            found.append(f"{tree.place(module, node)} ({len(first)}) {first}")
     return found
-
-
-def _room_of(tree: Tree, module: str) -> str:
-    inside = tree.modules[module].relative_to(tree.root).parts
-    return inside[0] if len(inside) > 1 else tree.root.name
 
 
 def functions_that_take_a_trainer(tree: Tree) -> list[str]:
@@ -308,6 +303,7 @@ FACTS: tuple[Callable[[Tree], list[str]], ...] = (
     trainer_attributes_set_by_other_files,
     file_names_twice_in_a_room,
     docstrings_that_open_with_a_question_word,
+    long_first_lines_of_docstrings,
     imports_by_text,
 )
 

@@ -18,7 +18,6 @@ from tests.house import facts
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = REPOSITORY / "src" / "arclight"
 LIMITS = tomllib.loads((Path(__file__).parent / "limits.toml").read_text())
-LONG_FIRST_LINES: dict[str, int] = LIMITS.pop("long_first_lines_of_docstrings")
 PACKAGE = facts.PACKAGE
 FILES = sorted(PACKAGE.modules.values())
 PACKAGES = sorted(path.parent for path in FILES if path.name == "__init__.py")
@@ -92,7 +91,7 @@ def small_tree(tmp_path_factory: pytest.TempPathFactory) -> facts.Tree:
         "a/__init__.py": "",
         "a/one.py": "from pack.a import two\n\n\ndef f(trainer, x): trainer.x = x\n",
         "a/two.py": "def g(owner: Trainer | None):\n    from pack.a.one import f\n    self.trainer.y, z = 1, 2\n    owner.trainer.progress.step = 3\n",
-        "a/part.py": '"""Carry."""',
+        "a/part.py": f'"""{"Carry " * 15}"""\n\n\ndef f():\n    """{"Carry " * 15}on."""\n',
         "a/big.py": "import pack.a.part\n" + "x = 1\n" * 200,
         "b/__init__.py": "",
         "b/three.py": "if TYPE_CHECKING:\n    from pack.b.four import x\nimport pack.b.deep.four\n",
@@ -114,7 +113,7 @@ def small_tree(tmp_path_factory: pytest.TempPathFactory) -> facts.Tree:
         ("files_beyond_15_in_a_folder", 2), ("small_files_with_one_importer", 3), ("files_in_circles_at_run_time", 4),
         ("files_in_circles_with_types", 5), ("largest_circle_with_types", 3), ("circles_across_folders", 1),
         ("functions_that_take_a_trainer", 2), ("trainer_attributes_set_by_other_files", 3), ("file_names_twice_in_a_room", 1),
-        ("docstrings_that_open_with_a_question_word", 1), ("imports_by_text", 1),
+        ("docstrings_that_open_with_a_question_word", 1), ("long_first_lines_of_docstrings", 1), ("imports_by_text", 1),
     ],
 )  # fmt: skip
 def test_each_fact_is_counted(small_tree: facts.Tree, name: str, count: int) -> None:
@@ -133,30 +132,6 @@ def test_the_house_keeps_its_limits(limit: str) -> None:
     assert len(found) <= LIMITS[limit], f"{limit}: {len(found)}, allowed {LIMITS[limit]}: " + "; ".join(
         sorted(set(found))
     )
-
-
-@pytest.fixture(scope="module")
-def long_first_lines() -> dict[str, list[str]]:
-    return facts.long_first_lines_of_docstrings(PACKAGE)
-
-
-@pytest.mark.parametrize("room", LONG_FIRST_LINES)
-def test_first_lines_of_docstrings_are_short(room: str, long_first_lines: dict[str, list[str]]) -> None:
-    found = long_first_lines[room]
-    assert len(found) <= LONG_FIRST_LINES[room], f"{len(found)}, allowed {LONG_FIRST_LINES[room]}: " + "; ".join(found)
-
-
-def test_first_lines_are_limited_in_every_room(long_first_lines: dict[str, list[str]]) -> None:
-    assert set(LONG_FIRST_LINES) == set(long_first_lines)
-
-
-def test_long_first_lines_are_counted_by_room(tmp_path: Path) -> None:
-    long, short = f"{'x' * 91}", f"{'x' * 90}"
-    (tmp_path / "pack" / "a").mkdir(parents=True)
-    (tmp_path / "pack" / "one.py").write_text(f'"""{short}\n\n{long}"""\n')
-    (tmp_path / "pack" / "a" / "two.py").write_text(f'"""{long}"""\n\n\ndef f():\n    """{long}\n    """\n')
-    found = facts.long_first_lines_of_docstrings(facts.Tree(tmp_path / "pack"))
-    assert {room: len(places) for room, places in found.items()} == {"pack": 0, "a": 2}
 
 
 def test_every_limit_is_checked() -> None:

@@ -77,7 +77,7 @@ def batch_loss(module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def check_samples(split: Split) -> None:
-    """Raise PlanError for a split whose tensors have different numbers of samples in dimension 0, or none."""
+    """Raise PlanError if tensors of a split differ in, or lack, samples in dimension 0."""
     sizes = {leaf.shape[0] for leaf in tree_flatten(split)[0] if isinstance(leaf, Tensor) and leaf.ndim}
     if len(sizes) != 1:
         raise PlanError(

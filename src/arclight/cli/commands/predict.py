@@ -499,6 +499,7 @@ def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_M
     import torch
 
     from arclight.vision.inference.test_time import multi_scale
+    from arclight.vision.tasks.detection import Detector
     from arclight.vision.tasks.processing import with_fields
 
     members = []
@@ -506,7 +507,7 @@ def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_M
         detector = load_vision_module(Path(run)).to("cuda" if torch.cuda.is_available() else "cpu")
         processing, confidence = _wanted(options, with_fields(detector.processing, changed), detector.head)
         predict: Detect = functools.partial(detector.predict, processing=processing)
-        if options.sizes is not None and detector.head == "detect":
+        if options.sizes is not None and isinstance(detector, Detector) and detector.head == "detect":
             predict = multi_scale(detector, options.sizes, processing, **_suppression(options))
         members.append(_Member(predict, detector.head, detector.names, confidence))
         options.heated = functools.partial(_heated, detector, confidence)

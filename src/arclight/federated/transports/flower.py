@@ -1,4 +1,6 @@
-"""Launch a federation through Flower, which knows the sites, starts the processes and restarts them; tensors travel beside it.
+"""Launch a federation through Flower; tensors travel beside it.
+
+Flower knows the sites, starts the processes and restarts them.
 
 The ServerApp starts the server in a process of its own, asks each SuperNode for its public key (the private one is made at the site and
 stays there), and sends it one long message with the server's address; the ClientApp is a `Node` until the run is over. If the
@@ -165,7 +167,7 @@ class Sessions:
         log.warning("the session of SuperNode %d has failed: %s; %s", node, why, then)
 
     def _register(self, name: str, line: str | None) -> None:
-        """Add a node's key to those that may join, or take it away. The file is replaced, never half there."""
+        """Add a node's key to those that may join, or remove it; the file is replaced atomically."""
         self.keys.pop(name, None)
         if line is not None:
             self.keys[name] = line
@@ -184,7 +186,7 @@ def _name(node: int) -> str:
 
 
 def client_app(build: BuildClient) -> Any:
-    """Make a ClientApp whose sessions run `Node` for the SuperNode's clients, which ``build`` makes.
+    """Make a ClientApp that runs a `Node` for the clients that ``build`` makes.
 
     The SuperNode's config names them: ``clients='a,b'``, or ``client='a'``, or else its ``partition-id``; in ``folder``, where they keep
     their state (by default ``runs/flower/<clients>`` below the SuperNode's folder); in ``blobs``, where else than at its host the

@@ -183,7 +183,10 @@ class HttpServer:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen on an address: nodes may connect from here on, and wait there until a server answers. Raises AddressError."""
+    """Listen on an address; nodes that connect wait until a server answers.
+
+    Raises AddressError.
+    """
     bound = reserve_address(host, port)
     try:
         bound.listen(_BACKLOG)
@@ -201,7 +204,7 @@ def _newest_tls(config: Any, make: Callable[[], ssl.SSLContext]) -> ssl.SSLConte
 
 
 def _protocol(head_s: float) -> Any:
-    """Make uvicorn's protocol close connections on which no request completes its headers in time."""
+    """Make uvicorn close connections whose request headers do not come in time."""
     base: Any = http_protocol("federated", head_s=head_s)
 
     class Ending(base):

@@ -51,7 +51,7 @@ class ServerApi(Protocol):
         """Return the bytes of the largest message that a node of this run may have to send."""
 
     def answer(self, message: Message) -> Message:
-        """Answer a node's message; may take as long as a `WorkRequest` allows. Called from any thread."""
+        """Answer a node's message, within the time of a `WorkRequest`; called from any thread."""
 
     def reserve_upload(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
         """Reserve room while a node puts a blob, or a part of it.

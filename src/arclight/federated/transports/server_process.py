@@ -1,4 +1,6 @@
-"""Run a `Server` in a process of its own, which outlives the one that started it: ``python -m`` this module, by `ServerProcess`.
+"""Run a `Server` in a process that outlives the one that started it.
+
+`ServerProcess` starts it by ``python -m`` this module.
 
 Other processes of this package end with the one that starts them: ranks (`arclight.fabric.launchers`) fail together, and a node's workers
 (`clients.worker_processes`) take its orders through a pipe. This one gets nothing but its socket and its arguments, calls `Server.serve`, and
@@ -75,7 +77,10 @@ class ServerProcess:
         self.pid = self._process.pid
 
     def wait(self, timeout_s: float) -> bool:
-        """Return True once the run is over, False if it is not yet. Raises FederatedError where it failed or the process died."""
+        """Return True once the run is over, else False.
+
+        Raises FederatedError if it failed or the process died.
+        """
         try:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -114,7 +119,10 @@ def build_server(build: str, folder: Path, config: Config) -> Server:
 
 
 def main() -> None:
-    """Serve what standard input names, on the socket that was inherited, until the run is over or SIGTERM comes."""
+    """Serve on the inherited socket until the run is over or SIGTERM comes.
+
+    Standard input names what is served.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, _stop)
     threading.Thread(target=_report_orphaned, name="arclight-parent", daemon=True).start()

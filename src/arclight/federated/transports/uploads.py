@@ -155,7 +155,7 @@ class UploadHandler:
             incoming.close()
 
     async def _write(self, request: Request, incoming: PartialBlob) -> None:
-        """Write the body as it comes, one batch while the next arrives; of a broken one keep all that came."""
+        """Write a body as it arrives, and keep all that came of a broken one."""
         batch, size, writing = list[bytes](), 0, None
         room = min(PIECE_BYTES, max(_MEMORY_BYTES // (2 * len(self._open)), _LEAST_BYTES))
         try:

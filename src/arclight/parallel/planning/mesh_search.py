@@ -1,4 +1,6 @@
-"""Search the meshes of all ranks for the fastest plan of a model that declares its shards, by formulas.
+"""Search the meshes of all ranks for the fastest plan, by formulas.
+
+For models that declare their shards.
 
 Thousands of plans are compared: dimensions of the mesh, schedule, recomputation, resharding. For a model that declares nothing, whose mesh has
 pipelines and replicas only, `pipeline.cost.pipeline_search` decides where it is cut by simulating each candidate. Both read

@@ -31,7 +31,9 @@ class Reducer:
 def split_arguments(
     split: Split, number: int, chunks: Mapping[int | str, Spec] | None = None
 ) -> tuple[list[Split], str]:
-    """Cut a call's arguments and targets into ``number`` micro-batches, or fewer; then why they are fewer, in words.
+    """Cut a call's arguments and targets into at most ``number`` micro-batches.
+
+    Also returns why they are fewer, in words.
 
     chunks: how arguments are cut, by position or name (and "targets"); those that are not in it are cut along dimension 0. Tensors without
     dimensions and all that is no tensor go into every micro-batch. The first tensor says how many samples there are; others may have
@@ -62,7 +64,10 @@ def split_arguments(
 
 
 def _leaves(name: str, value: Any, spec: Spec) -> Iterator[tuple[str, Any, int | None]]:
-    """Yield each leaf of ``value`` with its name and the dimension along which it is cut; None for one that is not."""
+    """Yield each leaf of ``value`` with its name and the dimension along which it is cut.
+
+    The dimension is None for a leaf that is not cut.
+    """
     if isinstance(spec, Mapping) and isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner, spec.get(key, 0))
@@ -84,7 +89,10 @@ def _leaves(name: str, value: Any, spec: Spec) -> Iterator[tuple[str, Any, int |
 
 
 def _count(leaves: list[tuple[str, Any, int | None]], number: int) -> tuple[int, int, str]:
-    """Return how many micro-batches the arguments allow, the number of samples, and why they are fewer than ``number`` (empty if not)."""
+    """Return the numbers of micro-batches and samples that the arguments allow.
+
+    Also why there are fewer micro-batches than ``number``, in words; empty if there are not.
+    """
     count, samples, first, reason = number, 0, "", ""
     for name, leaf, dim in leaves:
         if dim is None:
@@ -124,7 +132,9 @@ def _parts(value: Any, dim: int | None, count: int, samples: int) -> list[Any]:
 
 
 def merge_outputs(outputs: list[Any], spec: Spec, weights: list[int]) -> Any:
-    """Return one output of those of all micro-batches, in their own structure. weights: numbers of samples.
+    """Join the outputs of all micro-batches, in their own structure.
+
+    weights: numbers of samples.
 
     ``spec`` says of all values, or of each in the same tree: a dimension to put tensors together along, "sum", "mean" (by samples), or a
     `Reducer`. What is no tensor must be the same in all. Raises PlanError where that does not fit. What a user's own step returned comes with

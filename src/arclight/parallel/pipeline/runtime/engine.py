@@ -1,4 +1,7 @@
-"""Run micro-batches through this rank's stages by a schedule; shapes are learnt from the first batch."""
+"""Run micro-batches through this rank's stages by a schedule.
+
+Shapes are learnt from the first batch.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ class LruCache(Generic[T]):
         return len(self._values)
 
     def get(self, key: Any, make: Callable[[], T]) -> T:
-        """Return the value of ``key``, which ``make`` gives where there is none; the one that was not asked for the longest goes."""
+        """Return the value of ``key``, made if missing; the least recently used is dropped."""
         value = self._values.pop(key) if key in self._values else make()
         self._values[key] = value
         if len(self._values) > self.size:
@@ -84,7 +87,10 @@ class Engine:
         self, parts: dict[int, StageProgram], topology: PipelineTopology, statement: Callable[[], PipelineFingerprint] | None = None,
         shared: dict[str, tuple[int, ...]] | None = None, expected: tuple[str, ...] | None = None,
     ) -> None:  # fmt: skip
-        """statement, shared, expected: see `consistency_check.verify_fingerprints`. Raises PlanError for stages that are in a DistributedDataParallel."""
+        """Check the stages of this process; raises PlanError for one inside DDP.
+
+        statement, shared, expected: see `consistency_check.verify_fingerprints`.
+        """
         self.parts, self.topology = parts, topology
         self._statement, self._shared, self._expected = statement, shared or {}, expected
         self._boundaries: LruCache[dict[int, Boundary]] = LruCache(SHAPES)
@@ -134,7 +140,10 @@ class Engine:
             self._device.add()
 
     def totals(self) -> tuple[Tensor, Tensor]:
-        """Sum losses and counts over the micro-batches of the last run: float64, on every process of the pipeline."""
+        """Sum losses and counts over the micro-batches of the last run.
+
+        They are float64, on every process of the pipeline.
+        """
         both, last = torch.zeros(2, dtype=torch.float64, device=self.topology.device), self.last
         if last is not None:
             both[0], both[1] = torch.stack(last.totals).sum(), torch.stack(last.counts).sum()
@@ -143,7 +152,10 @@ class Engine:
         return both[0], both[1]
 
     def wait(self, left: int = 0) -> None:
-        """Wait until the device is at one of the last ``left`` steps: before numbers of theirs are read. Names who is waited for."""
+        """Wait until the device is at one of the last ``left`` steps, before their numbers are read.
+
+        Names the rank that is waited for.
+        """
         if self._device is None:
             return
         try:
@@ -172,7 +184,10 @@ class Engine:
         return f"{who} waited for {action} from stage {source} on process {self.topology.place(source)}", True
 
     def _reshard(self) -> None:
-        """After forwards that no backward follows: weights that FSDP gathered would stay, and be used after the next update."""
+        """Reshard weights that FSDP gathered for forwards without a backward.
+
+        They would stay, and be used after the next update.
+        """
         for part in self.parts.values():
             reshard(part)
 
@@ -217,7 +232,10 @@ class Engine:
             raise self._fail(error, where, True) from error.__cause__
 
     def _agree(self, shapes: list[_Shape]) -> None:
-        """Check that all processes of the pipeline were given one batch and plan: they would wait for each other."""
+        """Check that all processes of the pipeline have the same batch and plan.
+
+        Else they would wait for each other.
+        """
         if self._board is None or self.topology.group is None:
             return
         timeout = timeout_of(self.topology.group, self.topology.device)
@@ -237,7 +255,7 @@ class Engine:
                 )
 
     def _cross(self, micro_batch: Split, backward: bool) -> dict[int, Boundary]:
-        """Return the boundary of each cut next to this process's stages, by the number of the stage before it.
+        """Return the boundaries of this process's stages, by the number of the stage before each.
 
         One micro-batch runs through the real stages but the last, one after another; what they count and draw on the way is put
         back. Replicas beside this pipeline may have no new shape, and hear nothing of it.
@@ -274,7 +292,7 @@ class Engine:
         return crossing
 
     def _cross_back(self, passed: _Passed, crossing: dict[int, Boundary]) -> None:
-        """Mark in ``crossing`` the values for which no gradient comes back: the loss does not depend on them."""
+        """Mark values in ``crossing`` that the loss does not depend on; no gradient comes back."""
         for number in sorted(passed, reverse=True):
             arrived, given = passed.pop(number)
             if number < self.topology.stages - 2:  # the last stage has not run: all that it is given may come back
@@ -345,7 +363,7 @@ class _ZeroAllGather:
 
 @contextmanager
 def _alone(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """Run the block with forwards of ``stages`` that exchange nothing over shards of weights or experts.
+    """Run forwards of ``stages`` that exchange nothing over shards of weights or experts.
 
     What comes out has the shapes, types and graph that it has otherwise, and other values. Exchanges among the processes that have the
     same batch (``tp``, ``cp``) are made, as all of these run the same stages at the same time.
@@ -373,6 +391,9 @@ def _alone(stages: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _groups(module: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP unit; its public setter refuses units of several, as blocks with experts are."""
+    """Return the parameter groups of an FSDP unit.
+
+    Its public setter refuses units of several groups, as blocks with experts are.
+    """
     found: list[Any] = module._get_fsdp_state()._fsdp_param_groups
     return found

@@ -25,12 +25,17 @@ ShardStage = Callable[[nn.Module, nn.Module], Any]
 
 
 def exchanges_within_step(plan: Plan) -> bool:
-    """Return True where replicas of a pipeline exchange weights or rows within each micro-batch, and not once in a step."""
+    """Return True if replicas of a pipeline exchange weights or rows in each micro-batch.
+
+    Others exchange once in a step.
+    """
     return plan.ep > 1 or (plan.reshard_after_forward == "always" and plan.dp_shard * plan.cp > 1)
 
 
 def install(module: Any, mesh: Mesh, shard: ShardStage, device: torch.device) -> StepRunner:
-    """Leave of ``module.model`` what this process's stages need, shard it, and let ``module.runner`` run all stages.
+    """Keep and shard the stages of ``module.model`` that this process runs.
+
+    ``module.runner`` then runs all stages.
 
     ``module`` is as `arclight.parallel.step_protocol.Runnable` says. All processes of ``mesh`` call this. The model may be on the meta
     device: only what is left is given memory (by ``shard``). Names do not change, and ``load_state_dict`` takes a

@@ -1,4 +1,7 @@
-"""Run a `Pipe` on the ranks of a group, without a Trainer: steps, evaluation, clipping, state."""
+"""Run a `Pipe` on the ranks of a group without a Trainer.
+
+Steps, evaluation, clipping and state.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,9 @@ class RunOptions:
 
 
 class PipeRunner:
-    """Run batches through the stages of a `Pipe`, of which this process has those that the schedule gives it.
+    """Run batches through the stages of a `Pipe`.
+
+    This process has the stages that the schedule gives it.
 
     Every process of the pipeline calls the same methods with the same batch. Where stages of several processes have a parameter, its
     gradient is summed over them after each step, so that equal copies stay equal under equal optimizers.
@@ -77,7 +82,9 @@ class PipeRunner:
         self, pipe: SplitModel, group: dist.ProcessGroup | None, options: RunOptions, data: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        """group: None for all processes, or for this one where there are no others. data: the processes that run other batches through the
+        """Assign the stages of ``pipe`` to the processes of ``group``.
+
+        group: None for all processes, or for this one if there are no others. data: the processes that run other batches through the
         same stages. Raises PlanError for stages, schedules and processes that do not fit.
         """
         self.pipe, self.options, self.data = pipe, options, data
@@ -113,7 +120,7 @@ class PipeRunner:
     # -- running ---------------------------------------------------------------------------------------------------
 
     def step(self, *args: Any, targets: Any = None, outputs: Where = "nowhere", **kwargs: Any) -> Result:
-        """Forward and backward of a batch; gradients are added to those that this process's parameters have.
+        """Run forward and backward of a batch, and accumulate this process's gradients.
 
         args, kwargs: of the model. targets: what the loss is given besides the last stage's output. outputs: where they are wanted.
         """
@@ -132,7 +139,10 @@ class PipeRunner:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, targets: Any = None, outputs: Where = "last", **kwargs: Any) -> Result:
-        """Forward of a batch, on any schedule. Without ``targets`` there are outputs only, and no loss."""
+        """Run the forward of a batch on any schedule.
+
+        Without ``targets`` there are outputs only, and no loss.
+        """
         micro_batches = self._micro_batches((args, kwargs, targets))
         self._prepare(self.reduction if targets is not None else no_loss, outputs)
         total, count = forward_only(self.engine, micro_batches)
@@ -203,7 +213,10 @@ class PipeRunner:
 
     @torch.no_grad()
     def total_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the norm over the gradients of all stages; of a parameter that several have, once. Every process calls this."""
+        """Return the norm of the gradients of all stages; every process calls this.
+
+        A parameter that several stages share counts once.
+        """
         own = [
             local_tensor(p.grad)
             for p in self.parameters()
@@ -225,7 +238,10 @@ class PipeRunner:
         return (power ** (1 / norm_type)).to(norm.dtype)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients of all stages so that their norm is at most ``max_norm``; gives the norm before. Every process calls this."""
+        """Clip the gradients of all stages to ``max_norm``; return the norm before.
+
+        Every process calls this.
+        """
         norm = self.total_norm(norm_type)
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
@@ -245,7 +261,10 @@ class PipeRunner:
         return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this process's part of the whole model's ``state``. Raises RuntimeError where something of it is missing."""
+        """Load this process's part of the whole model's ``state``.
+
+        Raises RuntimeError if something of it is missing.
+        """
         for stage in self.stages.values():
             stage.load_state_dict({name: state[name] for name in stage.state_dict() if name in state})
 

@@ -1,4 +1,6 @@
-"""Run a step's micro-batches through the engine, for a module under a Trainer (`StepRunner`) or a `PipeRunner`.
+"""Run a step's micro-batches through the engine.
+
+For a module under a Trainer (`StepRunner`) or a `PipeRunner`.
 
 `forward_only` and `forward_backward` are what both have in common; they differ in who scales the gradients. A `StepRunner` returns a loss
 whose backward scales them; a `PipeRunner`, without a Trainer, does so itself.
@@ -52,7 +54,9 @@ def forward_only(engine: Engine, micro_batches: list[Split]) -> tuple[Tensor, Te
 def forward_backward(
     engine: Engine, micro_batches: list[Split], loss_scale: Tensor | float, shared: TiedParameters | None
 ) -> tuple[StepGradients, Tensor, Tensor]:  # fmt: skip
-    """Run forwards and backwards of losses times ``loss_scale``; returns the step's gradients and the sums of losses and counts.
+    """Run forwards and backwards of losses times ``loss_scale``.
+
+    Returns the step's gradients and the sums of losses and counts.
 
     The gradients are detached from the parameters, which have those of steps before, also if the run fails. Those of parameters of
     several stages are sums over these.
@@ -70,7 +74,7 @@ def forward_backward(
 
 
 class StepRunner:
-    """Run the steps of a module whose model is cut into stages; see `arclight.parallel.step_protocol`.
+    """Run the steps of a module whose model is cut into stages; see `step_protocol`.
 
     A batch is cut along its samples into ``micro_batches`` parts, or fewer where it has fewer samples; parts may differ in size.
     With gradients switched off it is evaluated, by forwards only. The loss and its count are the same on all processes of the
@@ -82,7 +86,10 @@ class StepRunner:
         self, engine: Engine, micro_batches: int, cp: Any = None, data: dist.ProcessGroup | None = None,
         shared: TiedParameters | None = None, in_step: bool = False,
     ) -> None:  # fmt: skip
-        """in_step: whether processes of ``data`` exchange something within each micro-batch, so that all need as many."""
+        """Prepare steps of ``engine``.
+
+        in_step: whether processes of ``data`` exchange something within each micro-batch, so that all need as many.
+        """
         self.in_step = in_step
         self.mismatch = ScaleMismatch()
         self.engine, self.topology = engine, engine.topology
@@ -113,7 +120,7 @@ class StepRunner:
         return _ComputedLoss.apply(start, total, gradients, factor, self.data, self.mismatch), count
 
     def _check_number(self, micro_batches: int) -> None:
-        """Raise DisagreementError, on all processes alike, where some of ``data`` have another number of micro-batches."""
+        """Raise DisagreementError on all processes if numbers of micro-batches differ in ``data``."""
         self.engine.wait()  # to read the numbers would do so too, and name nobody
         both = torch.tensor([micro_batches, -micro_batches], device=self.topology.device)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.data)
@@ -125,8 +132,10 @@ class StepRunner:
             )
 
     def _share(self, weights: StepWeights) -> Tensor:
-        """1 / the mean over processes of what their batches count, if the module says that: gradients then have their final size from the
-        start, which is kind to half types. Alike on all processes that have the same layers.
+        """Return 1 / the mean over processes of what their batches count, if the module says it.
+
+        Gradients then have their final size from the start, which keeps half-precision types from overflowing. The same on all
+        processes that have the same layers.
         """
         weight = torch.ones((), dtype=torch.float64, device=self.topology.device)
         if weights.count is not None:

@@ -115,7 +115,10 @@ def _forward_and_backward(backward: float) -> float:
 
 
 def _forward_alone(backward: float) -> float:
-    """F + B - 2 W, W being half of backward (Qi et al. 2023; for ZB-H2 too, as here updates wait for all processes)."""
+    """Compute F + B - 2 W, W being half of backward (Qi et al. 2023).
+
+    For ZB-H2 too, as here updates wait for all processes.
+    """
     return 1.0
 
 
