@@ -259,8 +259,8 @@ class FusedAttentionMode(TorchFunctionMode):
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, cpu: bool) -> Tensor:
     """Compute softmax(q k^T) v by the operation of a GPU or, with ``cpu``, of a CPU.
 
-    No mask is needed, since it would cost nothing here. query: (B, H, T, C), key: (B, K, S, C), value: (B, K, S, W) ->
-    (B, H, T, W), all fake.
+    No mask is needed, since it would cost nothing here.
+    query: (B, H, T, C), key: (B, K, S, C), value: (B, K, S, W) -> (B, H, T, W), all fake.
     """
     ops = torch.ops.aten
     if key.shape[3] != value.shape[3]:

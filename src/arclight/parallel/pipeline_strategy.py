@@ -43,14 +43,18 @@ class Pipeline(PlanStrategy):
         replicas: int = 1, shards: int = 1, reduction: ReductionKind = "token_mean", evaluation_micro_batches: int = 1, example: Any = None,
         plan: Plan | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """Initialise the strategy.
+        """Initialise the strategy. Raises PlanError for what cannot be run.
 
-        stages: processes that a batch passes; "auto": the devices there are. schedule, micro_batches: "auto" is what is
-        predicted to be fastest for the first batch (`arclight.parallel.pipeline.steps.auto_schedule`). memory: what a
-        process may use, as "22GiB". replicas, shards: such pipelines beside each other, which read other samples and
-        hold the same weights, or share them out (FSDP). evaluation_micro_batches: parts of a batch that does not train.
-        example: a batch, where the data give none before they are read. plan: whatever else a `Plan` says. options:
-        those of `PlanStrategy`. Raises PlanError for what cannot be run.
+        stages: processes that a batch passes; "auto": the devices there are.
+        schedule, micro_batches: "auto" is what is predicted to be fastest for the first batch
+        (`arclight.parallel.pipeline.steps.auto_schedule`).
+        memory: what a process may use, as "22GiB".
+        replicas, shards: such pipelines beside each other, which read other samples and hold the same weights, or share
+        them out (FSDP).
+        evaluation_micro_batches: parts of a batch that does not train.
+        example: a batch, where the data give none before they are read.
+        plan: whatever else a `Plan` says.
+        options: those of `PlanStrategy`.
         """
         if reduction not in REDUCTIONS:
             raise PlanError(f"reduction = {reduction!r} is not known; choose one of {', '.join(REDUCTIONS)}")

@@ -154,8 +154,9 @@ def _nms_image(
 def _ranked(scores: Tensor, threshold: float, limit: int | None, floor: Tensor | None = None) -> Tensor:
     """Return the indices of the ``limit`` highest ``scores`` above ``threshold``, in order.
 
-    Equal scores are ordered by index. ``floor``: (1,) a score that ``limit`` others reach, if one is known.
-    ``torch.topk`` alone may pick any of equal scores, and picks differently on CPU and GPU.
+    Equal scores are ordered by index.
+    ``floor``: (1,) a score that ``limit`` others reach, if one is known. ``torch.topk`` alone may pick any of equal scores, and
+    picks differently on CPU and GPU.
     """
     if floor is not None:
         candidates = torch.nonzero((scores > threshold) & (scores >= floor)).squeeze(1)

@@ -55,10 +55,10 @@ def keypoint_similarity(
 ) -> Floats:
     """Compute the OKS (k, m) of found keypoints (k, K, 2) with true ones (m, K, 2).
 
-    It is in [0, 1]; keypoints that are NaN are left out. boxes: (m, 4) xyxy, areas: (m,) of the true objects. Of an
-    object without any labelled keypoint, the distance of those found from a box three times as large on each side is
-    taken (COCO). ``cyclic``: whichever keypoint found is counted as the first, the others follow in turn; the highest
-    similarity is taken.
+    It is in [0, 1]; keypoints that are NaN are left out.
+    boxes: (m, 4) xyxy, areas: (m,) of the true objects. Of an object without any labelled keypoint, the distance of those found
+    from a box three times as large on each side is taken (COCO). ``cyclic``: whichever keypoint found is counted as the first, the
+    others follow in turn; the highest similarity is taken.
     """
     if cyclic:
         ways = numberings(found.shape[1], cyclic)

@@ -21,9 +21,10 @@ def angle_of(logit: Tensor) -> Tensor:
 def prob_iou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
     """Compute the probabilistic IoU (...) of pairs of rotated boxes (..., 5), differentiably.
 
-    It is in [0, 1]. 1 minus the Hellinger distance of Gaussians with the boxes' means and covariances (Llerena et al.
-    2021, "Gaussian Bounding Boxes and Probabilistic Intersection-over-Union for Object Detection", arXiv 2106.06072,
-    equations 4 to 9). Squares have round Gaussians: their angle does not change it.
+    It is in [0, 1].
+    1 minus the Hellinger distance of Gaussians with the boxes' means and covariances (Llerena et al. 2021, "Gaussian Bounding
+    Boxes and Probabilistic Intersection-over-Union for Object Detection", arXiv 2106.06072, equations 4 to 9). Squares have round
+    Gaussians: their angle does not change it.
     """
     (ax, ay, aw, ah, _), (bx, by, bw, bh, _) = a.unbind(-1), b.unbind(-1)
     (xx, yy, xy), other = _covariance(a), _covariance(b)

@@ -696,7 +696,8 @@ def _parity(
 ) -> dict[str, Parity]:  # fmt: skip
     """Compare the program with ``module`` on ``batches``; return the worst parity by output.
 
-    With ``parts`` it is by part. ``fresh``: the program runs in a process of its own.
+    With ``parts`` it is by part.
+    ``fresh``: the program runs in a process of its own.
     """
     named = parts or (lambda *outputs: {spec.name: value for spec, value in zip(program.outputs, outputs)})
     if fresh:

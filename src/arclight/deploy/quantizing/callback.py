@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 class QuantizationAwareTraining(Callback):
     """Callback for quantization-aware training; evaluation runs the converted int8 model.
 
-    It trains ``pl_module.<attribute>`` with rounded weights and activations. ``recipe`` and ``target``: as in
-    `prepare_qat`. ``attribute``: the submodule that is trained and deployed; it must be there when the callback's
-    ``setup`` is called. ``example_inputs``: its positional inputs, by default the Module's ``example_input_array``;
-    ranges start from theirs. From step ``freeze_observers_at`` on, ranges of activations stay as they are, and from
-    ``freeze_batch_norm_at`` on batch norms use their running statistics, as the program will; None never. Every metric
-    of validation, test and prediction is of the converted model. After the fit ``convert(pl_module.model)`` gives that
-    model for ``export``.
+    It trains ``pl_module.<attribute>`` with rounded weights and activations.
+    ``recipe`` and ``target``: as in `prepare_qat`.
+    ``attribute``: the submodule that is trained and deployed; it must be there when the callback's ``setup`` is called.
+    ``example_inputs``: its positional inputs, by default the Module's ``example_input_array``; ranges start from theirs.
+    From step ``freeze_observers_at`` on, ranges of activations stay as they are, and from ``freeze_batch_norm_at`` on batch
+    norms use their running statistics, as the program will; None never. Every metric of validation, test and prediction is of
+    the converted model. After the fit ``convert(pl_module.model)`` gives that model for ``export``.
 
     A checkpoint has the weights under their names, with ranges and ``weight_bits`` beside them; a resumed run has the bits of one that was
     never stopped. Ranges are those of the batches of all ranks, which have to call the model as often as each other, and running
@@ -86,7 +86,8 @@ class QuantizationAwareTraining(Callback):
     def _prepare(self, pl_module: Module, agreed: Callable[[Quantization], Quantization]) -> None:
         """Replace the module's model by a prepared one, unless that is there already.
 
-        One of a stage before, or what is deployed, stays. agreed: gives the recipe that all ranks take, of this one's.
+        One of a stage before, or what is deployed, stays.
+        agreed: gives the recipe that all ranks take, of this one's.
         """
         model = getattr(pl_module, self.attribute, None)
         if isinstance(model, PreparedModel | QuantizedModel):

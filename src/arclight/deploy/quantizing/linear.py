@@ -54,8 +54,9 @@ def linear_grouped(
 ) -> Tensor:  # fmt: skip
     """Multiply by grouped integers of ``bits``, as ONNX Runtime's MatMulNBits.
 
-    Each group of inputs has a scale. x: (..., K); weight: (N, groups, bytes) uint8, two 4-bit values in a byte; scale:
-    (N, groups). With ``integer`` activations are rounded to 8 bits, group by group.
+    Each group of inputs has a scale.
+    x: (..., K); weight: (N, groups, bytes) uint8, two 4-bit values in a byte; scale: (N, groups). With ``integer``
+    activations are rounded to 8 bits, group by group.
     """
     if integer:
         grouped = x.unflatten(-1, (weight.shape[1], -1))

@@ -78,8 +78,8 @@ def least_error_range(
 ) -> tuple[float, float]:  # fmt: skip
     """Return the subrange of [low, high] with the least error of what ``reader`` computes.
 
-    It includes 0, and has ``steps`` + 1 levels. ``counts``: how many values lie in each of as many equal parts of [low,
-    high].
+    It includes 0, and has ``steps`` + 1 levels.
+    ``counts``: how many values lie in each of as many equal parts of [low, high].
     """
     if high - low <= 0:
         return low, high

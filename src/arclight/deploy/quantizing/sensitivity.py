@@ -118,8 +118,9 @@ def noise_by_layer(
 ) -> dict[str, float]:
     """Return the noisiest output's SNR in dB with each of ``layers`` alone rounded.
 
-    The least comes first. ``graph``: converted, weights not folded. The reference is the same graph without rounding.
-    Outputs are judged one by one, or the tensors that ``parts`` takes out of them.
+    The least comes first.
+    ``graph``: converted, weights not folded. The reference is the same graph without rounding. Outputs are judged one by one, or
+    the tensors that ``parts`` takes out of them.
     """
     run = PartialRounding(graph, layers)
     exact = as_outputs(run.run(*inputs))

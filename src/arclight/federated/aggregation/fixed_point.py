@@ -117,8 +117,8 @@ def scale_of(
 ) -> Scale:
     """Return the fixed-point scale of one tensor from all weights and largest values.
 
-    Contributors may come in any order. shrunk: whether some contributor's values are multiplied first, so that even a
-    single one's do not come out as they are.
+    Contributors may come in any order.
+    shrunk: whether some contributor's values are multiplied first, so that even a single one's do not come out as they are.
     """
     weighed, sizes = list(weights), list(largest)
     together = total(weighed)
@@ -229,8 +229,8 @@ def not_finite(client: str, key: str) -> RefusedError:
 class Terms:
     """Fixed-point arithmetic of one key: values to terms, terms to a sum, the sum to a mean.
 
-    All is done chunk by chunk. anchor: if values are weights, those before; changes from it are told then, not the
-    values.
+    All is done chunk by chunk.
+    anchor: if values are weights, those before; changes from it are told then, not the values.
     """
 
     def __init__(self, key: str, scale: Scale, anchor: ChunkedTensor | None = None) -> None:

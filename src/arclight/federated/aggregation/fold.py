@@ -73,13 +73,14 @@ class _KeyStatistics:
 class Fold:
     """Average of contributions: an iterator over ``(key, mean)``.
 
-    `statistics` are complete at its end. Means are float32, float64 for float64; integers keep their type. No more than
-    one key's tensors are held. anchor: with ``form="weights"`` the weights before, by key, so that statistics are of
-    changes. values: keys that hold values themselves although ``form`` is "delta" (moments that the server has not had
-    yet). keys: which come, in this order; all by name by default. scales: as `plan` gave them, else they are found
-    here. Contributors that are shrunk are averaged shrunk; their norms are told as they were. cosines: whether each
-    contributor is compared with the mean. Raises FederatedError without contributions, RefusedError naming client and
-    key if they cannot be aggregated.
+    `statistics` are complete at its end.
+    Means are float32, float64 for float64; integers keep their type. No more than one key's tensors are held.
+    anchor: with ``form="weights"`` the weights before, by key, so that statistics are of changes.
+    values: keys that hold values themselves although ``form`` is "delta" (moments that the server has not had yet).
+    keys: which come, in this order; all by name by default. scales: as `plan` gave them, else they are found here.
+    Contributors that are shrunk are averaged shrunk; their norms are told as they were.
+    cosines: whether each contributor is compared with the mean.
+    Raises FederatedError without contributions, RefusedError naming client and key if they cannot be aggregated.
     """
 
     def __init__(

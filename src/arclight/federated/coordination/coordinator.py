@@ -76,8 +76,8 @@ def _text(value: Any) -> str:
 class Coordinator:
     """State machine of a run: decide what follows from events, and apply decisions.
 
-    See `arclight.federated.coordination.events` for how it is driven. clients: their names, or how many ("0", "1",
-    ...). seed: of draws. run: name of the run, which nodes and journal repeat.
+    See `arclight.federated.coordination.events` for how it is driven.
+    clients: their names, or how many ("0", "1", ...). seed: of draws. run: name of the run, which nodes and journal repeat.
     """
 
     def __init__(self, settings: Federation, clients: Sequence[str] | int, seed: int, run: str) -> None:

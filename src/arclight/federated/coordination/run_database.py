@@ -88,8 +88,9 @@ class RunDatabase:
     def open(cls, folder: str | Path, *, inject: Injection | None = None) -> RunDatabase:
         """Open the database of the run in ``folder``, or create it from files of former layouts.
 
-        Such files stay as they are. inject: for tests, called at every point of a commit; it may kill the process
-        there. Raises RunDatabaseError if the database is damaged, not of this program, or another process has it.
+        Such files stay as they are.
+        inject: for tests, called at every point of a commit; it may kill the process there. Raises RunDatabaseError if the
+        database is damaged, not of this program, or another process has it.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -54,8 +54,8 @@ class WrittenCheckpoint:
 class RoundWriter:
     """Writer of checkpoint ``path``: a context in which tensors are added and published.
 
-    `publish` must be called. layout: for each entry of tensors, what comes in which order; see `in_order`. Left without
-    `publish`, nothing remains.
+    `publish` must be called.
+    layout: for each entry of tensors, what comes in which order; see `in_order`. Left without `publish`, nothing remains.
     """
 
     def __init__(self, path: str | Path, layout: Mapping[str, TensorLayout]) -> None:

@@ -147,9 +147,8 @@ class PublishedWeights:
     ) -> None:
         """Drop weights that are not ``needed``, and blobs that nothing references.
 
-        Blobs of these weights, of ``done`` updates, and old unreferenced ones go through ``remove``. done, spooled:
-        digests of updates' manifests; blobs of the latter are kept. uploading: blobs of updates that are being
-        uploaded.
+        Blobs of these weights, of ``done`` updates, and old unreferenced ones go through ``remove``.
+        done, spooled: digests of updates' manifests; blobs of the latter are kept. uploading: blobs of updates that are being uploaded.
         """
         dropped = [self._weights.pop(digest) for digest in list(self._weights) if digest not in needed]
         deletable = {digest for weights in dropped for digest in weights.chain.blobs}

@@ -48,9 +48,9 @@ class PausedError(LinkError):
 class Runtime:
     """Driver of ``coordinator``; ``execute`` does its aggregations and evaluations.
 
-    What ``execute`` returns is reported to the coordinator. after: called once the report of a task is journaled.
-    on_record, on_command: called with every record that was journaled and every command, under the lock: they must be
-    quick. disk_full_timeout_s: how long a full disk or locked database is waited for before the run ends.
+    What ``execute`` returns is reported to the coordinator.
+    after: called once the report of a task is journaled. on_record, on_command: called with every record that was journaled and
+    every command, under the lock: they must be quick. disk_full_timeout_s: how long a full disk or locked database is waited for before the run ends.
     """
 
     def __init__(

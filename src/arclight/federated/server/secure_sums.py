@@ -458,7 +458,8 @@ def _keys(client: str, keys: dict[str, str]) -> PublicKeys:
 class SecureFold(Fold):
     """Average of masked values, which `SecureSumRelay.open` unmasks.
 
-    Nothing is known of single changes. held: what is to hold of a key's mean, which is made of it.
+    Nothing is known of single changes.
+    held: what is to hold of a key's mean, which is made of it.
     """
 
     def __init__(

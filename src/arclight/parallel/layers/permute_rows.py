@@ -14,8 +14,9 @@ def take_rows(
 ) -> Tensor:  # fmt: skip
     """Return ``x[index]``, zero where ``valid`` is False.
 
-    Every row of ``x`` is taken once at most. x: (R, D). index: (S,) rows of ``x``. back: (R,) where in the result each
-    row of ``x`` went; ``back_valid`` is False for rows that went nowhere.
+    Every row of ``x`` is taken once at most.
+    x: (R, D). index: (S,) rows of ``x``. back: (R,) where in the result each row of ``x`` went; ``back_valid`` is False for
+    rows that went nowhere.
     """
     out: Tensor = _Take.apply(x, index, back, valid, back_valid)
     return out

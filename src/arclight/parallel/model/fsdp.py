@@ -30,9 +30,9 @@ def shard_parameters(
 ) -> None:
     """Shard all parameters of ``model`` by FSDP: blocks, then embeddings, then ``root``.
 
-    It is done in place, and ``root`` is a unit with all else. root: the outermost module that is called, ``model`` by
-    default. What is in it (the last norm, the output) stays gathered from its forward to the end of its backward, so
-    that a loss inside it may use the output's weights in parts.
+    It is done in place, and ``root`` is a unit with all else.
+    root: the outermost module that is called, ``model`` by default. What is in it (the last norm, the output) stays gathered
+    from its forward to the end of its backward, so that a loss inside it may use the output's weights in parts.
     """
     root = root if root is not None else model
     options = fsdp_options(mesh, types or FsdpTypes())

@@ -130,12 +130,12 @@ class Pipe:
     ) -> PipeRunner:  # fmt: skip
         """Return a runner of the stages on ``group``, all of whose processes call this alike.
 
-        By default the group is all processes; one process runs all stages. micro_batches: how many a batch becomes, or
-        fewer where it has fewer samples. loss: of the last stage's output and targets, ``(sum, count)`` or a number;
-        without it the model's own result is that. reduction, weight: see `LossReduction`. chunks: how arguments are
-        cut, by position or name (and "targets"): a dimension (0 by default), "replicate", or a tree of these. outputs:
-        how results are merged: a dimension, "sum", "mean", a `Reducer`, or a tree of these. data: the group of
-        processes that run other batches through the same stages; gradients become those of all batches.
+        By default the group is all processes; one process runs all stages.
+        micro_batches: how many a batch becomes, or fewer where it has fewer samples. loss: of the last stage's output and targets,
+        ``(sum, count)`` or a number; without it the model's own result is that. reduction, weight: see `LossReduction`. chunks: how
+        arguments are cut, by position or name (and "targets"): a dimension (0 by default), "replicate", or a tree of these. outputs:
+        how results are merged: a dimension, "sum", "mean", a `Reducer`, or a tree of these. data: the group of processes that run
+        other batches through the same stages; gradients become those of all batches.
 
         Raises PlanError where schedule, stages and processes do not fit.
         """
@@ -309,8 +309,8 @@ def default_cuts(
 ) -> tuple[int, ...]:
     """Return the first call of each of ``stages`` for the shortest step.
 
-    ``micro_batches``: of the step (None: twice the stages). Raises PlanError. begins: calls with which stages begin as
-    long as these are enough (None: any); the first is 0.
+    ``micro_batches``: of the step (None: twice the stages). Raises PlanError.
+    begins: calls with which stages begin as long as these are enough (None: any); the first is 0.
     """
     count = len(costs.units)
     if stages > count:

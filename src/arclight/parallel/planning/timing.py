@@ -187,7 +187,8 @@ def step_seconds(
 def traffic(links: Sequence[ChainLink], plan: Plan, passes: int, stage: int, boundary: int) -> tuple[Message, ...]:
     """List what a process of ``stage`` sends in ``passes`` micro-batches.
 
-    Bytes are those of whole tensors. boundary: bytes that a micro-batch carries from stage to stage.
+    Bytes are those of whole tensors.
+    boundary: bytes that a micro-batch carries from stage to stage.
     """
     return summed(message for message in _messages(links, plan, passes, stage, boundary) if message.bytes)
 

@@ -36,9 +36,9 @@ def windows(
 ) -> list[Window]:  # fmt: skip
     """Split a context into windows of ``length`` tokens with ``prefix``, at ``stride``.
 
-    A window has at most ``length`` tokens, and starts ``stride`` tokens after the one before. token_bytes: of each
-    token of the context. answer: its bytes in the context, from and to; None for no answer. Each token is in a window,
-    and none but the last window is shorter than it could be. Raises ValueError where the prefix leaves no room.
+    A window has at most ``length`` tokens, and starts ``stride`` tokens after the one before.
+    token_bytes: of each token of the context. answer: its bytes in the context, from and to; None for no answer. Each token is in a
+    window, and none but the last window is shorter than it could be. Raises ValueError where the prefix leaves no room.
     """
     room = length - len(prefix)
     if room < 1:

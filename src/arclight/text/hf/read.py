@@ -242,9 +242,9 @@ class InMemory:
 class Folder:
     """Tensors of a Hugging Face folder, or ``held`` in memory.
 
-    They are in ``<stem>.safetensors``, or in the shards that its index lists. prefix: names that lack it are found with
-    it, because files of a family's trunk alone leave it out. block: height and width of the blocks of 8-bit weights
-    that share a scale, where the folder has such.
+    They are in ``<stem>.safetensors``, or in the shards that its index lists.
+    prefix: names that lack it are found with it, because files of a family's trunk alone leave it out.
+    block: height and width of the blocks of 8-bit weights that share a scale, where the folder has such.
     """
 
     def __init__(

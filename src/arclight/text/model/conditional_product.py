@@ -36,9 +36,10 @@ def conditional_product(
 ) -> Tensor:  # fmt: skip
     """Multiply rows, sorted by expert, by each one's matrix: (R, O) in the type of ``x``.
 
-    Sums are float32. x: rows (R, I), or with ``order`` tokens (N, I). w_EOI: (E, O, I). ends: (E,) int32 ends of each
-    expert's rows, the last one R. precision: with ``e4m3`` and ``int8`` each row of ``x`` and of a matrix is divided by
-    a scale of its own and rounded to 8 bits. Their gradient is straight-through: that of the product without rounding.
+    Sums are float32.
+    x: rows (R, I), or with ``order`` tokens (N, I). w_EOI: (E, O, I). ends: (E,) int32 ends of each expert's rows, the last one R.
+    precision: with ``e4m3`` and ``int8`` each row of ``x`` and of a matrix is divided by a scale of its own and rounded to 8 bits.
+    Their gradient is straight-through: that of the product without rounding.
 
     Raises TypeError for types other than bfloat16, float16 and float32, and RuntimeError where no kernel runs: see `refusal`.
     """

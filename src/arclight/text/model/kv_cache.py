@@ -11,8 +11,8 @@ from arclight.text.model.attention import Mask
 class KVCache:
     """Keys and values of ``length`` tokens of ``batch`` sequences, allocated at first write.
 
-    Each layer has its own. padding: (B,) int, tokens without meaning at the left of each sequence, so that sequences of
-    different lengths end together.
+    Each layer has its own.
+    padding: (B,) int, tokens without meaning at the left of each sequence, so that sequences of different lengths end together.
     """
 
     def __init__(self, batch: int, length: int, padding: Tensor | None = None) -> None:

@@ -79,7 +79,8 @@ class RopeScaling:
 def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
     """Compute rotary angles per position (width / 2,) float32, stretched by ``scaling``.
 
-    Su et al. 2021. Unstretched: theta ** (-2 i / width).
+    Su et al. 2021.
+    Unstretched: theta ** (-2 i / width).
     """
     frequencies = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     if scaling is None:

@@ -233,8 +233,8 @@ class Router(BaseRouter):
     def forward(self, x_BTD: Tensor, repeated: int = 1) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights (N, K) and numbers (N, K) of the chosen experts, and counts (E,) int64.
 
-        Weights are float32; a count is how many tokens chose an expert. repeated: processes that compute this for the
-        same tokens, and whose gradients are summed.
+        Weights are float32; a count is how many tokens chose an expert.
+        repeated: processes that compute this for the same tokens, and whose gradients are summed.
         """
         config, batch = self.config, x_BTD.shape[0]
         logits_NE = self.logits(x_BTD)

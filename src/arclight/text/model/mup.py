@@ -1,7 +1,7 @@
 """Scale initial weights, multipliers and learning rates with width and depth (muP).
 
-A rate found on a small model is then right for a large one. muP: Yang et al. 2022 (arXiv 2203.03466). CompleteP, which
-scales with depth too: Dey et al. 2025 (arXiv 2505.01618).
+A rate found on a small model is then right for a large one.
+muP: Yang et al. 2022 (arXiv 2203.03466). CompleteP, which scales with depth too: Dey et al. 2025 (arXiv 2505.01618).
 """
 
 from __future__ import annotations

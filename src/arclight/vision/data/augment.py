@@ -159,8 +159,8 @@ def random_affine(
 ) -> LabelledImage:
     """Apply a random affine or perspective transform to one image, about its centre.
 
-    The result is a square of ``size`` pixels, or a rectangle. ``fit``: scale it first to the largest size that lies
-    within; otherwise it is taken as large as it is.
+    The result is a square of ``size`` pixels, or a rectangle.
+    ``fit``: scale it first to the largest size that lies within; otherwise it is taken as large as it is.
     """
     image, labels = tile
     width, height = _sides(size)
@@ -203,9 +203,9 @@ def random_transform(rng: np.random.Generator, augment: Augment, size: Size, *, 
 def warp_boxes(boxes: Boxes, matrix: Matrix, size: Size, *, keypoints: Keypoints = False) -> Boxes:
     """Warp ``boxes``, clip them to the output and drop those of which little remains.
 
-    ``size``: side of the square output in pixels, or of a rectangle. The box of an outline is the outline's hull, one
-    with ``keypoints`` its own corners', or that of the four "corners" if all are labelled: the box of a turned box
-    would be too large. Keypoints outside of the square are NaN.
+    ``size``: side of the square output in pixels, or of a rectangle.
+    The box of an outline is the outline's hull, one with ``keypoints`` its own corners', or that of the four "corners" if all are
+    labelled: the box of a turned box would be too large. Keypoints outside of the square are NaN.
     """
     if len(boxes) == 0:
         return boxes

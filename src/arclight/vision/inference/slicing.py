@@ -42,10 +42,10 @@ def sliced(
 ) -> Detect:
     """Return a detector that predicts on overlapping slices of ``size`` pixels.
 
-    Slices overlap by the share ``overlap``; with ``whole`` the whole image is predicted on, too, for large objects. An
-    image that is no larger than a slice is looked at once. Equal boxes are left out, boxes that a seam has cut give way
-    to a whole one of their object, and cut parts that face each other across a seam are joined. ``agnostic``: boxes
-    suppress those of other classes, too. Idea: Akyon et al. 2022, "Slicing aided hyper inference".
+    Slices overlap by the share ``overlap``; with ``whole`` the whole image is predicted on, too, for large objects.
+    An image that is no larger than a slice is looked at once. Equal boxes are left out, boxes that a seam has cut give way to a
+    whole one of their object, and cut parts that face each other across a seam are joined.
+    ``agnostic``: boxes suppress those of other classes, too. Idea: Akyon et al. 2022, "Slicing aided hyper inference".
     """
     if size < 1:
         raise ValueError(f"slices have a side of 1 pixel or more, got {size}")

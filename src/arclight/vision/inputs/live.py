@@ -236,10 +236,10 @@ class _Reader:
 class LiveStreams:
     """Several live inputs read together: iterate it for lists of frames, one per input in turn.
 
-    It reads while it is open. ``every_frame``: keep all frames, with a bounded queue that holds the reader back (a live
-    camera then drops frames at its own end); else only the newest of each input waits. An input without a frame for
-    ``reconnect_s`` is given up, and handed to ``problem`` with a sentence. SourceError is raised at the end if every
-    input was given up so.
+    It reads while it is open.
+    ``every_frame``: keep all frames, with a bounded queue that holds the reader back (a live camera then drops frames at its own
+    end); else only the newest of each input waits. An input without a frame for ``reconnect_s`` is given up, and handed to
+    ``problem`` with a sentence. SourceError is raised at the end if every input was given up so.
     """
 
     def __init__(

@@ -18,9 +18,9 @@ _running: weakref.WeakSet[ReaderThread] = weakref.WeakSet()
 class ReaderThread(threading.Thread):
     """Daemon thread that decodes images, stopped and joined at interpreter exit.
 
-    At the exit ``end`` is called, and the thread is waited for. A thread that returns from OpenCV while the interpreter
-    is torn down is unwound through C++ destructors, and the process aborts. ``idle``: True while the thread waits in
-    Python for what may never come; then it is not waited for.
+    At the exit ``end`` is called, and the thread is waited for.
+    A thread that returns from OpenCV while the interpreter is torn down is unwound through C++ destructors, and the process aborts.
+    ``idle``: True while the thread waits in Python for what may never come; then it is not waited for.
     """
 
     def __init__(

@@ -67,8 +67,9 @@ def evolve_anchors(
 ) -> Tensor:
     """Evolve ``anchors`` (k, 2) by mutation, keeping each change that fits boxes (n, 2) better.
 
-    Anchors are ordered from small to large. Better: a larger mean, over boxes, of the fit to the best anchor, where one
-    within ``anchor_t`` is there (YOLOv5's fitness). The result is never worse, and deterministic for a seed.
+    Anchors are ordered from small to large.
+    Better: a larger mean, over boxes, of the fit to the best anchor, where one within ``anchor_t`` is there (YOLOv5's fitness).
+    The result is never worse, and deterministic for a seed.
     """
     sizes = box_sizes_wh_px.detach().double().cpu().reshape(-1, 2)
     sizes = sizes[(sizes >= 2).all(dim=1)]

@@ -138,12 +138,12 @@ def yolo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of a batch and its weighted ``box``, ``obj`` and ``cls``, for logging.
 
-    These are detached. raw: per level (N, k, H_l, W_l, 5 + C) logits, ``Yolo.raw``. targets: (M, 6) image in batch,
-    class, then centre x, centre y, width, height as shares of the image. ``oriented``: boxes are rotated, with the
-    logit of their angle as a last column of raw and the angle as a last column of targets; see `oriented_error`.
-    anchors: (levels, k, 2) in cells, ``Yolo.anchors``. balance: (levels,) weights of the levels' objectness in place of
-    `level_balance`; moved by this batch where ``learns_balance``. matches: what `assign_levels` gave, where another
-    loss needs it too.
+    These are detached.
+    raw: per level (N, k, H_l, W_l, 5 + C) logits, ``Yolo.raw``. targets: (M, 6) image in batch, class, then centre x,
+    centre y, width, height as shares of the image. ``oriented``: boxes are rotated, with the logit of their angle as a last
+    column of raw and the angle as a last column of targets; see `oriented_error`. anchors: (levels, k, 2) in cells, ``Yolo.anchors``. balance: (levels,)
+    weights of the levels' objectness in place of `level_balance`; moved by this batch where ``learns_balance``. matches: what
+    `assign_levels` gave, where another loss needs it too.
 
     Box: 1 - complete IoU, a mean over the level's matches. Objectness: binary cross-entropy with the (detached) IoU as
     target, a mean over all positions. Class: binary cross-entropy, a mean over matches and classes; none for a single
@@ -217,7 +217,8 @@ def assign_levels(
 ) -> list[Assignment]:
     """Assign predictions of every level to ``targets`` (M, 6 or more); see `assign`.
 
-    Computed in float32 at least. raw: per level (N, k, H_l, W_l, ...). anchors: (levels, k, 2) in cells.
+    Computed in float32 at least.
+    raw: per level (N, k, H_l, W_l, ...). anchors: (levels, k, 2) in cells.
     """
     return [
         assign(

@@ -240,11 +240,12 @@ def one_to_one_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of a batch and its weighted ``box``, ``one`` and ``many``, for logging.
 
-    These are detached. raw: what ``head`` gave. targets: (M, 6) image in batch, class, then centre x, centre y, width,
-    height as shares of the image. Box: 1 - complete IoU of the cells of *many*, weighted by the score that they should
-    give. Scores: binary cross-entropy of all cells; those of *many* want the overlap of the object's best cell, less
-    the worse they are aligned, the one of *one* wants its overlap. All are sums over cells over the sum of wanted
-    scores. Computed in float32 also under autocast. No objects at all is a valid batch.
+    These are detached.
+    raw: what ``head`` gave. targets: (M, 6) image in batch, class, then centre x, centre y, width, height as shares of
+    the image. Box: 1 - complete IoU of the cells of *many*, weighted by the score that they should give. Scores: binary
+    cross-entropy of all cells; those of *many* want the overlap of the object's best cell, less the worse they are aligned, the
+    one of *one* wants its overlap. All are sums over cells over the sum of wanted scores. Computed in float32 also under autocast.
+    No objects at all is a valid batch.
     """
     if head.many is None:
         raise ValueError("the head has no training branch any more: train the model itself, not what fuse made of it")

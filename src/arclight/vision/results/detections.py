@@ -247,8 +247,8 @@ class Detections:
     def to_coco(self, image_id: int, category_ids: Sequence[int] | None = None) -> list[dict[str, Any]]:
         """List the boxes in COCO's results format: image_id, category_id, bbox, score, keypoints.
 
-        ``bbox`` is (left, top, width, height). ``category_ids``: the data set's number of each class; the class's own
-        where not given.
+        ``bbox`` is (left, top, width, height).
+        ``category_ids``: the data set's number of each class; the class's own where not given.
         """
         rows = []
         for (left, top, right, bottom), score, label in zip(

@@ -126,8 +126,8 @@ class DetectionPlots(Callback):
 def draw_batch(batch: dict[str, Any], names: Sequence[str], head: str) -> Image:
     """Draw the first images of a training batch with their labels, tiled, RGB.
 
-    Each is above the name of its (first) file. batch: as the task of ``head`` collates it. Turned boxes, masks and
-    keypoints are drawn where its labels are these.
+    Each is above the name of its (first) file.
+    batch: as the task of ``head`` collates it. Turned boxes, masks and keypoints are drawn where its labels are these.
     """
     images = batch["images"][:BATCH_IMAGES].permute(0, 2, 3, 1).cpu().numpy()
     targets = batch["targets"].cpu().numpy()

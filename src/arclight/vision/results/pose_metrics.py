@@ -92,8 +92,8 @@ class PoseMetrics:
     ) -> None:
         """Add the keypoints of one image: k found (k, K, 2) and m true ones (m, K, 2).
 
-        Both with their classes, those found with confidences; true keypoints are NaN if not labelled. ``true_boxes``:
-        (m, 4) xyxy; ``areas``: (m,) of the true objects, where an outline says them.
+        Both with their classes, those found with confidences; true keypoints are NaN if not labelled.
+        ``true_boxes``: (m, 4) xyxy; ``areas``: (m,) of the true objects, where an outline says them.
         """
         score, label, truth, found, true, boxes = (
             np.asarray(array, np.float64) for array in (conf, cls, true_cls, points, true_points, true_boxes)

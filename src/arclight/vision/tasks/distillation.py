@@ -110,11 +110,11 @@ def anchored_distillation(
 ) -> tuple[Tensor, Tensor]:
     """Return the distillation loss of logits ``raw`` from ``taught``, and its logged part.
 
-    That part is detached. raw, taught: per level (N, k, H_l, W_l, 5 + C). anchors: (levels, k, 2) in cells. Objectness:
-    the divergence, a mean over all positions, levels weighted as by `level_balance`. Box: 1 - complete IoU; class: the
-    divergence, a mean over classes, none for a single class; both weighted by the teacher's objectness (Mehta and
-    Ozturk 2018), so that its background teaches no boxes. Gains and scale are those of `yolo_loss`. Computed in float32
-    also under autocast.
+    That part is detached.
+    raw, taught: per level (N, k, H_l, W_l, 5 + C). anchors: (levels, k, 2) in cells. Objectness: the divergence, a mean over all positions,
+    levels weighted as by `level_balance`. Box: 1 - complete IoU; class: the divergence, a mean over classes, none for a single class;
+    both weighted by the teacher's objectness (Mehta and Ozturk 2018), so that its background teaches no boxes. Gains and scale are those
+    of `yolo_loss`. Computed in float32 also under autocast.
     """
     box = obj = cls = torch.zeros((), device=raw[0].device)
     with torch.autocast(raw[0].device.type, enabled=False):

@@ -115,12 +115,12 @@ def fitting_batch_size(
 ) -> int:
     """Return the largest power-of-two batch size of which a training step fits into memory.
 
-    ``side``: of the images, in pixels. budget_gib: memory for a step; where not given, ``share`` of what is free on the
-    model's device, less what gradients and an optimizer's moments will take. images: of the data set, of which a batch
-    has at most all. meter: the device's own where not given. A few batches are measured under ``context`` until one
-    takes more or the images end, a straight line that lies on or above all of them says what larger ones take, and on a
-    GPU the size found is tried out, and halved while it runs out of memory. Weights, statistics, gradients and random
-    streams are as before. Raises BatchSizeError if one image does not fit.
+    ``side``: of the images, in pixels.
+    budget_gib: memory for a step; where not given, ``share`` of what is free on the model's device, less what gradients and an
+    optimizer's moments will take. images: of the data set, of which a batch has at most all. meter: the device's own where not given.
+    A few batches are measured under ``context`` until one takes more or the images end, a straight line that lies on or above all of them says what
+    larger ones take, and on a GPU the size found is tried out, and halved while it runs out of memory. Weights, statistics,
+    gradients and random streams are as before. Raises BatchSizeError if one image does not fit.
     """
     weight = next(model.parameters())
     on_gpu = weight.device.type == "cuda"
@@ -193,8 +193,8 @@ def _no_size(what: str, needed: str, budget: int) -> BatchSizeError:
 def memory_line(found: dict[int, int]) -> tuple[int, int]:
     """Fit a line to memory by batch size: bytes of a step without images, and of each image.
 
-    The slope fits ``found`` best, and no point lies above the line. found: bytes by number of images, at least one. Of
-    a single one all bytes are its images'.
+    The slope fits ``found`` best, and no point lies above the line.
+    found: bytes by number of images, at least one. Of a single one all bytes are its images'.
     """
     if len(found) == 1:
         ((size, taken),) = found.items()

@@ -91,7 +91,8 @@ class VisionModule(Module, abc.ABC):
         """Initialise the module from the settings of a `VisionTask` and the names of the classes.
 
         ``table``: the text of the .yaml file that ``settings.model`` names, if it does; the file is read where not
-        given. ``network``: what else `build_model` takes from the data set; a subclass takes it under the same names.
+        given.
+        ``network``: what else `build_model` takes from the data set; a subclass takes it under the same names.
         """
         super().__init__()
         if table is None and is_table(settings.model):
@@ -555,8 +556,8 @@ def evaluate(
 ) -> Any:
     """Score a program or a network on a data set as training validates its model.
 
-    ``predict`` maps images (N, 3, S, S) in [0, 1] to decoded output. ``dataset``: one without augmentation, or a
-    ``Subset`` of it. Damaged images are left out.
+    ``predict`` maps images (N, 3, S, S) in [0, 1] to decoded output.
+    ``dataset``: one without augmentation, or a ``Subset`` of it. Damaged images are left out.
     """
     for start in range(0, len(dataset), batch_size):
         batch = collate(dataset.__getitems__(list(range(start, min(start + batch_size, len(dataset))))))

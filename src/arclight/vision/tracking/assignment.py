@@ -19,9 +19,9 @@ T = TypeVar("T")
 def assign(cost: ArrayLike, limit: float) -> list[tuple[int, int]]:
     """Solve the linear assignment problem; return pairs (row, column), sorted by row.
 
-    Leaving a row without a column costs ``limit``. cost: (n, m), infinite where a pair is impossible. No pair costs
-    more than ``limit``. Among equally good answers always the same. Successive shortest augmenting paths with
-    potentials (Jonker and Volgenant 1987), O(n^2 (n + m)).
+    Leaving a row without a column costs ``limit``.
+    cost: (n, m), infinite where a pair is impossible. No pair costs more than ``limit``. Among equally good answers always the same.
+    Successive shortest augmenting paths with potentials (Jonker and Volgenant 1987), O(n^2 (n + m)).
     """
     costs = np.asarray(cost, np.float64)
     rows, columns = costs.shape

@@ -83,9 +83,10 @@ def predict(
 ) -> ModelCosts:  # fmt: skip
     """Predict the costs of the calls of ``graph`` for ``example`` from their operations.
 
-    Nothing is computed, and no memory is taken. Times are those of a roofline (`arclight.parallel.hardware`): what is
-    computed or moved, whichever takes longer. device: its figures, or their name; None: those of a CPU for a model on
-    one, else of an H100. The model may be on the meta device. The rest as for :func:`measure`.
+    Nothing is computed, and no memory is taken.
+    Times are those of a roofline (`arclight.parallel.hardware`): what is computed or moved, whichever takes longer.
+    device: its figures, or their name; None: those of a CPU for a model on one, else of an H100. The model may be on the meta device.
+    The rest as for :func:`measure`.
 
     Raises PlanError where the model does not call what the graph says, and where what it does depends on numbers.
     """
@@ -158,8 +159,8 @@ def predict_stages(
 ) -> ModelCosts:  # fmt: skip
     """Predict the costs of stages, which need be no modules of ``model`` (a traced graph).
 
-    Each has a call of ``graph``; the rest as :func:`predict`. received: how many tensors each stage receives from the
-    one before.
+    Each has a call of ``graph``; the rest as :func:`predict`.
+    received: how many tensors each stage receives from the one before.
     """
     figures, whole = _figures(model, device), _StageSequence(stages)
     done = _done(whole, lambda copied: copied, whole.graph(received), example, figures)

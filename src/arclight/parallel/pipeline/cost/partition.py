@@ -80,11 +80,12 @@ def partition(
 ) -> Partition:  # fmt: skip
     """Return the partition of ``units`` into ``stages`` whose step takes least time.
 
-    Stages are contiguous, none of them empty. link: between processes; None: what crosses a cut costs nothing.
-    crossing: bytes that cross a cut before each unit (those that follow the last one need not be given), where that is
-    more than the output of the unit before. ties: parameters of several units. closed: units before which there can be
-    no cut. together: whether the first and the last stage are on one process (a V), where they need not exchange
-    gradients. Of cuts that are as good, the one whose stages are most alike; then the one with shorter stages first.
+    Stages are contiguous, none of them empty.
+    link: between processes; None: what crosses a cut costs nothing. crossing: bytes that cross a cut before each unit (those that
+    follow the last one need not be given), where that is more than the output of the unit before. ties: parameters of several
+    units. closed: units before which there can be no cut. together: whether the first and the last stage are on one process (a V), where
+    they need not exchange gradients.
+    Of cuts that are as good, the one whose stages are most alike; then the one with shorter stages first.
 
     Exact: no cut is better by the formula of this file. Raises PlanError for fewer units than stages, and MemoryLimitError, which
     names the least cap that would do, where no cut keeps all stages within ``memory_limit``.
@@ -226,7 +227,8 @@ class _Search:
 def _least_sum(costs: list[Array], second: Array | None = None) -> tuple[float, list[int]]:
     """Return the least sum over stages of their costs, and the first unit of each.
 
-    Of equal sums it is the one that is least by ``second``. costs: for each stage, of all ranges.
+    Of equal sums it is the one that is least by ``second``.
+    costs: for each stage, of all ranges.
     """
     sums = costs[0][0]
     others = second[0] if second is not None else None

@@ -240,7 +240,8 @@ def _with_memory(run: _Run, costs: Sequence[UnitCost], freed: Sequence[float]) -
 def idle_seconds(schedule: str, ranks: int, micro_batches: int, forward: float, inputs: float, weights: float) -> float:
     """Return the idle seconds of a process in a step of equal stages, without communication.
 
-    All stages split backward alike. forward, inputs, weights: seconds of a process's whole share of F, I, W.
+    All stages split backward alike.
+    forward, inputs, weights: seconds of a process's whole share of F, I, W.
     """
     order = order_of(schedule, ranks, micro_batches)
     stages, number, _ = shape_of(order)

@@ -138,8 +138,8 @@ class _StepEnd(BaseException):
 def _alone(module: nn.Module, step: Step, ends: tuple[str, int] | None) -> nn.Module:
     """Make ``module`` callable as ``step``, sharing all members.
 
-    A copy of it knows the same trainer. ends: the part after whose so-manyth call the step is over, and gives what that
-    returned.
+    A copy of it knows the same trainer.
+    ends: the part after whose so-manyth call the step is over, and gives what that returned.
     """
     kind, function = type(module), step.__func__  # type: ignore[attr-defined]
 

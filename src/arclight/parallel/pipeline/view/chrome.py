@@ -19,9 +19,10 @@ _COLOURS = {"F": "thread_state_running", "B": "terrible", "I": "thread_state_iow
 def chrome_trace(run: Recording | Trace, file: str | Path = "trace.json", predicted: Trace | None = None) -> Path:
     """Write a step as Chrome trace events: threads of processes, arrows, and memory.
 
-    There is a thread for each process of the pipeline. run: what was recorded (its training step of median length), or
-    one step. predicted: the same step as simulated, as a process of its own. Of the processes of a recording the first
-    of all writes. Gives the file's path. The format is that of the document "Trace Event Format".
+    There is a thread for each process of the pipeline.
+    run: what was recorded (its training step of median length), or one step. predicted: the same step as simulated, as a
+    process of its own. Of the processes of a recording the first of all writes. Gives the file's path. The format is that
+    of the document "Trace Event Format".
     """
     path = Path(file)
     trace = run.typical if isinstance(run, Recording) else run

@@ -33,11 +33,11 @@ def timeline(
 ) -> Path:
     """Write one self-contained page that shows a step of a pipeline.
 
-    It opens anywhere, without a network or another file. run: what was recorded (its training step of median length is
-    shown), or one step, measured or simulated. predicted: the same step as simulated, shown above what was measured.
-    file: ``.svg`` is a figure of the lanes alone, for papers and slides. Of the processes of a recording the first of
-    all writes. Gives the page's path; an older page is replaced in one step. Raises PlanError where there is nothing to
-    show, or the two steps are not of the same pipeline.
+    It opens anywhere, without a network or another file.
+    run: what was recorded (its training step of median length is shown), or one step, measured or simulated. predicted: the
+    same step as simulated, shown above what was measured. file: ``.svg`` is a figure of the lanes alone, for papers and slides.
+    Of the processes of a recording the first of all writes. Gives the page's path; an older page is replaced in one step. Raises
+    PlanError where there is nothing to show, or the two steps are not of the same pipeline.
     """
     trace = run.typical if isinstance(run, Recording) else run
     path = Path(file)

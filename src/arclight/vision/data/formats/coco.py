@@ -66,9 +66,9 @@ def read_coco(
 ) -> AnnotatedSet:
     """Read a COCO file, or a folder of them, one per split (instances_val2017.json).
 
-    A file whose name has no split is train. images: the folder that names of images are relative to; searched around
-    the file where not given. masks: trace outlines of run-length masks, too. keep_crowds: take crowds for objects.
-    Class ids may have gaps: classes are numbered in their order.
+    A file whose name has no split is train.
+    images: the folder that names of images are relative to; searched around the file where not given. masks: trace outlines of
+    run-length masks, too. keep_crowds: take crowds for objects. Class ids may have gaps: classes are numbered in their order.
 
     Raises DatasetError for a file that is not COCO's, names that leave the folder, and where no image is found. Annotations
     that cannot be read are listed in ``skipped``.

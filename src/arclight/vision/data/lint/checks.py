@@ -282,8 +282,9 @@ def log_before_fit(
 ) -> None:
     """Lint the train and val splits that a fit reads, and log errors and warnings.
 
-    Unchanged files are read from caches. anchor_t: how many times wider, narrower, taller or flatter than an anchor a
-    box may be. Raises DatasetError for a split that cannot be used, before any image is decoded.
+    Unchanged files are read from caches.
+    anchor_t: how many times wider, narrower, taller or flatter than an anchor a box may be. Raises DatasetError for a split that
+    cannot be used, before any image is decoded.
     """
     spec = replace(spec, test=())
     report = _lint_labels(spec, image_size, anchors, cache, anchor_t, rows)
