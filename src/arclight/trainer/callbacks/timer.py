@@ -42,7 +42,7 @@ class Timer(Callback):
             )
         limit = None if duration is None else Duration.parse(duration)
         if limit is not None and limit.unit is not Unit.SECONDS:
-            raise MisconfigurationError(f"`Timer(duration={duration!r})` is not a time; {FORMS}")
+            raise MisconfigurationError(f"`Timer(duration={duration!r})` is not a duration; {FORMS}")
         self._duration = None if limit is None else float(limit.value)
         self._interval, self._verbose = interval, verbose
         self.unused_hooks = frozenset({"on_train_batch_end"} if interval == "epoch" or limit is None else ())
