@@ -126,6 +126,7 @@ def detector(folder: Path) -> Path:
     task = DetectionTask(
         data=Path("none.yaml"), model=str(folder / "small.yaml"), image_size=64, memory_format="contiguous"
     )
+    torch.manual_seed(3)  # of both classes about alike: some weights find no dog at all
     detector = Detector(task, names=["cat", "dog"])
     trainer = Trainer(max_epochs=0, logger=False, enable_checkpointing=False, accelerator="cpu")
     trainer.fit(detector, torch.utils.data.DataLoader([0]))
