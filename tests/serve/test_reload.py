@@ -262,7 +262,7 @@ def streamed(text: str) -> str:
 
 
 def test_texts_that_wait_when_their_program_leaves_are_begun_and_finished(lm):
-    scheduler, ended = Scheduler(lm, streams=1, queue=3), []
+    scheduler, ended = Scheduler(lm, streams=1, queue=3, prefix_cache_bytes=0), []
     generations = [
         Generation(
             [65 + number], 8, GenerationSettings(temperature=0), lambda piece: piece.finish and ended.append(piece)

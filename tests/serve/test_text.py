@@ -204,7 +204,7 @@ class Texts:
     """A scheduler, and what it has told about each generation."""
 
     def __init__(self, program: Program, **sizes: int) -> None:
-        self.scheduler = Scheduler(program, **({"streams": 2, "queue": 3} | sizes))
+        self.scheduler = Scheduler(program, **({"streams": 2, "queue": 3, "prefix_cache_bytes": 10**6} | sizes))
         self.scheduler.start()
         self.told: list[list[Piece]] = []
         self.step = threading.Semaphore(0)
@@ -363,6 +363,57 @@ def test_a_long_prompt_is_read_in_chunks_between_the_steps_of_others(texts, prog
     ]
 
 
+@pytest.fixture
+def read(monkeypatch) -> list[int]:
+    """Return how many tokens of one text the program has read in each call for more than one."""
+    lengths, call = [], Program.__call__
+
+    def counted(self, tokens, *inputs):
+        lengths.extend([tokens.shape[1]] * (tokens.shape[1] > 1))
+        return call(self, tokens, *inputs)
+
+    monkeypatch.setattr(Program, "__call__", counted)
+    return lengths
+
+
+def answered(texts: Texts, prompts: list[str]) -> list[str]:
+    """Return the texts after prompts, each asked for once the one before has ended."""
+    del texts.told[:]
+    for prompt in prompts:
+        texts.ask(prompt)
+        wait_until(texts.ended, "the text has been generated")
+    return ["".join(piece.text for piece in pieces) for pieces in texts.told]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "lengths"),
+    [
+        (["y" * 60 + "abc", "y" * 60 + "dz", "y" * 60 + "abc" + "x" * 20], [63, 2, 20]),
+        (["y" * 60, "z" * 40, "y" * 70], [60, 40, 10]),
+        (["y" * 60] * 3, [60]),  # from the last token, whose logits are needed
+        (["y" * 31 + "abc", "y" * 31 + "dz"], [34, 33]),  # too few to look for
+    ],
+)
+def test_the_beginning_that_prompts_share_is_read_once(texts, program, read, prompts, lengths):
+    found = answered(texts, prompts)
+    assert read == lengths
+    assert found == [expected(program, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("held", "lengths"), [(0, [60, 60]), (2, [60, 40, 50, 60]), (3, [60, 40, 50])])
+def test_least_recently_used_prompts_leave_a_full_prefix_cache(program, read, held, lengths):
+    prompts = ["y" * 60, "z" * 40, "x" * 50, "y" * 60] if held else ["y" * 60] * 2
+    texts = Texts(program, prefix_cache_bytes=held * 60 * token_bytes(program))
+    answered(texts, prompts)
+    texts.scheduler.close()
+    assert read == lengths
+
+
+def token_bytes(program: Program) -> int:
+    """Return the size of what a program caches of one token."""
+    return sum(4 * int(spec.shape[1]) * int(spec.shape[3]) for spec in program.inputs[2:])
+
+
 def test_chats_are_written_by_the_template(program):
     tokenizer = ByteTokenizer()
     tokenizer.chat_templates = {"default": TEMPLATE}
@@ -391,7 +442,7 @@ class Chatting(Scheduler):
     """A scheduler whose tokenizer has a template of chats."""
 
     def __init__(self, program: Program, tokenizer: ByteTokenizer) -> None:
-        super().__init__(program, streams=1, queue=1)
+        super().__init__(program, streams=1, queue=1, prefix_cache_bytes=0)
         self.tokenizer = tokenizer
 
 

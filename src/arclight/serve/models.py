@@ -87,7 +87,9 @@ def load(name: str, path: Path, limits: Limits, *, lone: bool = False, trusted: 
     if task == "language":
         from arclight.serve.tasks.scheduler import Scheduler
 
-        text = Scheduler(program, streams=limits.streams, queue=limits.queue)
+        text = Scheduler(
+            program, streams=limits.streams, queue=limits.queue, prefix_cache_bytes=limits.prefix_cache_bytes
+        )
         return ServedModel(name=name, precision=program.precision, text=text, loaded=program)
     if task == "embedding":
         from arclight.text.embedding_program import Embedder

@@ -38,6 +38,9 @@ class Limits:
     and changes no answer; 1: each request by itself."""
     streams: int = 8
     """Texts that a language model generates at the same time; ``queue`` more wait for it."""
+    prefix_cache_bytes: int = 200_000_000
+    """KV caches of past prompts that each language model holds, bytes, so that prompts with the same beginning need not be read again;
+    0: none, for clients that must not learn from the time of an answer what others have sent."""
     deadline_s: float = 10.0
     """Longest time from the whole upload to the answer, seconds: codes not tried by then are named as such; who cannot get
     a worker in time is answered 429 or 503. Of texts, the time until they are begun."""
@@ -71,7 +74,7 @@ class Limits:
             if not math.isfinite(value) or (type(field.default) is int and type(value) is not int):
                 kind = "whole" if type(field.default) is int else "finite"
                 raise ValueError(f"limits.{field.name} must be a {kind} number, not {value}")
-            if value < 0 or (value == 0 and field.name not in ("queue", "threads")):
+            if value < 0 or (value == 0 and field.name not in ("queue", "threads", "prefix_cache_bytes")):
                 raise ValueError(f"limits.{field.name} must be above 0, not {value}")
         if self.body_bytes > self.buffered_bytes:
             raise ValueError(

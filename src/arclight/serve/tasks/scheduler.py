@@ -1,10 +1,10 @@
-"""Generate several texts at once by one language program (continuous batching).
+"""Generate several texts at once by one language program (continuous batching): each joins and leaves the batch on its own.
 
-Each joins and leaves the batch on its own. `models` makes one `Scheduler` for each language model; `text` submits a
-`Generation` for each text and cancels it when the client leaves. One thread calls the program. The KV caches of all
-texts in progress are batched in the program's arrays, padded at the left as `arclight.text.generate` pads prompts. A
-new prompt is read in chunks (chunked prefill) between decoding steps of the others. A text must not depend on which
-others are in the batch, which a test compares.
+`models` makes one `Scheduler` for each language model; `text` submits a `Generation` for each text and cancels it when the client leaves.
+One thread calls the program. The KV caches of all texts in progress are batched in the program's arrays, padded at the left as
+`arclight.text.generate` pads prompts. A new prompt is read in chunks (chunked prefill) between decoding steps of the others; the tokens
+with which an earlier prompt began, too, are not read again (prefix sharing). A text must not depend on which others are in the batch,
+which a test compares.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -29,11 +29,15 @@ log = logging.getLogger("arclight.serve")
 
 CHUNK = 256
 """Tokens of a prompt that are read between two decoding steps."""
+MIN_SHARED = 32
+"""Tokens of a common prefix below which reading them again costs less than looking for them."""
+MAX_PREFIXES = 64
+"""Prompts held for their prefixes, each of which is compared with every new prompt."""
 Array = np.ndarray[Any, Any]
 
 
 class Piece(NamedTuple):
-    """Text added by a step; ``tokens`` counts all so far, ``finish`` is why the text has ended."""
+    """Text that a step added; ``tokens`` counts all so far, ``finish`` is the reason in the last piece."""
 
     text: str
     tokens: int
@@ -41,10 +45,7 @@ class Piece(NamedTuple):
 
 
 class Generation:
-    """One text to generate, whose pieces are passed to ``on_piece``, until `cancel`.
-
-    It is called in the scheduler's thread.
-    """
+    """One text to generate; ``on_piece`` is called with its pieces, in the scheduler's thread, until `cancel`."""
 
     def __init__(
         self, prompt: list[int], new: int, settings: GenerationSettings, on_piece: Callable[[Piece], None]
@@ -70,12 +71,12 @@ class Generation:
 
 
 class Scheduler:
-    """Scheduler of one program's generations: ``streams`` in progress, ``queue`` waiting.
+    """Run the generations of one program: at most ``streams`` in progress, and ``queue`` waiting.
 
-    Both are upper bounds.
+    prefix_cache_bytes: KV caches of past prompts that are held for prompts with the same beginning.
     """
 
-    def __init__(self, program: Program, *, streams: int, queue: int) -> None:
+    def __init__(self, program: Program, *, streams: int, queue: int, prefix_cache_bytes: int) -> None:
         self.program = program
         self.tokenizer = tokenizer_of(program)
         self.run = ProgramRun(program)
@@ -89,6 +90,7 @@ class Scheduler:
         self._is_closed = False
         self._starts_waiting = False
         self._batch = _Batch(program)
+        self._prefixes = _PrefixCache(prefix_cache_bytes)
         self._answers: dict[Generation, AnswerText] = {}
         self._thread = threading.Thread(target=self._work, name="arclight-text", daemon=True)
 
@@ -142,7 +144,8 @@ class Scheduler:
                     return
                 self._drop_cancelled()
                 if prefill is None and begins and self._waiting and len(self._batch.rows) < self.streams:
-                    prefill = _Prefill(self._waiting.popleft(), self._batch.empty())
+                    generation = self._waiting.popleft()
+                    prefill = _Prefill(generation, self._prefixes.longest(generation.prompt) or self._batch.empty())
             try:
                 if prefill is not None and prefill.generation.is_cancelled:
                     self._leave(prefill.generation, None)
@@ -168,11 +171,12 @@ class Scheduler:
         self._batch.keep(kept)
 
     def _prefill(self, prefill: _Prefill) -> bool:
-        """Prefill a chunk of a prompt; return True once the text has joined the batch or ended."""
+        """Read a chunk of a prompt; return True when all is read, and the text has joined the batch or ended."""
         logits = prefill.step(self.program)
         if logits is None:
             return False
         generation = prefill.generation
+        self._prefixes.add(generation.prompt, prefill.past)
         generation.began = time.monotonic()
         self._answers[generation] = AnswerText(self.tokenizer, generation.settings.stop, generation.prompt)
         if self._add(generation, logits[0]):
@@ -221,11 +225,11 @@ class Scheduler:
 
 
 class _Prefill:
-    """A prompt that is read chunk by chunk, outside of the batch."""
+    """A prompt that is read chunk by chunk, outside of the batch, from behind the tokens that ``past`` holds."""
 
     def __init__(self, generation: Generation, past: list[Array]) -> None:
         self.generation, self.past = generation, past
-        self._read = 0
+        self._read = past[0].shape[2]
 
     def step(self, program: Program) -> Array | None:
         """Read a chunk; return the logits (1, V) after the prompt when all is read, else None."""
@@ -235,8 +239,54 @@ class _Prefill:
         return logits if self._read == len(self.generation.prompt) else None
 
 
+class _PrefixCache:
+    """Hold KV caches of past prompts, at most ``limit_bytes``; the least recently used leave first.
+
+    Nothing writes into these arrays: the program returns new ones.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._held: OrderedDict[bytes, tuple[Array, list[Array]]] = OrderedDict()
+        """By a prompt's tokens as bytes: its tokens, and its caches (1, K, P, C)."""
+
+    def longest(self, prompt: list[int]) -> list[Array] | None:
+        """Return the caches of the longest beginning that ``prompt`` shares with a past one, or None for a short one.
+
+        The last token of ``prompt`` is left out: the logits behind it are needed.
+        """
+        tokens = np.array(prompt[:-1], np.int64)
+        shared = {key: _shared(tokens, held) for key, (held, _) in self._held.items()}
+        best = max(shared, key=shared.__getitem__, default=b"")
+        if not shared or shared[best] < MIN_SHARED:
+            return None
+        self._held.move_to_end(best)
+        return [np.ascontiguousarray(cache[:, :, : shared[best]]) for cache in self._held[best][1]]
+
+    def add(self, prompt: list[int], past: list[Array]) -> None:
+        """Hold a prompt that has been read, in the place of those that it begins with."""
+        tokens = np.array(prompt, np.int64)
+        if len(tokens) < MIN_SHARED:
+            return
+        for key in [key for key, (held, _) in self._held.items() if _shared(tokens, held) == len(held)]:
+            del self._held[key]
+        self._held[tokens.tobytes()] = tokens, past
+        while len(self._held) > MAX_PREFIXES or self._held_bytes() > self._limit_bytes:
+            self._held.popitem(last=False)
+
+    def _held_bytes(self) -> int:
+        return sum(cache.nbytes for _, past in self._held.values() for cache in past)
+
+
+def _shared(first: Array, second: Array) -> int:
+    """Return how many tokens two sequences have in common at their beginning."""
+    length = min(len(first), len(second))
+    differ = np.flatnonzero(first[:length] != second[:length])
+    return int(differ[0]) if len(differ) else length
+
+
 class _Batch:
-    """Texts in progress with KV caches (B, K, P, C), left-padded by ``_padding`` (B,)."""
+    """Texts in progress with their KV caches (B, K, P, C), padded at the left by ``_padding`` (B,) positions."""
 
     def __init__(self, program: Program) -> None:
         self.rows: list[Generation] = []
