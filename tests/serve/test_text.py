@@ -363,6 +363,28 @@ def test_a_long_prompt_is_read_in_chunks_between_the_steps_of_others(texts, prog
     ]
 
 
+@pytest.mark.parametrize(("padding", "most"), [(60, 2), (1000, 3)])
+def test_texts_of_very_different_length_are_computed_apart(program, monkeypatch, padding, most):
+    monkeypatch.setattr(scheduler, "MAX_PADDING", padding)
+    shapes, call = set(), Program.__call__
+
+    def noted(self, tokens, *inputs):
+        shapes.add((len(tokens), inputs[1].shape[2]))
+        return call(self, tokens, *inputs)
+
+    prompts = ["hello", "y" * 150, "a" * 20]
+    want = [expected(program, prompt, 90) for prompt in prompts]
+    monkeypatch.setattr(Program, "__call__", noted)
+    texts = Texts(program, streams=3)
+    for prompt in prompts:
+        texts.ask(prompt, 90)
+    wait_until(texts.ended, "all have been generated")
+    texts.scheduler.close()
+    assert max(rows for rows, _ in shapes) == most
+    assert (max(rows for rows, held in shapes if held > 150) == 1) == (most == 2)
+    assert ["".join(piece.text for piece in pieces) for pieces in texts.told] == want
+
+
 @pytest.fixture
 def read(monkeypatch) -> list[int]:
     """Return how many tokens of one text the program has read in each call for more than one."""

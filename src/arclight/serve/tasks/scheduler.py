@@ -1,10 +1,10 @@
 """Generate several texts at once by one language program (continuous batching): each joins and leaves the batch on its own.
 
 `models` makes one `Scheduler` for each language model; `text` submits a `Generation` for each text and cancels it when the client leaves.
-One thread calls the program. The KV caches of all texts in progress are batched in the program's arrays, padded at the left as
-`arclight.text.generate` pads prompts. A new prompt is read in chunks (chunked prefill) between decoding steps of the others; the tokens
-with which an earlier prompt began, too, are not read again (prefix sharing). A text must not depend on which others are in the batch,
-which a test compares.
+One thread calls the program. The KV caches of texts in progress are batched in the program's arrays, padded at the left as
+`arclight.text.generate` pads prompts; a text that would need much padding gets a batch of its own. A new prompt is read in chunks
+(chunked prefill) between decoding steps of the others; the tokens with which an earlier prompt began, too, are not read again (prefix
+sharing). A text must not depend on which others are in the batch, which a test compares.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ MIN_SHARED = 32
 """Tokens of a common prefix below which reading them again costs less than looking for them."""
 MAX_PREFIXES = 64
 """Prompts held for their prefixes, each of which is compared with every new prompt."""
+MAX_PADDING = 2048
+"""Tokens of padding in a batch, over all texts: more cost more to copy and attend over than another call, which reads the weights again."""
 Array = np.ndarray[Any, Any]
 
 
@@ -89,14 +91,14 @@ class Scheduler:
         """Generations waiting or in progress."""
         self._is_closed = False
         self._starts_waiting = False
-        self._batch = _Batch(program)
+        self._batches: list[_Batch] = []
         self._prefixes = _PrefixCache(prefix_cache_bytes)
         self._answers: dict[Generation, AnswerText] = {}
         self._thread = threading.Thread(target=self._work, name="arclight-text", daemon=True)
 
     def start(self) -> None:
         """Generate a token as warm-up, and accept texts from now on."""
-        self.program(np.zeros((1, 1), np.int64), np.zeros(1, np.int64), *self._batch.empty())
+        self.program(np.zeros((1, 1), np.int64), np.zeros(1, np.int64), *_no_tokens(self.program))
         self._thread.start()
 
     def close(self, *, waiting: bool = False) -> None:
@@ -129,46 +131,53 @@ class Scheduler:
         """Estimate the seconds, at least one, until the present texts have ended."""
         return max(1, math.ceil(self.times.of("text") * len(self._held) / self.streams))
 
+    @property
+    def _in_progress(self) -> list[Generation]:
+        """Texts that are in a batch."""
+        return [generation for batch in self._batches for generation in batch.rows]
+
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         prefill: _Prefill | None = None
         while True:
             with self._changed:
-                while not (self._waiting or prefill or self._batch.rows or self._is_closed):
+                while not (self._waiting or prefill or self._batches or self._is_closed):
                     self._changed.wait()
                 begins = bool(self._waiting) and (self._starts_waiting or not self._is_closed)
-                if self._is_closed and not (prefill or self._batch.rows or begins):
+                if self._is_closed and not (prefill or self._batches or begins):
                     while self._waiting:
                         self._leave(self._waiting.popleft(), "error")
                     return
                 self._drop_cancelled()
-                if prefill is None and begins and self._waiting and len(self._batch.rows) < self.streams:
+                if prefill is None and begins and self._waiting and len(self._in_progress) < self.streams:
                     generation = self._waiting.popleft()
-                    prefill = _Prefill(generation, self._prefixes.longest(generation.prompt) or self._batch.empty())
+                    held = self._prefixes.longest(generation.prompt)
+                    prefill = _Prefill(generation, held or _no_tokens(self.program))
             try:
                 if prefill is not None and prefill.generation.is_cancelled:
                     self._leave(prefill.generation, None)
                     prefill = None
                 elif prefill is not None and self._prefill(prefill):
                     prefill = None
-                if self._batch.rows:
-                    self._step()
+                self._step()
             except Exception:  # of any kind: the thread must live to answer the next texts
                 log.exception("%s failed on a step; the texts in progress end", self.program.path.name)
-                for generation in [*self._batch.rows, *([prefill.generation] if prefill else [])]:
+                for generation in [*self._in_progress, *([prefill.generation] if prefill else [])]:
                     self._leave(generation, "error")
-                prefill, self._batch = None, _Batch(self.program)
+                prefill, self._batches = None, []
 
     def _drop_cancelled(self) -> None:
         for generation in [one for one in self._waiting if one.is_cancelled]:
             self._waiting.remove(generation)
             self._held.discard(generation)
-        kept = [not one.is_cancelled for one in self._batch.rows]  # evaluated once, since clients leave at any moment
-        for generation, stays in zip(self._batch.rows, kept, strict=True):
-            if not stays:
-                self._leave(generation, None)
-        self._batch.keep(kept)
+        for batch in self._batches:
+            kept = [not one.is_cancelled for one in batch.rows]  # evaluated once, since clients leave at any moment
+            for generation, stays in zip(batch.rows, kept, strict=True):
+                if not stays:
+                    self._leave(generation, None)
+            batch.keep(kept)
+        self._drop_empty()
 
     def _prefill(self, prefill: _Prefill) -> bool:
         """Read a chunk of a prompt; return True when all is read, and the text has joined the batch or ended."""
@@ -180,12 +189,26 @@ class Scheduler:
         generation.began = time.monotonic()
         self._answers[generation] = AnswerText(self.tokenizer, generation.settings.stop, generation.prompt)
         if self._add(generation, logits[0]):
-            self._batch.join(generation, prefill.past)
+            self._join(generation, prefill.past)
         return True
 
+    def _join(self, generation: Generation, past: list[Array]) -> None:
+        """Add a text to the batch that it fits best, or to a new one where it would cost too much padding."""
+        length = past[0].shape[2]
+        best = min(self._batches, key=lambda batch: batch.padding_with(length), default=None)
+        if best is None or best.padding_with(length) > MAX_PADDING:
+            best = _Batch(self.program)
+            self._batches.append(best)
+        best.join(generation, past)
+
     def _step(self) -> None:
-        logits_BV = self._batch.step()
-        self._batch.keep([self._add(one, logits) for one, logits in zip(self._batch.rows, logits_BV, strict=True)])
+        for batch in self._batches:
+            logits_BV = batch.step()
+            batch.keep([self._add(one, logits) for one, logits in zip(batch.rows, logits_BV, strict=True)])
+        self._drop_empty()
+
+    def _drop_empty(self) -> None:
+        self._batches = [batch for batch in self._batches if batch.rows]
 
     def _add(self, generation: Generation, logits_V: Array) -> bool:
         """Add a token to a text; return False if it was the last."""
@@ -294,10 +317,10 @@ class _Batch:
         self._padding = np.zeros(0, np.int64)
         self._past: list[Array] = []
 
-    def empty(self) -> list[Array]:
-        """Return the caches of one text without tokens."""
-        specs = self._program.inputs[2:]
-        return [np.empty((1, int(spec.shape[1]), 0, int(spec.shape[3])), spec.dtype) for spec in specs]
+    def padding_with(self, length: int) -> int:
+        """Return the tokens of padding, over all texts, if one of ``length`` tokens joined."""
+        more: int = length - self._past[0].shape[2]
+        return int(self._padding.sum()) + max(len(self.rows) * more, -more)
 
     def join(self, generation: Generation, past: list[Array]) -> None:
         """Add a text; pad shorter caches to the longest."""
@@ -326,6 +349,11 @@ class _Batch:
         tokens = np.array([[one.last] for one in self.rows], np.int64)
         logits, *self._past = self._program(tokens, self._padding, *self._past)
         return logits  # type: ignore[no-any-return]
+
+
+def _no_tokens(program: Program) -> list[Array]:
+    """Return the caches of one text without tokens."""
+    return [np.empty((1, int(spec.shape[1]), 0, int(spec.shape[3])), spec.dtype) for spec in program.inputs[2:]]
 
 
 def _padded(held: Array, more: int) -> Array:
