@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from starlette.testclient import TestClient
@@ -429,6 +430,16 @@ def test_least_recently_used_prompts_leave_a_full_prefix_cache(program, read, he
     answered(texts, prompts)
     texts.scheduler.close()
     assert read == lengths
+
+
+def test_a_fault_of_the_prefix_cache_ends_a_text_and_not_the_scheduler(texts, program, monkeypatch):
+    answered(texts, ["y" * 60])
+    monkeypatch.setattr(np, "ascontiguousarray", lambda _: (_ for _ in ()).throw(MemoryError))
+    texts.ask("y" * 70)
+    wait_until(texts.ended, "the text has ended")
+    assert texts.told[-1][-1].finish == "error"
+    monkeypatch.undo()
+    assert answered(texts, ["y" * 70]) == [expected(program, "y" * 70)]
 
 
 def token_bytes(program: Program) -> int:

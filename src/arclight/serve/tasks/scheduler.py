@@ -151,9 +151,7 @@ class Scheduler:
                     return
                 self._drop_cancelled()
                 if prefill is None and begins and self._waiting and len(self._in_progress) < self.streams:
-                    generation = self._waiting.popleft()
-                    held = self._prefixes.longest(generation.prompt)
-                    prefill = _Prefill(generation, held or _no_tokens(self.program))
+                    prefill = _Prefill(self._waiting.popleft(), _no_tokens(self.program))
             try:
                 if prefill is not None and prefill.generation.is_cancelled:
                     self._leave(prefill.generation, None)
@@ -181,6 +179,8 @@ class Scheduler:
 
     def _prefill(self, prefill: _Prefill) -> bool:
         """Read a chunk of a prompt; return True when all is read, and the text has joined the batch or ended."""
+        if not prefill.read:
+            prefill.past = self._prefixes.longest(prefill.generation.prompt) or prefill.past
         logits = prefill.step(self.program)
         if logits is None:
             return False
@@ -252,14 +252,17 @@ class _Prefill:
 
     def __init__(self, generation: Generation, past: list[Array]) -> None:
         self.generation, self.past = generation, past
-        self._read = past[0].shape[2]
+
+    @property
+    def read(self) -> int:
+        """Return how many tokens ``past`` holds."""
+        return int(self.past[0].shape[2])
 
     def step(self, program: Program) -> Array | None:
         """Read a chunk; return the logits (1, V) after the prompt when all is read, else None."""
-        chunk = self.generation.prompt[self._read : self._read + CHUNK]
+        chunk = self.generation.prompt[self.read : self.read + CHUNK]
         logits, *self.past = program(np.array([chunk], np.int64), np.zeros(1, np.int64), *self.past)
-        self._read += len(chunk)
-        return logits if self._read == len(self.generation.prompt) else None
+        return logits if self.read == len(self.generation.prompt) else None
 
 
 class _PrefixCache:
