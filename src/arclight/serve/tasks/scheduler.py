@@ -1,4 +1,6 @@
-"""Generate several texts at once by one language program (continuous batching): each joins and leaves the batch on its own.
+"""Generate several texts at once by one language program (continuous batching).
+
+Each joins and leaves the batch on its own.
 
 `models` makes one `Scheduler` for each language model; `text` submits a `Generation` for each text and cancels it when the client leaves.
 One thread calls the program. The KV caches of texts in progress are batched in the program's arrays, padded at the left as
@@ -39,7 +41,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Piece(NamedTuple):
-    """Text that a step added; ``tokens`` counts all so far, ``finish`` is the reason in the last piece."""
+    """Text added by a step; ``tokens`` counts all so far, ``finish`` is why the text has ended."""
 
     text: str
     tokens: int
@@ -47,7 +49,10 @@ class Piece(NamedTuple):
 
 
 class Generation:
-    """One text to generate; ``on_piece`` is called with its pieces, in the scheduler's thread, until `cancel`."""
+    """One text to generate, whose pieces are passed to ``on_piece``, until `cancel`.
+
+    It is called in the scheduler's thread.
+    """
 
     def __init__(
         self, prompt: list[int], new: int, settings: GenerationSettings, on_piece: Callable[[Piece], None]
@@ -73,7 +78,7 @@ class Generation:
 
 
 class Scheduler:
-    """Run the generations of one program: at most ``streams`` in progress, and ``queue`` waiting.
+    """Schedule one program's generations: at most ``streams`` run and ``queue`` wait.
 
     prefix_cache_bytes: KV caches of past prompts that are held for prompts with the same beginning.
     """
@@ -178,7 +183,7 @@ class Scheduler:
         self._drop_empty()
 
     def _prefill(self, prefill: _Prefill) -> bool:
-        """Read a chunk of a prompt; return True when all is read, and the text has joined the batch or ended."""
+        """Prefill a chunk of a prompt; return True once the text has joined the batch or ended."""
         if not prefill.read:
             prefill.past = self._prefixes.longest(prefill.generation.prompt) or prefill.past
         logits = prefill.step(self.program)
@@ -193,7 +198,7 @@ class Scheduler:
         return True
 
     def _join(self, generation: Generation, past: list[Array]) -> None:
-        """Add a text to the batch that it fits best, or to a new one where it would cost too much padding."""
+        """Add a text to the batch it fits best, or to a new one if padding would cost too much."""
         length = past[0].shape[2]
         best = min(self._batches, key=lambda batch: batch.padding_with(length), default=None)
         if best is None or best.padding_with(length) > MAX_PADDING:
@@ -248,7 +253,7 @@ class Scheduler:
 
 
 class _Prefill:
-    """A prompt that is read chunk by chunk, outside of the batch, from behind the tokens that ``past`` holds."""
+    """Prompt that is read chunk by chunk outside of the batch, from behind ``past``."""
 
     def __init__(self, generation: Generation, past: list[Array]) -> None:
         self.generation, self.past = generation, past
@@ -266,7 +271,7 @@ class _Prefill:
 
 
 class _PrefixCache:
-    """Hold KV caches of past prompts, at most ``limit_bytes``; the least recently used leave first.
+    """Hold KV caches of past prompts, at most ``limit_bytes``, least recently used first out.
 
     Nothing writes into these arrays: the program returns new ones.
     """
@@ -277,7 +282,7 @@ class _PrefixCache:
         """By a prompt's tokens as bytes: its tokens, and its caches (1, K, P, C)."""
 
     def longest(self, prompt: list[int]) -> list[Array] | None:
-        """Return the caches of the longest beginning that ``prompt`` shares with a past one, or None for a short one.
+        """Return the caches of the longest shared prefix of ``prompt``; None for a short one.
 
         The last token of ``prompt`` is left out: the logits behind it are needed.
         """
@@ -312,7 +317,7 @@ def _shared(first: Array, second: Array) -> int:
 
 
 class _Batch:
-    """Texts in progress with their KV caches (B, K, P, C), padded at the left by ``_padding`` (B,) positions."""
+    """Texts in progress with KV caches (B, K, P, C), left-padded by ``_padding`` (B,)."""
 
     def __init__(self, program: Program) -> None:
         self.rows: list[Generation] = []
