@@ -308,7 +308,7 @@ def test_detections_between_steps_are_of_the_newest_weights(scenes: Path, tmp_pa
         found: ClassVar[list[list[float]]] = []
 
         def look(self, detector: Detector) -> None:
-            surest = dataclasses.replace(detector.processing, conf_threshold=0.0, max_det=5)
+            surest = dataclasses.replace(detector.processing, conf_threshold=0.0, max_det=100)
             anew = copy.deepcopy(detector).detect([photo], surest)[0].boxes.conf
             assert detector.detect([photo], surest)[0].boxes.conf.tolist() == anew.tolist()
             self.found.append(anew.tolist())
