@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,45 @@ def test_a_module_that_fails_ends_the_run_unless_told_otherwise(tmp_path: Path) 
     callback = ServableModuleValidator(exit_on_failure=False)
     fit(model, callback, tmp_path)
     assert callback.successful is False
+
+
+def test_modules_are_tried_on_the_server_that_serves_programs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, callback = Doubling(), ServableModuleValidator(exit_on_failure=False)
+    model.body = {"x": "text", "times": 1}
+    fit(model, callback, tmp_path)
+    assert callback.resp is not None
+    assert "its log has the details under" in callback.resp.json()["error"]
+    (logged,) = [one for one in caplog.records if one.name == "arclight.serve" and one.exc_info]
+    assert "POST" in logged.getMessage()
+
+
+def test_a_payload_may_be_larger_than_requests_to_programs(tmp_path: Path) -> None:
+    model, callback = Doubling(), ServableModuleValidator()
+    model.body = {"x": [1, 2], "times": 3, "unused": "x" * 26_000_000}
+    model.serve_step = lambda x, times, unused: {"output": 2 * times * x, "training": False}  # type: ignore[method-assign]
+    fit(model, callback, tmp_path)
+    assert callback.successful
+
+
+def test_numbers_that_json_has_not_become_null(tmp_path: Path) -> None:
+    model, callback = Doubling(), ServableModuleValidator()
+    model.serve_step = lambda x, times: {"output": x, "least": -math.inf}  # type: ignore[method-assign]
+    model.expected = {"output": [1.0, 2.0], "least": None}
+    fit(model, callback, tmp_path)
+    assert callback.successful
+
+
+def test_a_module_is_tried_at_an_address_of_ipv6(tmp_path: Path) -> None:
+    callback = ServableModuleValidator(host="::1")
+    fit(Doubling(), callback, tmp_path)
+    assert callback.successful
+
+
+def test_a_server_that_does_not_start_in_time_ends_the_run(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    with pytest.raises(TimeoutError, match="The server didn't start within 0 seconds"):
+        fit(Doubling(), ServableModuleValidator(timeout=0), tmp_path)
+    assert threading.active_count() == threads
 
 
 def test_missing_servable_methods_are_named(tmp_path: Path) -> None:

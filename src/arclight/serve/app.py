@@ -162,12 +162,12 @@ def build_app(
     *,
     load: Callable[[str, Path], ServedModel] | None = None,
     request_log: str | Path | None = None,
+    add_routes: Callable[[FastAPI, Service], None] | None = None,
 ) -> Application:
-    """Build the application of several models.
+    """Build the application of several models; ``/detect`` and the page are those of the first detector.
 
-    ``/detect`` and the page are those of the first detector. With ``load``, a function of a model's name and its
-    program's path, programs that are replaced on disk are loaded again. ``request_log`` as for `create_app`; raises
-    OSError if it cannot be written.
+    With ``load``, a function of a model's name and its program's path, programs that are replaced on disk are loaded again.
+    ``add_routes`` adds addresses to those of the product. ``request_log`` as for `create_app`; raises OSError if it cannot be written.
     """
     metrics = Metrics(model.name for model in models)
     service = Service(models, limits, load, metrics.batch)
@@ -200,6 +200,8 @@ def build_app(
     add_tensor_routes(app, service)
     if any(model.task in TEXT_TASKS for model in models):
         add_text_routes(app, service)
+    if add_routes is not None:
+        add_routes(app, service)
     app.mount("/", StaticFiles(directory=PAGE, html=True))
     app.state.drain = service.drain
     return app

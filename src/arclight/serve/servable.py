@@ -8,26 +8,32 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import threading
-import time
 import urllib.error
 import urllib.request
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from arclight.fabric.errors import MisconfigurationError
-from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_only
+from arclight.fabric.serving.background import BackgroundServer
 from arclight.fabric.serving.listening import reserve_address
+from arclight.serve.server import make_server, require_packages, url_of
+from arclight.serve.settings import Limits, is_loopback
 from arclight.trainer import Callback, Module, Trainer
 
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request
+
+    from arclight.serve.app import Application, Service
+
 _LOG = logging.getLogger("arclight")
+_NAME = "servable"
 _REQUEST_SECONDS = 60.0
 
 
@@ -72,11 +78,10 @@ class Reply:
 
 
 class ServableModuleValidator(Callback):
-    """Callback that serves a copy of the module before training, and checks its response.
+    """Serve a copy of the module when training starts, send it its own payload, and compare the answer.
 
-    It sends the module's own payload. ``port`` 0 takes a free one; ``timeout`` is in seconds. With ``exit_on_failure``
-    a module that cannot answer ends the run with MisconfigurationError. Raises MissingExtraError without fastapi and
-    uvicorn.
+    ``port`` 0 takes a free one; ``timeout`` is in seconds. With ``exit_on_failure`` a module that cannot answer ends the run
+    with MisconfigurationError. Raises MissingExtraError without the extra ``serve``.
     """
 
     def __init__(
@@ -89,8 +94,7 @@ class ServableModuleValidator(Callback):
             )
         if server != "fastapi":
             raise NotImplementedError(f"Only the fastapi server is currently supported, not {server!r}.")
-        require("fastapi", extra="serve")
-        require("uvicorn", extra="serve")
+        require_packages()
         self.optimization, self.server, self.host, self.port = optimization, server, host, port
         self.timeout, self.exit_on_failure = timeout, exit_on_failure
         self.resp: Reply | None = None
@@ -111,8 +115,7 @@ class ServableModuleValidator(Callback):
         if "body" not in payload:
             raise MisconfigurationError(f'Your provided payload {payload} should have a field named "body".')
         served = copy.deepcopy(pl_module).eval()  # a copy: training must not see the server's mode
-        with _running(_application(served), self.host, self.port, self.timeout) as address:
-            self.resp = _post(f"{address}/serve", payload)
+        self.resp = self._ask(served, json.dumps(payload).encode())
         if type(pl_module).configure_response is not ServableModule.configure_response and self.successful:
             expected, given = pl_module.configure_response(), self.resp.json()
             if given != expected:
@@ -126,54 +129,55 @@ class ServableModuleValidator(Callback):
         if self.successful:
             _LOG.info("Your model is servable and the received payload was %s.", self.resp.text)
 
+    def _ask(self, served: ServableModule, content: bytes) -> Reply:
+        """Return the reply of a server of ``served`` to a request; raises TimeoutError if it does not start in time."""
+        # nothing is larger than the module's own payload, which may be of any size
+        limits = Limits(body_bytes=len(content), buffered_bytes=len(content), workers=1)
+        with reserve_address(self.host, self.port) as listening:
+            url = url_of(self.host, listening.getsockname()[1])
+            server = make_server(_application(served, self.host, limits), limits=limits)
+            with BackgroundServer(server, listening, start_s=self.timeout, name="servable"):
+                return _post(f"{url}/serve", content)
+
     def state_dict(self) -> dict[str, Any]:
         return {"successful": self.successful, "optimization": self.optimization, "server": self.server}
 
 
-def _application(module: ServableModule) -> Any:
-    fastapi = require("fastapi", extra="serve")
-    app = fastapi.FastAPI()
-    makers, writers = module.configure_serialization()
+def _application(module: ServableModule, host: str, limits: Limits) -> Application:
+    """Build the product's application with ``POST /serve`` for ``module``."""
+    from fastapi.responses import Response
 
-    def serve(payload: dict[str, Any]) -> dict[str, Any]:
-        body = payload["body"]
+    from arclight.serve.app import build_app
+    from arclight.serve.middleware import Access
+    from arclight.serve.models import ServedModel
+
+    makers, writers = module.configure_serialization()
+    written: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+
+    def answer(content: bytes) -> bytes:
+        body = json.loads(content)["body"]
         arguments = {name: makers[name](value) if name in makers else value for name, value in body.items()}
         with torch.no_grad():
             outputs = module.serve_step(**arguments)
         if not isinstance(outputs, dict):
             raise TypeError(f"serve_step must return a dict of outputs by name, it gave a {type(outputs).__name__}")
-        return {name: writers[name](value) if name in writers else value for name, value in outputs.items()}
+        return written.dump_json(
+            {name: writers[name](value) if name in writers else value for name, value in outputs.items()}
+        )
 
-    app.post("/serve")(serve)
-    return app
+    def add_route(app: FastAPI, service: Service) -> None:
+        async def serve(request: Request) -> Response:
+            content = await service.run(request, _NAME, lambda body, _: answer(body))
+            return Response(content, media_type="application/json")
 
+        app.add_route("/serve", serve, methods=["POST"])
 
-@contextmanager
-def _running(app: Any, host: str, port: int, timeout: float) -> Iterator[str]:
-    """Serve ``app`` from a thread and yield its address.
-
-    Raises TimeoutError if it does not start in time.
-    """
-    uvicorn = require("uvicorn", extra="serve")
-    with reserve_address(host, port) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="servable", daemon=True)
-        thread.start()
-        try:
-            deadline = time.monotonic() + timeout
-            while not server.started:
-                if not thread.is_alive() or time.monotonic() > deadline:
-                    raise TimeoutError(f"The server didn't start within {timeout} seconds.")
-                time.sleep(0.02)
-            yield f"http://{host}:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(timeout)
+    access = Access(loopback_only=is_loopback(host))
+    return build_app([ServedModel(name=_NAME)], limits, access, add_routes=add_route)
 
 
-def _post(address: str, payload: dict[str, Any]) -> Reply:
-    body = json.dumps(payload).encode()
-    request = urllib.request.Request(address, body, {"Content-Type": "application/json"})  # noqa: S310 - our own server
+def _post(url: str, content: bytes) -> Reply:
+    request = urllib.request.Request(url, content, {"Content-Type": "application/json"})  # noqa: S310 - our own server
     try:
         with urllib.request.urlopen(request, timeout=_REQUEST_SECONDS) as response:  # noqa: S310
             return Reply(response.status, response.read().decode())

@@ -20,6 +20,7 @@ from arclight.serve.settings import Limits, check_keys, is_loopback
 if TYPE_CHECKING:
     from arclight.deploy.programs.folder import Trusted
     from arclight.serve.app import Application
+    from arclight.serve.draining import DrainingServer
     from arclight.serve.models import ServedModel
 
 STARTUP_FAILED = 3
@@ -67,8 +68,7 @@ def serve(
     output, where nothing else is written then: the address goes to standard error. OSError where it cannot be.
     """
     keys = check_access(host, api_key, insecure=insecure, tls=tls, proxied=proxied)
-    for package in ("fastapi", "prometheus_client", "httptools", "orjson"):
-        require(package, extra="serve")
+    require_packages()
     from arclight.serve.app import build_app
     from arclight.serve.middleware import Access
     from arclight.serve.models import load
@@ -97,6 +97,12 @@ def serve(
         run(
             app, host=host, port=port, limits=limits, listening=listening, has_key=bool(keys), tls=tls, address_to=address_to,
         )  # fmt: skip
+
+
+def require_packages() -> None:
+    """Raise MissingExtraError if a package of the extra ``serve`` is missing."""
+    for package in ("fastapi", "prometheus_client", "httptools", "orjson", "uvicorn"):
+        require(package, extra="serve")
 
 
 def check_access(
@@ -142,10 +148,30 @@ def run(
     """
     if not is_loopback(host) and not has_key:
         sys.stderr.write(f"warning: other machines can reach {host}, and the server asks nobody who they are\n")
+    server = make_server(app, limits=limits, tls=tls)
+    with listening or reserve_address(host, port) as reserved:
+        number = reserved.getsockname()[1]
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux; connections inherit it
+            reserved.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limits.reader_stall_s * 1000))
+        try:
+            reserved.listen()  # who connects before the application has started waits for it
+        except OSError as error:  # two that start at once may both reserve an address; one of them listens first
+            raise AddressError.of(host, number, error) from error
+        address_to = address_to or sys.stdout
+        address_to.write(f"open {url_of(host, number, tls)} (ctrl-C ends the server)\n")
+        address_to.flush()
+        with suppress(KeyboardInterrupt):  # which has ended the server as it should
+            server.run(sockets=[reserved])
+    if not server.started:
+        raise SystemExit(STARTUP_FAILED)
+
+
+def make_server(app: Application, *, limits: Limits, tls: Tls | None = None) -> DrainingServer:
+    """Return the uvicorn server that answers by ``app`` within ``limits``."""
     uvicorn = require("uvicorn", extra="serve")
     from arclight.serve.draining import DrainingServer
 
-    server = DrainingServer(
+    return DrainingServer(
         uvicorn.Config(
             app,
             http=direct_protocol(head_s=limits.head_s, take=app.take),
@@ -161,19 +187,9 @@ def run(
         on_drain=app.state.drain,
         drain_s=limits.drain_s,
     )
-    with listening or reserve_address(host, port) as reserved:
-        number = reserved.getsockname()[1]
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux; connections inherit it
-            reserved.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limits.reader_stall_s * 1000))
-        try:
-            reserved.listen()  # who connects before the application has started waits for it
-        except OSError as error:  # two that start at once may both reserve an address; one of them listens first
-            raise AddressError.of(host, number, error) from error
-        place = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
-        address_to = address_to or sys.stdout
-        address_to.write(f"open {'http' if tls is None else 'https'}://{place}:{number} (ctrl-C ends the server)\n")
-        address_to.flush()
-        with suppress(KeyboardInterrupt):  # which has ended the server as it should
-            server.run(sockets=[reserved])
-    if not server.started:
-        raise SystemExit(STARTUP_FAILED)
+
+
+def url_of(host: str, port: int, tls: Tls | None = None) -> str:
+    """Return the address at which this machine reaches a server."""
+    place = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
+    return f"{'http' if tls is None else 'https'}://{place}:{port}"

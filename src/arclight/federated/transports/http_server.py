@@ -21,7 +21,6 @@ import socket
 import ssl
 import tempfile
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,6 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.extras import require
+from arclight.fabric.serving.background import BackgroundServer
 from arclight.fabric.serving.certificates import fingerprint_of
 from arclight.fabric.serving.listening import AddressError, http_protocol, reserve_address
 from arclight.federated.blobs.blob_store import check_digest
@@ -94,8 +94,7 @@ class HttpServer:
             )  # fmt: skip
         guard = Authenticator(registry, self.fingerprint or "", server.run)
         self._app = App(server, guard, self._listening.limits, spool)
-        self._uvicorn: Any = None
-        self._thread: threading.Thread | None = None
+        self._running: BackgroundServer | None = None
         self._socket = bound
 
     def __enter__(self) -> HttpServer:
@@ -155,27 +154,24 @@ class HttpServer:
             ssl_keyfile=self._listening.private_key,
             ssl_context_factory=_newest_tls if self._listening.certificate else None,
         )
-        self._uvicorn = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._uvicorn.run, kwargs={"sockets": [self._socket]}, name="arclight-http", daemon=True
-        )
-        self._thread.start()
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while not self._uvicorn.started:
-            if not self._thread.is_alive() or time.monotonic() > deadline:
-                self.stop()
-                raise FederatedError(f"the server on {host}:{port} did not come up within {_START_TIMEOUT_S:.0f} s")
-            time.sleep(0.005)
+        running = BackgroundServer(uvicorn.Server(config), self._socket, start_s=_START_TIMEOUT_S, name="arclight-http")
+        try:
+            running.start()
+        except TimeoutError as error:
+            self.stop()
+            raise FederatedError(
+                f"the server on {host}:{port} did not come up within {_START_TIMEOUT_S:.0f} s"
+            ) from error
+        self._running = running
 
     def stop(self) -> None:
         """Stop answering: requests under way get a second, then they are cut.
 
         Nodes try again until a server is there.
         """
-        if self._uvicorn is not None and self._thread is not None:
-            self._uvicorn.should_exit = True
-            self._thread.join(_START_TIMEOUT_S)
-        if self._socket is not None:
+        if self._running is not None:
+            self._running.stop()
+        elif self._socket is not None:
             self._socket.close()
         self._app.close()
         if self._temporary is not None:
