@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import ssl
 import sys
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -190,6 +192,7 @@ def test_off_loopback_a_certificate_is_shown_and_each_key_has_a_rate_of_its_own(
         "--host=0.0.0.0",
         f"--port={port}",
         "--limits.requests_per_s=0.5",
+        "--limits.head_s=5",
     ]
     words += [
         f"--api-key-file={tmp_path / 'keys.txt'}",
@@ -213,6 +216,8 @@ def test_off_loopback_a_certificate_is_shown_and_each_key_has_a_rate_of_its_own(
             assert [client.get(f"{url}/health").status_code for _ in range(5)] == [200] * 5, "health has no rate"
         with pytest.raises(httpx.HTTPError):
             httpx.get(url.replace("https", "http") + "/health", **LOOPBACK)
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as silent, suppress(ConnectionResetError):
+            assert silent.recv(1) == b"", "who begins no handshake is left after head_s"
 
 
 def test_a_key_that_waits_as_told_passes(monkeypatch):

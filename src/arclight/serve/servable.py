@@ -21,8 +21,8 @@ from torch import nn
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_only
-from arclight.fabric.serving.background import BackgroundServer
 from arclight.fabric.serving.listening import reserve_address
+from arclight.fabric.serving.running import BackgroundServer
 from arclight.serve.server import make_server, require_packages, url_of
 from arclight.serve.settings import Limits, is_loopback
 from arclight.trainer import Callback, Module, Trainer
@@ -136,7 +136,7 @@ class ServableModuleValidator(Callback):
         with reserve_address(self.host, self.port) as listening:
             url = url_of(self.host, listening.getsockname()[1])
             server = make_server(_application(served, self.host, limits), limits=limits)
-            with BackgroundServer(server, listening, start_s=self.timeout, name="servable"):
+            with BackgroundServer(server, listening, start_s=self.timeout, name="servable", handshake_s=limits.head_s):
                 return _post(f"{url}/serve", content)
 
     def state_dict(self) -> dict[str, Any]:

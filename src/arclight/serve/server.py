@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 from arclight.fabric.extras import require
 from arclight.fabric.serving.certificates import check_certificate
 from arclight.fabric.serving.listening import AddressError, reserve_address
+from arclight.fabric.serving.running import run_server
 from arclight.serve.protocol import direct_protocol
 from arclight.serve.settings import Limits, check_keys, is_loopback
 
@@ -161,7 +162,7 @@ def run(
         address_to.write(f"open {url_of(host, number, tls)} (ctrl-C ends the server)\n")
         address_to.flush()
         with suppress(KeyboardInterrupt):  # which has ended the server as it should
-            server.run(sockets=[reserved])
+            run_server(server, reserved, handshake_s=limits.head_s)
     if not server.started:
         raise SystemExit(STARTUP_FAILED)
 

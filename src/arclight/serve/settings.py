@@ -45,8 +45,8 @@ class Limits:
     """Longest time from the whole upload to the answer, seconds: codes not tried by then are named as such; who cannot get
     a worker in time is answered 429 or 503. Of texts, the time until they are begun."""
     head_s: float = 10.0
-    """Longest time until the end of a request's headers, seconds, from the connection (over TLS, from the end of its handshake) or the first byte of a
-    further request."""
+    """Longest time until the end of a request's headers, seconds, from the connection or the first byte of a further request; over TLS, from
+    the end of its handshake, which may take as long."""
     keep_alive_s: float = 5.0
     """How long a connection stays open between two requests, seconds; set it above that of a proxy or load balancer before the server."""
     body_idle_s: float = 10.0

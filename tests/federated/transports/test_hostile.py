@@ -18,6 +18,7 @@ from typing import BinaryIO
 import pytest
 from tests.federated.fakes import EchoServer
 
+from arclight.fabric.serving.certificates import make_certificate
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.partial_blob import PartialBlob
 from arclight.federated.protocol import Heartbeat, Join, Message, Wait, Welcome, WorkRequest, read
@@ -451,3 +452,15 @@ def test_a_blob_that_nobody_takes_does_not_hold_its_connection(
         assert running.ask("GET", f"/v1/blobs/{digest}")[2] == content, "others get it"
     assert "does not take the blob that it asked for" in caplog.text
     assert "Traceback" not in caplog.text
+
+
+def test_who_begins_no_handshake_is_left(tmp_path: Path) -> None:
+    made = make_certificate(tmp_path / "keys", ["127.0.0.1"], extra="federated")
+    (tmp_path / "nodes").write_text("")
+    listening = Listening(
+        certificate=made.certificate, private_key=made.private_key, nodes=tmp_path / "nodes", limits=IMPATIENT
+    )
+    with HttpServer(EchoServer(FolderStore(tmp_path / "blobs")), listening) as server:
+        silent = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+        with silent, suppress(ConnectionResetError):
+            assert silent.recv(1) == b""

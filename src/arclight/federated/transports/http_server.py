@@ -28,9 +28,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.extras import require
-from arclight.fabric.serving.background import BackgroundServer
 from arclight.fabric.serving.certificates import fingerprint_of
 from arclight.fabric.serving.listening import AddressError, http_protocol, reserve_address
+from arclight.fabric.serving.running import BackgroundServer
 from arclight.federated.blobs.blob_store import check_digest
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.errors import BlobError, FederatedError, LinkError, ProtocolError, RefusedError, SessionError
@@ -154,7 +154,10 @@ class HttpServer:
             ssl_keyfile=self._listening.private_key,
             ssl_context_factory=_newest_tls if self._listening.certificate else None,
         )
-        running = BackgroundServer(uvicorn.Server(config), self._socket, start_s=_START_TIMEOUT_S, name="arclight-http")
+        running = BackgroundServer(
+            uvicorn.Server(config), self._socket, start_s=_START_TIMEOUT_S, name="arclight-http",
+            handshake_s=self._listening.limits.silence,
+        )  # fmt: skip
         try:
             running.start()
         except TimeoutError as error:
