@@ -52,12 +52,15 @@ def message(content: bytes, *lines: str, path: str = PATH, version: str = "1.1")
     return "\r\n".join(head).encode() + content
 
 
-def answers(connection: socket.socket, count: int) -> list[tuple[int, dict[str, str], bytes]]:
-    """Status, headers and content of answers on one connection."""
+def answers(connection: socket.socket, count: int, interim: int = 0) -> list[tuple[int, dict[str, str], bytes]]:
+    """Status, headers and content of answers on one connection; ``interim`` of them may be preceded by 100 Continue."""
     found = []
     with connection.makefile("rb") as file:
         for _ in range(count):
             status = int(file.readline().split()[1])
+            if status == 100 and interim:
+                interim, _ = interim - 1, file.readline()
+                status = int(file.readline().split()[1])
             headers = dict(line.decode().strip().lower().split(": ", 1) for line in iter(file.readline, b"\r\n"))
             found.append((status, headers, file.read(int(headers["content-length"]))))
     return found
@@ -291,6 +294,36 @@ def test_a_body_that_comes_in_pieces_or_after_a_permission_is_answered(affine):
     assert (status, data(answered)) == (200, [3.0, 5.0, 7.0])
 
 
+CHUNKED = b"POST %b HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("size", [1, 50, 100_000])
+@pytest.mark.parametrize("wish", ["h2c", "websocket"])
+def test_a_request_that_asks_for_another_protocol_keeps_its_body(affine, wish, size):
+    lines = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {wish}", "HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA")
+    content = body([1, 2, 3])
+    sent = [
+        message(content, *lines), message(content), CHUNKED % (PATH.encode(), len(content), content),
+        message(content, *lines, "Expect: 100-continue"), MODELS.replace(b"\r\n\r\n", "\r\n".join(["", *lines, "", ""]).encode()),
+    ]  # fmt: skip
+    asked = b"".join(sent)
+    with affine.connect() as connection:
+        for at in range(0, len(asked), size):
+            connection.sendall(asked[at : at + size])
+        found = answers(connection, len(sent), interim=1)
+    assert [status for status, _, _ in found] == [200] * len(sent)
+    assert [data(content) for _, _, content in found[:-1]] == [[3.0, 5.0, 7.0]] * (len(sent) - 1)
+
+
+def test_a_request_to_a_proxy_is_refused(affine):
+    with affine.connect() as connection:
+        connection.sendall(b"CONNECT localhost:22 HTTP/1.1\r\nHost: localhost:22\r\n\r\nSSH-2.0-x\r\n")
+        [(status, headers, _)] = answers(connection, 1)
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+    assert (status, headers["connection"]) == (400, "close")
+
+
 def test_a_foreign_host_is_refused_before_the_body(affine):
     with affine.connect() as connection:
         connection.sendall(message(body([1, 2, 3])).replace(b"localhost", b"evil.test"))
@@ -330,6 +363,27 @@ def test_a_client_that_reads_nothing_fills_no_memory(affine):
         assert sent < 60_000_000, "the server reads on though nobody takes its answers"
         assert affine.get("/health").status_code == 200
         assert affine.resident() - resident < 60_000_000
+
+
+def test_short_requests_that_wait_take_not_much_more_memory_than_their_bytes(serve_with, sample, tmp_path):
+    gate = tmp_path / "gate"
+    server = serve_with(f"--gate={gate}", workers=1, queue=16, deadline_s=120)
+    photo = sample("counter")
+    first = f"POST /detect HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(photo)}\r\n\r\n".encode() + photo
+    short, count = b"GET /models HTTP/1.1\r\nHost: localhost\r\n\r\n", 5000
+    with ExitStack() as opened:
+        resident = server.resident()
+        connections = [opened.enter_context(server.connect()) for _ in range(10)]
+        for connection in connections:
+            connection.sendall(first)
+            connection.sendall(short * count)
+        assert [server.get("/health").status_code for _ in range(10)] == [200] * 10
+        assert server.resident() - resident < 40_000_000
+        for connection in connections[1:]:
+            connection.close()
+        gate.touch()
+        found = answers(connections[0], 1 + count)
+    assert [status for status, _, _ in found] == [200] * (1 + count)
 
 
 def test_a_request_behind_another_notices_that_its_client_has_left(serve_with, sample, tmp_path):

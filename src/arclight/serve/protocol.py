@@ -36,12 +36,9 @@ def direct_protocol(*, head_s: float, take: Take) -> Any:
     class Direct(base):
         _coming: Any = None
         """The request to answer next, whose body has not ended among the bytes that are parsed."""
-        _is_parsing = False
 
-        def data_received(self, data: bytes) -> None:
-            self._is_parsing = True
-            super().data_received(data)
-            self._is_parsing = False
+        def _parse_on(self) -> None:
+            super()._parse_on()
             if self._coming is not None:
                 cycle, self._coming = self._coming, None
                 super()._start_asgi_task(cycle, self.app)

@@ -176,6 +176,7 @@ def make_server(app: Application, *, limits: Limits, tls: Tls | None = None) -> 
         uvicorn.Config(
             app,
             http=direct_protocol(head_s=limits.head_s, take=app.take),
+            ws="none",
             access_log=False,
             server_header=False,
             ssl_certfile=None if tls is None else tls.certificate,

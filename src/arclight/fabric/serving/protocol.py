@@ -1,0 +1,192 @@
+"""Receive requests of HTTP/1.1 within bounds, by uvicorn's protocol for httptools; `listening.http_protocol` gives it to servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 65_536
+"""Bytes of a request's line and headers, or of what follows a chunked body: as many as h11 takes."""
+MAX_WAITING = 8
+"""Requests of one connection that wait for their turn while more is read: who reads on notices that the client has left."""
+PARSED_BYTES = 4096
+"""Bytes parsed at a time, beside those of a body whose length is known: a short request takes fifty times its size once it is parsed."""
+_Protocol: Any = HttpToolsProtocol
+
+
+class Reading(FlowControl):
+    """Flow control that reads on only while it may."""
+
+    def __init__(self, transport: Any, may_read: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._may_read = may_read
+
+    def resume_reading(self) -> None:
+        if self._may_read():
+            super().resume_reading()
+
+
+class OneByOne(_Protocol):
+    """uvicorn's protocol, which handles requests that are sent at once on one connection within bounds.
+
+    uvicorn's reads on with each answer, and parses and keeps all that comes: here nothing is read, and at most `PARSED_BYTES` more are
+    parsed, while ``MAX_WAITING`` requests of the connection wait. That tells the last one that has come that the client has left: here the
+    one that is answered is told, too. That answers what is no request at once, which a client would take for the answer to a request before
+    it: here those are answered, and the connection is closed. That loses the body of a request that asks for another protocol, as for HTTP/2
+    without TLS: here such a request is answered as if it had not asked.
+    """
+
+    parser: Any
+    _under_way: Any = None
+    """The request that is answered."""
+    _is_malformed = False
+    """Whether what came after the last request is none: nothing more is parsed."""
+    _unparsed: Any = b""
+    """What has come and waits until fewer requests do."""
+    _is_parsing = False
+    _body_bytes = 0
+    """Bytes of the newest request's body."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.flow = Reading(transport, lambda: not self._unparsed and len(self.pipeline) < MAX_WAITING)
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._under_way = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def data_received(self, data: bytes) -> None:
+        self._unparsed = b"".join((self._unparsed, data)) if self._unparsed else data
+        self._parse_on()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._unparsed and not self._is_parsing:
+            self._parse_on()
+            self.flow.resume_reading()
+
+    def _parse_on(self) -> None:
+        """Parse what has come, as far as few requests wait."""
+        left, self._unparsed, self._is_parsing = self._unparsed, b"", True
+        if len(left) > PARSED_BYTES:
+            left = memoryview(left)
+        while left and len(self.pipeline) < MAX_WAITING and not (self._is_malformed or self.transport.is_closing()):
+            size = len(left) if len(left) <= PARSED_BYTES else max(PARSED_BYTES, self._body_left())
+            piece, left = left[:size], left[size:]
+            self._parse(piece)
+        self._is_parsing = False
+        if left and not (self._is_malformed or self.transport.is_closing()):
+            self._unparsed = bytes(left)
+            self.flow.pause_reading()
+
+    def _body_left(self) -> int:
+        """Return the bytes that are still to come of the newest request's body, as far as its head says."""
+        if self.cycle is None or not self.cycle.more_body:
+            return 0
+        length = next((int(value) for name, value in self.cycle.scope["headers"] if name == b"content-length"), 0)
+        return length - self._body_bytes
+
+    def _parse(self, piece: Any) -> None:
+        """Parse a piece of what has come."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(piece[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _ignore_upgrade(self, rest: Any) -> None:
+        """Parse a request again without its Upgrade: the parser takes what follows the head for the other protocol's."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":  # what follows is for no server of HTTP
+            self.send_400_response("This server is no proxy.")
+            return
+        lines = [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        head = b"\r\n".join([b"%b %b HTTP/%b" % (method, self.url, version), *lines, b"", b""])
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as that of uvicorn
+        for piece in (head, rest):
+            self._parse(piece)
+
+    def on_headers_complete(self) -> None:
+        self._body_bytes = 0
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request: by an answer in its turn, else by the end of the connection."""
+        if self._is_malformed:
+            return
+        last, self._is_malformed = self.cycle, True
+        if last is not None and last.more_body and last is not self._under_way:  # it breaks off while it waits
+            self.pipeline.popleft()
+            last = self.pipeline[0][0] if self.pipeline else self._under_way
+        if last is None or last.response_complete or (last.more_body and not last.response_started):
+            super().send_400_response(msg)
+        elif last.more_body:
+            self.transport.close()
+        else:
+            last.keep_alive = False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unparsed = b""
+        if self._under_way is not None and not self._under_way.response_complete:
+            self._under_way.disconnected = True
+            self._under_way.message_event.set()
+        super().connection_lost(exc)
+
+
+class Bounded(OneByOne):
+    """A protocol whose heads have at most ``MAX_HEAD_BYTES``, and come within ``head_s`` seconds."""
+
+    head_s: float
+    _head_bytes = 0
+    """Bytes parsed since the last head or part of a body was complete."""
+    _head_timer: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(self.head_s, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if not is_answered:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+        elif self._head_timer is None:  # part of a further request's head
+            self._head_timer = self.loop.call_later(self.head_s, self.transport.close)
+
+    def _parse(self, piece: Any) -> None:
+        self._head_bytes += len(piece)
+        super()._parse(piece)
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The request's headers exceed {MAX_HEAD_BYTES} bytes; send shorter ones.")
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().connection_lost(exc)
