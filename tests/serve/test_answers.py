@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
+from contextlib import ExitStack, suppress
 
 import httpx
 import numpy as np
@@ -197,6 +199,53 @@ def test_no_request_fails_while_the_server_drains(serve_with, sample):
         assert uploading.recv(12) == b"HTTP/1.1 200"
     assert {status for seen in statuses for status in seen} == {200}
     server.process.wait(60)
+
+
+def test_clients_that_go_on_until_they_are_refused_are_all_answered(serve_with):
+    """Each makes a new connection for each request, as drained clients do, up to the last moment."""
+    server = serve_with(drain_s=0.5)
+    request = b"GET /models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    outcomes: list[list[bytes]] = [[] for _ in range(8)]
+
+    def send_until_refused(seen: list[bytes]) -> None:
+        with suppress(ConnectionRefusedError):
+            while True:
+                with server.connect() as connection:
+                    try:
+                        connection.sendall(request)
+                        seen.append(connection.recv(12))
+                    except ConnectionResetError:
+                        seen.append(b"reset")
+
+    clients = [threading.Thread(target=send_until_refused, args=(seen,)) for seen in outcomes]
+    for client in clients:
+        client.start()
+    wait_until(lambda: all(outcomes), "all clients are served")
+    server.process.send_signal(signal.SIGTERM)
+    for client in clients:
+        client.join(60)
+    assert {outcome for seen in outcomes for outcome in seen} == {b"HTTP/1.1 200"}
+    server.process.wait(60)
+
+
+@pytest.mark.parametrize("is_accepted", [True, False])
+def test_a_connection_that_was_made_before_the_listener_closed_is_answered(serve_with, is_accepted):
+    """The server stands still from before its clients' requests until after the time at which its listener closes."""
+    server = serve_with(drain_s=1.0)
+    with ExitStack() as opened:
+        connections = [opened.enter_context(server.connect()) for _ in range(5 * is_accepted)]
+        assert server.get("/health").status_code == 200, "it has accepted those before"
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/health").status_code == 503, "it drains")
+        server.process.send_signal(signal.SIGSTOP)
+        connections += [opened.enter_context(server.connect()) for _ in range(5 * (not is_accepted))]
+        for connection in connections:
+            connection.sendall(b"GET /models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        time.sleep(1.2)
+        server.process.send_signal(signal.SIGCONT)
+        assert [connection.recv(12) for connection in connections] == [b"HTTP/1.1 200"] * 5
+    server.process.wait(60)
+    assert refused(server)
 
 
 def test_requests_that_do_not_end_are_given_up_at_the_limit(serve_with, sample):

@@ -1,13 +1,19 @@
-"""Drain before the end: fall unready first, close the listener later."""
+"""Drain before the end: fall unready first, close the listener later, fail no request that came before."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 import uvicorn
+
+from arclight.serve.protocol import FIRST_REQUEST_S
 
 
 class DrainingServer(uvicorn.Server):
@@ -35,3 +41,41 @@ class DrainingServer(uvicorn.Server):
         if self._closes_at is not None and not self.should_exit and time.monotonic() >= self._closes_at:
             super().handle_exit(signal.SIGTERM, None)
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the listener, answer the connections that the system had made for it, and end as uvicorn does."""
+        made = [asyncio.ensure_future(self._connect(one)) for one in self._close(sockets or [])]
+        if made:
+            await asyncio.wait(made, timeout=FIRST_REQUEST_S)
+        await super().shutdown(sockets)
+
+    def _close(self, sockets: list[socket.socket]) -> list[socket.socket]:
+        """Close the listener; return the connections that nobody has accepted, which the system would reset."""
+        kept = [one.dup() for one in sockets]
+        for server in self.servers:
+            server.close()
+        for one in sockets:
+            one.close()
+        found: list[socket.socket] = []
+        for one in kept:
+            found += self._accepted(one)
+            one.close()  # at once: it resets those that are made in between
+        return found
+
+    def _accepted(self, listening: socket.socket) -> Iterator[socket.socket]:
+        listening.setblocking(False)
+        with suppress(BlockingIOError):
+            for _ in range(self.config.backlog):
+                yield listening.accept()[0]
+
+    async def _connect(self, connection: socket.socket) -> None:
+        """Give a connection to the protocol, as the loop's own listener does."""
+        protocol: Any = self.config.http_protocol_class
+        state, connections = self.lifespan.state, self.server_state
+        connection.setblocking(False)
+        with suppress(OSError):  # its client has left
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: protocol(config=self.config, server_state=connections, app_state=state),
+                connection,
+                ssl=self.config.ssl,
+            )

@@ -19,6 +19,8 @@ Write = Callable[[MutableMapping[str, Any], bytes, bytes], bool]
 Messages of ASGI take two calls of the system for it, and are checked one header at a time. Returns False, having done nothing, where only
 messages will do: the client reads too slowly, or the connection ends with this answer.
 """
+FIRST_REQUEST_S = 1.0
+"""Seconds in which a connection that was made just before the listener closed must have sent its first request."""
 Take = Callable[[MutableMapping[str, Any], bytes, Callable[[Any], None]], bool]
 """Answer a request that has come whole: gets its scope, its body, and a function that starts a task of an application of ASGI to answer it.
 
@@ -65,6 +67,10 @@ def direct_protocol(*, head_s: float, take: Take) -> Any:
             by_task = partial(super()._start_asgi_task, cycle)
             if not take(cycle.scope, cycle.body, by_task):
                 by_task(self.app)
+
+        def shutdown(self) -> None:
+            """End the connection, after the answer to its request; a new one's first request may be on the way."""
+            self.loop.call_later(FIRST_REQUEST_S if self.cycle is None else 0.0, super().shutdown)
 
         def _write(self, scope: MutableMapping[str, Any], headers: bytes, content: bytes) -> bool:
             cycle = self._under_way
