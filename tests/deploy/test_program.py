@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from arclight.deploy import ExportError, Program, ProgramError, export, quantize
 from arclight.deploy.programs import metadata
-from arclight.deploy.programs.metadata import seal
+from arclight.deploy.programs.metadata import seal, unseal
 
 
 class Largest:
@@ -163,6 +163,20 @@ def test_saving_a_sealed_program_again_breaks_the_seal(copied: Path) -> None:
     onnx.save(model, copied)
     with pytest.raises(ProgramError, match="checksum does not fit"):
         Program.load(copied)
+
+
+@pytest.mark.parametrize(
+    "before", [b"", b"r", b"rr", b"\x80r\x80", b"\n\x08arclight\x12", b"r\x0b\n\x08arclight\x12\x00"]
+)
+@pytest.mark.parametrize("length", [0, 16, 17, 18, 19, 20, 21, 300, 70_000])
+def test_a_description_is_found_after_any_bytes(tmp_path: Path, before: bytes, length: int) -> None:
+    path = tmp_path / "p.onnx"
+    path.write_bytes(before)
+    described = {"x": "r" * length, "y": "\n\x08arclight\x12"}
+    seal(path, described)
+    assert unseal(path)[0].items() >= described.items()
+    path.write_bytes(path.read_bytes() + before)
+    assert unseal(path) == ({}, None) or not before
 
 
 @pytest.fixture

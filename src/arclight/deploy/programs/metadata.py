@@ -1,11 +1,11 @@
-"""Append metadata to an ONNX program, and read it: checksummed JSON (key ``arclight``).
+"""Append metadata to an ONNX program and read it: JSON under the key ``arclight``, with a checksum.
 
 The exporter calls `check` and `seal`, `Program.load` calls `unseal` before any runtime reads the file. This is a file format: a change
 needs a new `FORMAT`, and programs of the format before must load for one more release.
 
 An ONNX file is a protobuf message, and protobuf reads concatenated messages as one. So the description is appended as a message of its
-own, which can be found from the end of the file without a protobuf reader. The checksum covers every byte before the description
-and the description itself, which lists external files of weights with their checksums.
+own, whose bytes are found from the end of the file: no reader of protobuf sees a file before its checksum fits (docs/decisions/030). The
+checksum covers every byte before the description and the description itself, which lists external files of weights with their checksums.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from arclight.deploy.errors import ExportError, ProgramError
+from arclight.fabric.extras import require
 
 KEY = "arclight"
 FORMAT = 2
@@ -27,9 +28,13 @@ MODEL_CHECKSUM_ONLY = 1
 CHUNK = 1 << 20
 """Bytes read at a time."""
 MAX_DESCRIPTION_BYTES = 1 << 24
-_METADATA_PROPS, _ENTRY_KEY, _ENTRY_VALUE = 14, 1, 2  # field numbers in onnx.proto: ModelProto, StringStringEntryProto
-_LOCATION = b"\n\x08location\x12"  # start of an entry of TensorProto.external_data that names a file
 _MAX_PATH_BYTES = 4096  # as on Linux
+# Fields are a byte of number and type, a size of seven bits a byte (the high bit is set if more follow), and the content. `r` is field 14
+# of ModelProto, metadata_props; entries of it and of TensorProto.external_data have a key, field 1, and a value, field 2.
+_SIZE = rb"([\x80-\xff]{0,9}[\x00-\x7f])"
+_RECORD = re.compile(b"r" + _SIZE + rb"\Z")
+_ENTRY = re.compile(b"\n\x08arclight\x12" + _SIZE)
+_LOCATION = re.compile(b"\n\x08location\x12" + _SIZE)
 _SEALED = re.compile(r'(?s)(.*), "sha256": "([0-9a-f]{64})"}')
 
 
@@ -61,8 +66,10 @@ def seal(path: Path, metadata: dict[str, Any]) -> None:
     described = {"format": FORMAT, **metadata, "files": files}
     text = json.dumps(described, allow_nan=False, ensure_ascii=False).removesuffix("}")
     digest.update(text.encode())
+    onnx = require("onnx", extra="deploy")
+    entry = onnx.StringStringEntryProto(key=KEY, value=f'{text}, "sha256": "{digest.hexdigest()}"}}')
     with path.open("ab") as file:
-        file.write(_record(f'{text}, "sha256": "{digest.hexdigest()}"}}'))
+        file.write(onnx.ModelProto(metadata_props=[entry]).SerializeToString())
 
 
 def unseal(path: Path) -> tuple[dict[str, Any], str | None]:
@@ -142,15 +149,18 @@ def changed(path: Path) -> ProgramError:
 def _last_record(file: BinaryIO) -> tuple[int, str] | None:
     """Find the description at the end of the file: bytes before it, and its text; or None."""
     size = file.seek(0, 2)
-    window, begins = min(1 << 16, size), _field(_ENTRY_KEY, KEY.encode()) + _tag(_ENTRY_VALUE)
+    window = min(1 << 16, size)
     while True:
         file.seek(size - window)
         tail = file.read(window)
-        # JSON escapes control characters, so the last match is not inside the text
-        if (place := tail.rfind(begins)) >= 0:
-            text = tail[_varint_at(tail, place + len(begins))[1] :].decode(errors="replace")
-            if tail.endswith(record := _record(text)):
-                return size - len(record), text
+        # JSON escapes control characters, so the last key is not inside the text
+        at = tail.rfind(b"\n\x08arclight\x12")
+        entry = _ENTRY.match(tail, at) if at >= 0 else None
+        record = _RECORD.search(tail, max(0, at - 11), at) if entry is not None else None
+        if entry is not None and record is not None:
+            sizes = _number(record[1]), _number(entry[1])
+            if sizes == (len(tail) - at, len(tail) - entry.end()):
+                return size - len(tail) + record.start(), tail[entry.end() :].decode(errors="replace")
         if window == min(size, MAX_DESCRIPTION_BYTES):
             return None
         window = min(4 * window, size, MAX_DESCRIPTION_BYTES)
@@ -163,20 +173,19 @@ def _scan(path: Path, length: int) -> tuple[Any, set[str]]:
         while piece := file.read(min(CHUNK, length)):
             length -= len(piece)
             digest.update(piece)
-            window = window[-_MAX_PATH_BYTES - len(_LOCATION) - 2 :] + piece
+            window = window[-_MAX_PATH_BYTES - 22 :] + piece  # with the key and the size of the longest
             names |= _locations(window)
     return digest, names
 
 
 def _locations(window: bytes) -> set[str]:
     """Return the file names in all complete external-data entries of ``window``."""
-    names, place = set(), window.find(_LOCATION)
-    while place >= 0:
-        size, start = _varint_at(window, place + len(_LOCATION))
-        if 0 < size <= _MAX_PATH_BYTES and start + size <= len(window):
-            names.add(window[start : start + size].decode(errors="replace"))
-        place = window.find(_LOCATION, start)
-    return names
+    found = ((entry.end(), _number(entry[1])) for entry in _LOCATION.finditer(window))
+    return {
+        window[start : start + size].decode(errors="replace")
+        for start, size in found
+        if 0 < size <= _MAX_PATH_BYTES and start + size <= len(window)
+    }
 
 
 def _inside(path: Path, name: str) -> bool:
@@ -190,40 +199,6 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _record(text: str) -> bytes:
-    """Encode a ModelProto that holds one entry of metadata_props and nothing else."""
-    entry = _field(_ENTRY_KEY, KEY.encode()) + _field(_ENTRY_VALUE, text.encode())
-    return _field(_METADATA_PROPS, entry)
-
-
-def _field(number: int, payload: bytes) -> bytes:
-    """Encode one length-delimited protobuf field."""
-    return _tag(number) + _varint(len(payload)) + payload
-
-
-def _tag(number: int) -> bytes:
-    return _varint(number << 3 | 2)  # wire type 2: length-delimited
-
-
-def _varint(value: int) -> bytes:
-    """Encode a varint: seven bits a byte, least significant first.
-
-    The high bit is set if more bytes follow.
-    """
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def _varint_at(data: bytes, place: int) -> tuple[int, int]:
-    """Decode the varint at ``place``; return it and the place after it."""
-    value = shift = 0
-    while place < len(data):
-        byte, place = data[place], place + 1
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            break
-    return value, place
+def _number(size: bytes) -> int:
+    """Decode a size: seven bits a byte, least significant first."""
+    return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(size))
