@@ -137,6 +137,33 @@ def language_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory, "lm.onnx", write_language_program)
 
 
+@pytest.fixture(scope="session")
+def embedding_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program of the embeddings of `programs.language_model`."""
+    from tests.serve.programs import write_embedding_program
+
+    return made_once(tmp_path_factory, "embed.onnx", write_embedding_program)
+
+
+@pytest.fixture(scope="session")
+def all_tasks(
+    tmp_path_factory: pytest.TempPathFactory,
+    one_box_path: Path,
+    affine_path: Path,
+    language_path: Path,
+    embedding_path: Path,
+) -> Iterator[Server]:
+    """A server of a model of each task: codes, affine, lm and embed."""
+    from tests.serve.test_tensors import SERVE
+
+    script = tmp_path_factory.mktemp("all-tasks") / "serve.py"
+    script.write_text(SERVE)
+    limits = ["--limits.linger_s=0.2", "--limits.body_idle_s=1", "--limits.deadline_s=5", "--limits.refusal_s=0.05"]
+    models = [f"codes={one_box_path}", f"affine={affine_path}", f"lm={language_path}", f"embed={embedding_path}"]
+    with running(*models, *limits, program=str(script)) as server:
+        yield server
+
+
 @pytest.fixture
 def sample() -> Callable[[str], bytes]:
     """The bytes of one of the page's sample photos."""

@@ -11,6 +11,7 @@ from arclight.deploy import export
 from arclight.parallel import initialize
 from arclight.text import build_model
 from arclight.text.data.tokenizer import ByteTokenizer
+from arclight.text.embedding_program import export_embedding_model
 from arclight.text.language_program import export_language_model
 from arclight.text.model.decoder import Decoder
 
@@ -63,3 +64,8 @@ def language_model() -> Decoder:
 def write_language_program(path: Path) -> None:
     texts = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(0))
     export_language_model(language_model(), path, [texts], tokenizer=ByteTokenizer())
+
+
+def write_embedding_program(path: Path) -> None:
+    texts = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(0))
+    export_embedding_model(language_model(), path, [texts], tokenizer=ByteTokenizer())

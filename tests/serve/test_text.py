@@ -95,7 +95,13 @@ def test_texts_that_join_and_leave_each_other_have_the_tokens_of_generate(lm, pr
 
 
 def test_seeds_sample_as_generate_does(lm, program):
-    body = {"prompt": "hello", "max_tokens": NEW, "temperature": 0.9, "top_p": 0.8, "seed": 7}
+    body = {
+        "prompt": "hello",
+        "max_tokens": float(NEW),
+        "temperature": 0.9,
+        "top_p": 0.8,
+        "seed": 7.0,
+    }  # integers of JSON Schema
     text = post(lm, body).json()["choices"][0]["text"]
     assert text == expected(program, "hello", temperature=0.9, top_p=0.8, seed=7)
 
@@ -156,9 +162,12 @@ BAD = {
     "a long stop": {"stop": "x" * 257},
     "many stops": {"stop": ["x"] * 17},
     "a huge seed": {"seed": 2**63},
+    "a broken seed": {"seed": 7.5},
+    "a seed that is true": {"seed": True},
     "several answers": {"n": 2},
     "a penalty": {"presence_penalty": 0.5},
     "log probabilities": {"logprobs": 3},
+    "a number for false": {"echo": 0},
     "an unknown field": {"tools": []},
     "a lone surrogate": {"prompt": "\ud800"},
 }

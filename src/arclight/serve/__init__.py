@@ -1,9 +1,9 @@
-"""Serve programs over HTTP: photos, tensors and texts in; answers, page and metrics out.
+"""Serve programs over HTTP: photos, tensors and texts in; answers, a web page and metrics out.
 
 A program and an address come in through `server`; `models` loads programs, and reloads them when they are replaced. A request comes by
 `protocol`, passes `middleware` (whose first lines name the way of a small one) and `admission` (limits, queue), and is answered in `app`
 by one of the `tasks`, each a protocol, within the limits of `settings`; `metrics` counts it, `request_log` identifies it and writes a
-line about it. `draining` ends the server without failing requests.
+line about it. `openapi` describes requests and answers to clients. `draining` ends the server without failing requests.
 `servable` checks Lightning's servable modules. Open `app` first.
 """
 

@@ -35,6 +35,25 @@ from arclight.serve.admission import (
 from arclight.serve.metrics import Address, Metrics
 from arclight.serve.middleware import PAGE, Access, Exchange, Front, Outcome
 from arclight.serve.models import Models, ServedModel, proof, start
+from arclight.serve.openapi import (
+    CHATS_FOUND,
+    COMPLETIONS_FOUND,
+    EVERYWHERE,
+    METRICS,
+    PHOTO_REFUSALS,
+    TENSOR_REFUSALS,
+    TENSORS_FOUND,
+    TEXT_MODEL_REFUSALS,
+    TEXT_REFUSALS,
+    UNKNOWN_MODEL,
+    UNKNOWN_TEXT_MODEL,
+    UNREADY,
+    VECTORS_FOUND,
+    name_models,
+    photo_body,
+    tensor_body,
+    text_body,
+)
 from arclight.serve.request_log import Record, RequestLog, record_of
 from arclight.serve.settings import Limits, check_keys
 from arclight.serve.tasks.batching import BatchCost, Encoded, Job
@@ -88,46 +107,6 @@ class ModelDescription:
             proof=proof(model),
             batch=model.batcher.measured,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Error:
-    error: str
-
-
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Error, "description": "No image in the request, or a malformed form"},
-    408: {"model": Error, "description": "The upload stalled"},
-    413: {"model": Error, "description": "The upload is too large"},
-    415: {"model": Error, "description": "The body is compressed"},
-    422: {"model": Error, "description": "Not an image, damaged, or too many pixels"},
-    429: {"model": Error, "description": "The server is full; see Retry-After"},
-    503: {"model": Error, "description": "No worker was free before the deadline; see Retry-After"},
-}
-PHOTO = {"type": "string", "format": "binary"}
-BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "image/*": {"schema": PHOTO},
-            "application/octet-stream": {"schema": PHOTO},
-            "multipart/form-data": {
-                "schema": {"type": "object", "properties": {"file": PHOTO}, "required": ["file"]},
-            },
-        },
-    }
-}
-
-
-TENSORS = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": {"type": "object", "required": ["inputs"]}},
-            "application/octet-stream": {"schema": PHOTO},
-        },
-    }
-}
 
 
 def create_app(
@@ -191,7 +170,7 @@ def build_app(
         direct={INFER.format(model=name): TensorEndpoint(service, name) for name in service.models}, access=access, limits=limits,
         metrics=metrics, addresses=addresses(service), is_draining=lambda: service.is_draining, request_log=lines,
     )  # fmt: skip
-    app = Application(front, lifespan)
+    app = Application(front, lifespan, service.names)
     app.add_exception_handler(Refusal, refuse)
     app.add_exception_handler(HTTPException, refuse_address)
 
@@ -202,7 +181,6 @@ def build_app(
         add_text_routes(app, service)
     if add_routes is not None:
         add_routes(app, service)
-    app.mount("/", StaticFiles(directory=PAGE, html=True))
     app.state.drain = service.drain
     return app
 
@@ -213,14 +191,29 @@ class Application(FastAPI):
     They go through FastAPI where somebody has added middleware that must see them.
     """
 
-    def __init__(self, front: Front, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> None:
+    def __init__(
+        self,
+        front: Front,
+        lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
+        names: Callable[[str], Sequence[str]],
+    ) -> None:
+        """``names`` gives the models that a path of the document takes."""
         # The interactive documentation of FastAPI loads its scripts from a CDN, so only the schema is offered.
         super().__init__(
-            title="Arclight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
-            telemetry={"tracing": False, "metrics": False, "logs": False},
+            title="Arclight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False,
+            telemetry={"tracing": False, "metrics": False, "logs": False}, responses=EVERYWHERE,
         )  # fmt: skip
         self.front = front
+        self._names = names
         self.add_middleware(front.around)
+        # no route: it would answer other methods of the API's addresses, too, as if there were none
+        self.router.default = StaticFiles(directory=PAGE, html=True)
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document, with the names of the models."""
+        if self.openapi_schema is None:
+            name_models(super().openapi(), self._names)
+        return super().openapi()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if len(self.user_middleware) == 1 and self.front.endpoint(scope) is not None:
@@ -248,7 +241,7 @@ def add_server_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
         """List the models, with the measurements of their export."""
         return [ModelDescription.of(model) for model in service.models.all()]
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response, responses=METRICS)
     async def prometheus(request: Request) -> Response:
         """Return the metrics in a text format of Prometheus."""
         content, content_type = metrics.exposition(request.headers.get("accept", ""))
@@ -301,6 +294,17 @@ class Service:
         They are closed after the answer.
         """
         self.ready, self.is_draining = False, True
+
+    def names(self, path: str) -> list[str]:
+        """Return the models that answer at a path with ``{model}`` in it, or with a field of that name in its body."""
+        takes: Callable[[ServedModel], bool] = {
+            OBJECT_DETECTION: lambda model: model.detector is not None,
+            TEXT[0]: lambda model: model.text is not None,
+            TEXT[1]: lambda model: model.text is not None,
+            TEXT[2]: lambda model: model.embedder is not None,
+            "/v1/models/{model}": lambda model: model.task in TEXT_TASKS,
+        }.get(path, lambda model: model.program is not None)
+        return [model.name for model in self.models.all() if takes(model)]
 
     def detector(self, name: str, record: Record) -> Detect:
         """Return the detector of a model, and record the model; raises Refusal 404."""
@@ -415,7 +419,7 @@ async def disconnected(receive: Receive) -> None:
 def add_photo_routes(app: FastAPI, service: Service) -> None:
     """Add ``/detect``, and YOLOv5's address by model."""
 
-    @app.post("/detect", responses={200: {"model": Answer}, **REFUSALS}, openapi_extra=BODY)
+    @app.post("/detect", responses={200: {"model": Answer}, **PHOTO_REFUSALS}, openapi_extra=photo_body("file"))
     async def detect(request: Request) -> JSONResponse:
         """Find the objects in a photo and read the payment codes among them."""
         name, kind = service.main.name, request.headers.get("content-type", "")
@@ -427,7 +431,7 @@ def add_photo_routes(app: FastAPI, service: Service) -> None:
         )
         return JSONResponse(asdict(found))
 
-    @app.post(OBJECT_DETECTION, responses={404: {"model": Error}, **REFUSALS}, openapi_extra=BODY)
+    @app.post(OBJECT_DETECTION, responses=PHOTO_REFUSALS, openapi_extra=photo_body("image"))
     async def object_detection(request: Request, model: str) -> JSONResponse:
         """Find the objects in a photo with one of the models, in the form of YOLOv5's REST example."""
         detector = service.detector(model, record_of(request.scope))
@@ -454,23 +458,25 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
         """Report that the server is up."""
         return {"live": True}
 
-    @app.get("/v2/health/ready", responses={503: {}})
+    @app.get("/v2/health/ready", responses=UNREADY)
     async def ready() -> JSONResponse:
         """Report whether all models are ready, else 503."""
         return JSONResponse({"ready": service.ready}, status_code=200 if service.ready else 503)
 
-    @app.get("/v2/models/{model}", responses={404: {"model": Error}})
+    @app.get("/v2/models/{model}", responses=UNKNOWN_MODEL)
     async def model_metadata(request: Request, model: str) -> dict[str, Any]:
         """Describe the inputs and outputs of a model."""
         return described(*service.tensors(model, record_of(request.scope)), model)
 
-    @app.get("/v2/models/{model}/ready", responses={404: {"model": Error}, 503: {}})
+    @app.get("/v2/models/{model}/ready", responses={**UNKNOWN_MODEL, **UNREADY})
     async def model_ready(request: Request, model: str) -> JSONResponse:
         """Report whether a model is ready, else 503."""
         service.tensors(model, record_of(request.scope))
         return JSONResponse({"name": model, "ready": service.ready}, status_code=200 if service.ready else 503)
 
-    @app.post(INFER, responses={404: {"model": Error}, **REFUSALS}, openapi_extra=TENSORS)
+    @app.post(
+        INFER, response_class=Response, responses={**TENSORS_FOUND, **TENSOR_REFUSALS}, openapi_extra=tensor_body()
+    )
     async def inferred(request: Request, model: str) -> Response:
         """Compute a model's outputs for plain tensors, in JSON or as bytes after it."""
         record = record_of(request.scope)
@@ -541,29 +547,41 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
             )
             return await text.answer(texts, Turn(service.limits.deadline_s), lambda: disconnected(request.receive))
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=TEXT_MODEL_REFUSALS)
     async def models() -> dict[str, Any]:
         """List the models that generate or embed text."""
         return text.listed({model.name: model.created for model in service.models.all() if model.task in TEXT_TASKS})
 
-    @app.get("/v1/models/{model}", responses={404: {}})
+    @app.get("/v1/models/{model}", responses=UNKNOWN_TEXT_MODEL)
     async def model_of_text(request: Request, model: str) -> dict[str, Any]:
         """Describe a model that generates or embeds text."""
         if model not in service.models or service.models[model].task not in TEXT_TASKS:
             service.text(model, record_of(request.scope))
         return text.described(model, service.models[model].created)
 
-    @app.post(TEXT[0], responses=TEXT_REFUSALS, openapi_extra=text.openapi(text.CompletionRequest))
+    @app.post(
+        TEXT[0],
+        response_class=Response,
+        responses={**COMPLETIONS_FOUND, **TEXT_REFUSALS},
+        openapi_extra=text_body(text.CompletionRequest),
+    )
     async def completions(request: Request) -> Response:
         """Continue texts, whole or streamed by server-sent events."""
         return await answered(request, text.CompletionRequest)
 
-    @app.post(TEXT[1], responses=TEXT_REFUSALS, openapi_extra=text.openapi(text.ChatRequest))
+    @app.post(
+        TEXT[1],
+        response_class=Response,
+        responses={**CHATS_FOUND, **TEXT_REFUSALS},
+        openapi_extra=text_body(text.ChatRequest),
+    )
     async def chat_completions(request: Request) -> Response:
         """Answer a chat by the model's template, whole or streamed by server-sent events."""
         return await answered(request, text.ChatRequest)
 
-    @app.post(TEXT[2], responses=TEXT_REFUSALS, openapi_extra=text.openapi(embeddings.EmbeddingRequest))
+    @app.post(
+        TEXT[2], responses={**VECTORS_FOUND, **TEXT_REFUSALS}, openapi_extra=text_body(embeddings.EmbeddingRequest)
+    )
     async def embedding(request: Request) -> Response:
         """Return the embeddings of texts."""
         record = record_of(request.scope)
@@ -575,9 +593,6 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
             ),
         )
         return Response(content, media_type="application/json")
-
-
-TEXT_REFUSALS: dict[int | str, dict[str, Any]] = {status: {} for status in (400, 404, 408, 413, 415, 429, 500, 503)}
 
 
 async def refuse(request: Request, refusal: Exception) -> Response:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from arclight.serve.admission import Refusal, Turn, busy, one_sentence
 from arclight.serve.settings import Limits
-from arclight.serve.tasks.text import MAX_ERRORS, read_json, wrong_field
+from arclight.serve.tasks.text import MAX_ERRORS, AtLeastOne, read_json, wrong_field
 from arclight.text.data.tokenizer import TokenizerError
 from arclight.text.embedding_program import BATCH, Embedder
 
@@ -32,7 +32,7 @@ class EmbeddingRequest(BaseModel):
     model: str
     input: str | Texts | Tokens | SeveralTokens
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: int | None = Field(None, ge=1)
+    dimensions: AtLeastOne | None = None
     user: str | None = None
 
     def texts(self) -> list[str] | list[list[int]]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 from starlette.types import Receive, Scope, Send
 
 from arclight.fabric.extras import require
@@ -23,6 +24,24 @@ from arclight.text.generation import GenerationSettings, encode_prompt
 
 MAX_ERRORS = 100
 """Wrong fields of a request, of which the first is named."""
+
+
+def whole(value: Any) -> Any:
+    """Take 3.0 for 3: JSON has one kind of number, and JSON Schema counts 3.0 among the integers."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def boolean(value: Any) -> Any:
+    """Refuse 0 and 0.0, which equal False and would pass for it."""
+    if value == 0 and value is not False:
+        raise PydanticCustomError("bool_type", "Input should be a valid boolean")
+    return value
+
+
+Off = Annotated[Literal[False], BeforeValidator(boolean)]
+AtLeastOne = Annotated[int, Field(ge=1), BeforeValidator(whole)]
+One = Annotated[int, Field(ge=1, le=1), BeforeValidator(whole)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), BeforeValidator(whole)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 # the first wrong element ends a list: a million of them, each with an error of its own, would take gigabytes
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -43,15 +62,15 @@ class TextRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: AtLeastOne | None = None
     temperature: float | None = Field(1.0, ge=0, le=2)
     top_p: float | None = Field(1.0, gt=0, le=1)
     stop: StopText | Annotated[list[StopText], Field(max_length=16, fail_fast=True)] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: Seed | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    n: One | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
@@ -66,8 +85,8 @@ class TextRequest(BaseModel):
 class CompletionRequest(TextRequest):
     prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     logprobs: None = None
-    echo: Literal[False] | None = None
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    echo: Off | None = None
+    best_of: One | None = None
     suffix: None = None
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
@@ -97,8 +116,8 @@ class Message(BaseModel):
 
 class ChatRequest(TextRequest):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: Literal[False] | None = None
+    max_completion_tokens: AtLeastOne | None = None
+    logprobs: Off | None = None
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         text = rendered(tokenizer, self.messages)
@@ -364,20 +383,3 @@ def listed(names: Mapping[str, int]) -> dict[str, Any]:
 
 def described(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "arclight"}
-
-
-def openapi(kind: type[BaseModel]) -> dict[str, Any]:
-    """Describe a request's body for the OpenAPI document, without references."""
-    schema = kind.model_json_schema()
-    parts = schema.pop("$defs", {})
-
-    def inlined(value: Any) -> Any:
-        if isinstance(value, list):
-            return [inlined(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if "$ref" in value:
-            return inlined(parts[value["$ref"].rpartition("/")[2]])
-        return {key: inlined(item) for key, item in value.items()}
-
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined(schema)}}}}
