@@ -8,8 +8,9 @@ comes (a process for HTTP and one that computes). Rounds of the servers alternat
 share the machine's cores. CPU time is that of all processes of a server, in user space and in the kernel, and of the clients' process:
 what else the machine does changes it less than requests per second. In overload, 64 clients send 16 rows each to a program of three
 layers of 1024 and ask again as soon as they are refused, without regard to Retry-After; what recovers is the time of one request right
-after they have stopped, and what is kept is answers per second beside those of two clients. Texts: 8 of 48 tokens each, together and
-one after another.
+after they have stopped, and what is kept is answers per second beside those of two clients. A drain is a SIGTERM while 16 clients go on:
+readiness falls, each answer closes its connection, clients make another for the next request, and end when one is refused; whatever else
+than an answer of status 200 they get has failed. Texts: 8 of 48 tokens each, together and one after another.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ class Client:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received = b""
+        self.is_over = False
+        """Whether the server closes the connection after its answer."""
 
     def ask(self, message: bytes) -> int:
         """Return the status of the answer, which is read whole."""
@@ -147,7 +150,7 @@ class Client:
         """Read what has come of an answer; return its status once it is whole."""
         piece = self.socket.recv(65536)
         if not piece:
-            raise SystemExit("a server closed a connection before its answer was whole")
+            raise ConnectionResetError("a server closed a connection before its answer was whole")
         self._received += piece
         head, end, body = self._received.partition(b"\r\n\r\n")
         if not end:
@@ -156,6 +159,7 @@ class Client:
         if len(body) < size:
             return None
         self._received = b""
+        self.is_over = b"\r\nconnection: close" in head.lower()
         return int(head[9:12])
 
 
@@ -294,6 +298,51 @@ def swapped(folder: Path, quick: bool) -> tuple[int, int]:
     return sum(statuses.values()) - statuses[200], sum(statuses.values())
 
 
+def drained(folder: Path, drains: int) -> tuple[int, int]:
+    """Return the requests that failed while as many servers ended under load, and all of them."""
+    path, message = program(folder / "drained.onnx", 32, 1), infer("m")
+    ready = b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    statuses: Counter[int] = Counter()
+    for _ in range(drains):
+        with serving(f"m={path}", queue=32, drain_s=1.0) as (port, pid):
+            while Client(port).ask(ready) != 200:
+                time.sleep(0.05)
+            met = [Counter[int]() for _ in range(16)]
+            clients = [threading.Thread(target=ask_until_refused, args=(port, message, found)) for found in met]
+            for client in clients:
+                client.start()
+            time.sleep(0.5)
+            os.kill(pid, signal.SIGTERM)
+            while Client(port).ask(ready) != 503:
+                pass
+            asked = sum(found.total() for found in met)
+            for client in clients:
+                client.join()
+        one = sum(met, Counter[int]())
+        if one.total() == asked:
+            raise SystemExit("nothing was answered between the fall of readiness and the end of the listener")
+        statuses += one
+    return statuses.total() - statuses[200], statuses.total()
+
+
+def ask_until_refused(port: int, message: bytes, statuses: Counter[int]) -> None:
+    """Send requests on a connection for as long as the server keeps it, then on another; count their statuses, 0 for a broken connection."""
+    while True:
+        try:
+            client = Client(port)
+        except ConnectionRefusedError:
+            return
+        except OSError:
+            statuses[0] += 1
+            continue
+        try:
+            while not client.is_over:
+                statuses[client.ask(message)] += 1
+        except OSError:
+            statuses[0] += 1
+        client.socket.close()
+
+
 def overloaded(folder: Path, quick: bool) -> tuple[float, Ratio, Counter[int]]:
     """Return the seconds of a request right after overload, the capacity kept in it, and the statuses meanwhile."""
     seconds, rounds = (0.5, 2) if quick else (3.0, 5)
@@ -348,10 +397,12 @@ def streams(folder: Path, quick: bool) -> Ratio:
 def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     quick = options.quick
+    drains = 1 if quick else 20
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         rates = beside_others(folder, quick)
         failed, asked = swapped(folder, quick)
+        failed_at_end, asked_at_end = drained(folder, drains)
         recovery_s, kept, met = overloaded(folder, quick)
         grown, more = growth_mb(folder, quick)
         together = streams(folder, quick)
@@ -360,7 +411,7 @@ def main(options: argparse.Namespace) -> None:
         **{f"throughput_over_{name}": ratio for name, ratio in over.items()},
         **{f"server_us_{name}": middle(found.server_us) for name, found in rates.items()},
         "recovery_seconds": recovery_s, "capacity_kept": kept,
-        "failed_during_swap": failed, "rss_growth_mb": grown, "streams_over_single": together,
+        "failed_during_swap": failed, "failed_during_drain": failed_at_end, "rss_growth_mb": grown, "streams_over_single": together,
     }  # fmt: skip
     rows: Sequence[Sequence[str]] = [
         *(throughput_row(name, rates, over) for name in GOALS),
@@ -368,6 +419,7 @@ def main(options: argparse.Namespace) -> None:
         ["a request after overload, seconds (worst)", f"{met[200]} answered, {met[429] + met[503]} refused", f"{recovery_s:.3f}", "below 0.5"],
         ["capacity kept in overload", "64 clients beside 2", str(kept), "0.9"],
         ["requests failed during two swaps", f"of {asked}", str(failed), "0"],
+        ["requests failed during drains", f"of {asked_at_end}, {drains} drains", str(failed_at_end), "0"],
         ["growth, MB", f"over {more} requests", f"{grown:.1f}", "at most 20"],
         ["8 texts together over one at a time", "48 tokens each", str(together), "2.5"],
     ]  # fmt: skip
