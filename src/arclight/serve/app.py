@@ -296,7 +296,7 @@ class Service:
         self.ready, self.is_draining = False, True
 
     def names(self, path: str) -> list[str]:
-        """Return the models that answer at a path with ``{model}`` in it, or with a field of that name in its body."""
+        """Return the models that answer at a path that has a model in its address or body."""
         takes: Callable[[ServedModel], bool] = {
             OBJECT_DETECTION: lambda model: model.detector is not None,
             TEXT[0]: lambda model: model.text is not None,

@@ -1,4 +1,4 @@
-"""Drain before the end: fall unready first, close the listener later, fail no request that came before."""
+"""Drain before the end: fall unready, close the listener later, fail no request before."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the listener, answer the connections that the system had made for it, and end as uvicorn does."""
+        """Close the listener, answer the connections made for it, and end as uvicorn does."""
         made = [asyncio.ensure_future(self._connect(one)) for one in self._close(sockets or [])]
         if made:
             await asyncio.wait(made, timeout=FIRST_REQUEST_S)
         await super().shutdown(sockets)
 
     def _close(self, sockets: list[socket.socket]) -> list[socket.socket]:
-        """Close the listener; return the connections that nobody has accepted, which the system would reset."""
+        """Close the listener; return the connections not accepted, which the system would reset."""
         kept = [one.dup() for one in sockets]
         for server in self.servers:
             server.close()

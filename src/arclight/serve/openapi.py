@@ -1,7 +1,7 @@
-"""Describe requests and answers for the OpenAPI document: what FastAPI cannot read off the routes of `app`.
+"""Describe requests and answers for the OpenAPI document.
 
-Bodies are read by hand, within limits, and refusals come from every depth, so both are described here. `tests/serve/test_openapi.py` sends
-requests drawn from the document, and compares what is answered with it.
+FastAPI cannot read them off the routes of `app`. Bodies are read by hand, within limits, and refusals come from every depth, so both are
+described here. `tests/serve/test_openapi.py` sends requests drawn from the document, and compares what is answered with it.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def tensor_body() -> dict[str, Any]:
 
 
 def text_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """Describe a request for text or embeddings, without references to other places of the document."""
+    """Describe a request for text or embeddings, without references to other places."""
     schema = kind.model_json_schema()
     parts = schema.pop("$defs", {})
 
@@ -166,7 +166,10 @@ def _body(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_models(document: dict[str, Any], names: Callable[[str], Sequence[str]]) -> None:
-    """Say in an OpenAPI document which models each path takes, in its address or in the body; ``names`` gives those of a path."""
+    """Name in an OpenAPI document the models that each path takes, in its address or body.
+
+    ``names`` returns those of a path.
+    """
     for path, operations in document["paths"].items():
         for operation in operations.values():
             places = [one["schema"] for one in operation.get("parameters", ()) if one["name"] == "model"]

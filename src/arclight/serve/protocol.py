@@ -69,7 +69,7 @@ def direct_protocol(*, head_s: float, take: Take) -> Any:
                 by_task(self.app)
 
         def shutdown(self) -> None:
-            """End the connection, after the answer to its request; a new one's first request may be on the way."""
+            """End the connection; a new one stays a moment, for a request may be on its way."""
             self.loop.call_later(FIRST_REQUEST_S if self.cycle is None else 0.0, super().shutdown)
 
         def _write(self, scope: MutableMapping[str, Any], headers: bytes, content: bytes) -> bool:

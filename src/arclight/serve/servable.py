@@ -130,7 +130,7 @@ class ServableModuleValidator(Callback):
             _LOG.info("Your model is servable and the received payload was %s.", self.resp.text)
 
     def _ask(self, served: ServableModule, content: bytes) -> Reply:
-        """Return the reply of a server of ``served`` to a request; raises TimeoutError if it does not start in time."""
+        """Return the reply of a server of ``served``; raises TimeoutError if it starts too late."""
         # nothing is larger than the module's own payload, which may be of any size
         limits = Limits(body_bytes=len(content), buffered_bytes=len(content), workers=1)
         with reserve_address(self.host, self.port) as listening:

@@ -63,10 +63,11 @@ def reserve_address(host: str, port: int) -> socket.socket:
 
 
 def http_protocol(extra: str, *, head_s: float) -> Any:
-    """Return uvicorn's protocol for httptools, which alone keeps headers of any size, with bounds on requests (`protocol.Bounded`).
+    """Return uvicorn's protocol for httptools with bounds on requests (`protocol.Bounded`).
 
-    A head has at most ``protocol.MAX_HEAD_BYTES``. A connection is closed ``head_s`` seconds after it was made, or after the first byte of
-    a further request, if the head has not ended by then; ``timeout_keep_alive`` of uvicorn bounds the time between two requests.
+    httptools alone keeps headers of any size. A head has at most ``protocol.MAX_HEAD_BYTES``. A connection is closed ``head_s`` seconds
+    after it was made, or after the first byte of a further request, if the head has not ended by then; ``timeout_keep_alive`` of uvicorn
+    bounds the time between two requests.
 
     ``extra`` installs uvicorn and httptools.
     """

@@ -1,4 +1,7 @@
-"""Receive requests of HTTP/1.1 within bounds, by uvicorn's protocol for httptools; `listening.http_protocol` gives it to servers."""
+"""Receive requests of HTTP/1.1 within bounds, by uvicorn's protocol for httptools.
+
+Servers get it from `listening.http_protocol`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Reading(FlowControl):
 
 
 class OneByOne(_Protocol):
-    """uvicorn's protocol, which handles requests that are sent at once on one connection within bounds.
+    """Protocol of uvicorn that handles requests sent at once on one connection within bounds.
 
     uvicorn's reads on with each answer, and parses and keeps all that comes: here nothing is read, and at most `PARSED_BYTES` more are
     parsed, while ``MAX_WAITING`` requests of the connection wait. That tells the last one that has come that the client has left: here the
@@ -84,7 +87,7 @@ class OneByOne(_Protocol):
             self.flow.pause_reading()
 
     def _body_left(self) -> int:
-        """Return the bytes that are still to come of the newest request's body, as far as its head says."""
+        """Return the bytes still to come of the newest request's body, as far as its head says."""
         if self.cycle is None or not self.cycle.more_body:
             return 0
         length = next((int(value) for name, value in self.cycle.scope["headers"] if name == b"content-length"), 0)
@@ -102,10 +105,10 @@ class OneByOne(_Protocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def _ignore_upgrade(self, rest: Any) -> None:
-        """Parse a request again without its Upgrade: the parser takes what follows the head for the other protocol's."""
+        """Parse a request again without its Upgrade, and its body as one of HTTP."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":  # what follows is for no server of HTTP
-            self.send_400_response("This server is no proxy.")
+            self.send_400_response("CONNECT is not supported: this server is not a proxy.")
             return
         lines = [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
         head = b"\r\n".join([b"%b %b HTTP/%b" % (method, self.url, version), *lines, b"", b""])
@@ -151,7 +154,7 @@ class OneByOne(_Protocol):
 
 
 class Bounded(OneByOne):
-    """A protocol whose heads have at most ``MAX_HEAD_BYTES``, and come within ``head_s`` seconds."""
+    """Protocol whose heads have at most ``MAX_HEAD_BYTES`` and come within ``head_s`` seconds."""
 
     head_s: float
     _head_bytes = 0

@@ -1,4 +1,4 @@
-"""Run a uvicorn server, in the caller's thread (`run_server`) or in one of its own (`BackgroundServer`)."""
+"""Run a uvicorn server, in the caller's thread or in one of its own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ _STOP_S = 30.0
 
 
 def run_server(server: Any, listening: socket.socket, *, handshake_s: float) -> None:
-    """Run a ``uvicorn.Server`` on a bound socket until it ends; handshakes of TLS may take ``handshake_s`` seconds."""
+    """Run a ``uvicorn.Server`` on a bound socket until it ends.
+
+    Handshakes of TLS may take ``handshake_s`` seconds.
+    """
     with asyncio.Runner(loop_factory=_loop_class(handshake_s)) as runner:
         runner.run(server.serve(sockets=[listening]))
 
 
 def _loop_class(handshake_s: float) -> type[asyncio.AbstractEventLoop]:
-    """Return the loop that uvicorn takes, with a bound on handshakes, which uvicorn does not set."""
+    """Return uvicorn's kind of loop with a bound on handshakes, which uvicorn does not set."""
     base: Any = asyncio.SelectorEventLoop
     if sys.platform == "win32":
         base = asyncio.ProactorEventLoop
@@ -60,7 +63,10 @@ class BackgroundServer:
         self.stop()
 
     def start(self) -> None:
-        """Return once requests are answered; raises TimeoutError, having stopped, if that takes more than ``start_s`` seconds."""
+        """Return once requests are answered.
+
+        Raises TimeoutError, having stopped, if that takes more than ``start_s`` seconds.
+        """
         self._thread.start()
         deadline = time.monotonic() + self._start_s
         while not self._server.started:

@@ -27,7 +27,7 @@ MAX_ERRORS = 100
 
 
 def whole(value: Any) -> Any:
-    """Take 3.0 for 3: JSON has one kind of number, and JSON Schema counts 3.0 among the integers."""
+    """Return 3 for 3.0, which JSON Schema counts among the integers."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
