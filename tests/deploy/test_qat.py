@@ -324,6 +324,17 @@ def test_prepare_qat_names_unsupported_layers() -> None:
         convert(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
+def test_ranges_are_those_of_training_in_whatever_mode_a_model_is_converted(trained: tuple[Normed, Tensor]) -> None:
+    prepared = prepare_qat(*trained, recipe=EIGHT).train()
+    prepared(10 * trained[1])  # the example has other ranges
+    converted = [convert(prepared.train(mode)).state_dict() for mode in (True, False)]
+    assert converted[0].keys() == converted[1].keys()
+    assert all(torch.equal(value, converted[1][name]) for name, value in converted[0].items())
+    x = trained[1]
+    with torch.no_grad():
+        assert torch.equal(*(convert(prepared.train(mode))(x) for mode in (True, False)))
+
+
 def test_the_callers_model_is_untouched(trained: tuple[Normed, Tensor]) -> None:
     model, x = trained
     state, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]

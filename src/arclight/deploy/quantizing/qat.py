@@ -383,6 +383,9 @@ def _converted(prepared: PreparedModel) -> QuantizedModel:
         graph = copy.deepcopy(prepared.graphs["inference"], dict(whole)).cpu()
     example = tuple(value.cpu() for value in prepared.example)
     reference = frozen_copy(copy.deepcopy(prepared.float_model, dict(whole)) if whole else prepared.float_model)
+    for part in graph.modules():
+        if isinstance(part, MovingRange):
+            part.observing = False  # in whatever mode the model is: the example is no batch of training
     with torch.no_grad():
         batch_norm.fold(graph)
         graph(*example)  # ranges of folded weights
