@@ -17,7 +17,7 @@ def parsed(words: str) -> Quantization:
     parser.add_argument("run")
     parser.add_argument("--observer")
     parser.add_argument("--calibration-batches", type=int)
-    options, rest, recipe = parse_quantization(parser, words.split())
+    options, rest, recipe, _ = parse_quantization(parser, words.split())
     assert not rest
     assert options.run == "RUN"
     return recipe

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 from tests import warm
-from tests.test_readme import block
+from tests.test_readme import ROOT, SMALL_DETECTOR, SMALL_MODEL, block, smaller
 
+from arclight.cli.schema import Recipe
 from arclight.deploy import Program
+from arclight.deploy.quantizing.training_settings import Int8Training
+from arclight.recipe import read
 
 PLACES = {"python": 0, "targets": 1, "recipes": 2, "several": 3, "formats": 4, "comparing": 6, "verifying": 7}
 RUN_ALL = """
@@ -104,3 +109,59 @@ def test_verifying(ran: Path) -> None:
     printed = (ran / "verifying" / "said.txt").read_text()
     assert printed.startswith("static: 3 integer layers, "), printed
     assert "integer_share: onnxruntime runs " in printed
+
+
+SMALLER = {
+    'model = "yolov5n"': 'model = "detector.yaml"',
+    "image_size = 320": "image_size = 64",
+    "workers = 2": "workers = 0",
+}
+SHORT = {
+    "sequence_length = 256": "sequence_length = 64",
+    "max_steps = 300": "max_steps = 2",
+    "val_check_interval = 100": "val_check_interval = 2",
+}
+SIZES = {
+    "detect-qris.toml": {**SMALLER, "max_epochs = 12": "max_epochs = 3"},
+    "detect-qris-int8.toml": {**SMALLER, "max_epochs = 3": "max_epochs = 1"},
+    "lm-debug.toml": SMALL_MODEL | SHORT,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_runs_with_rounding(tmp_path: Path) -> None:
+    """The commands run one after the other, on recipes and pictures that are small."""
+    pytest.importorskip("cv2", reason="needs the vision extra")
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "detector.yaml").write_text(SMALL_DETECTOR)
+    (tmp_path / "texts").mkdir()
+    for number in range(12):
+        (tmp_path / f"texts/{number}.txt").write_text(f"a source tells story {number}. " * 40)
+    for name, sizes in SIZES.items():
+        text = smaller((ROOT / "recipes" / name).read_text(), sizes)
+        (tmp_path / "recipes" / name).write_text(text.replace("[qat]", "[qat]\nmin_sqnr_db = -50"))
+    warm.run(
+        "-m", "arclight.cli", "data", "qris", "--out", "runs/data/qris", "--count", "10", "--size", "128", cwd=tmp_path, timeout=300, check=True
+    )  # fmt: skip
+    lines = [shlex.split(line, comments=True) for line in block("sh", "docs/deploy.md").splitlines()]
+    assert [words[:2] for words in lines[:3]] == [
+        ["arclight", "train"],
+        ["arclight", "train"],
+        ["arclight", "validate"],
+    ]
+    for _, *words in lines:
+        added = ["--qat.min_sqnr_db", "-50"] if "--qat.kind" in words else []  # nothing is learned in so few steps
+        warm.run("-m", "arclight.cli", *words, *added, cwd=tmp_path, timeout=600, check=True)
+    reports = {name: Program.load(tmp_path / name).metadata["quantization"] for name in ("int8.onnx", "w4.onnx")}
+    assert all(report["trained"] for report in reports.values())
+    assert sum(reports["int8.onnx"]["integer_kernels"].values()) >= 0.9 * reports["int8.onnx"]["quantized_layers"] > 0
+    assert reports["w4.onnx"]["bits"] == 4
+
+
+def test_the_table_of_runs_with_rounding() -> None:
+    shown = tomllib.loads(block("toml", "docs/deploy.md", 0))
+    task = {"kind": "detection", "data": "data.yaml"}
+    made = read(Recipe, {"task": task, **shown}).qat
+    assert made == Int8Training(
+        target="onnxruntime", skip=("model.24",), freeze_observers_at=600, freeze_batch_norm_at=600
+    )  # fmt: skip

@@ -21,6 +21,7 @@ from arclight.deploy import (
     LowBit,
     Program,
     ProgramError,
+    QuantizationAwareTraining,
     QuantizeError,
     WeightOnly,
     convert,
@@ -28,6 +29,7 @@ from arclight.deploy import (
     prepare_qat,
     quantize,
 )
+from arclight.deploy.capture import as_outputs
 from arclight.deploy.quantizing.linear import linear_dynamic, pack, unpack
 from arclight.deploy.settings import Quantization
 
@@ -221,8 +223,31 @@ def test_calibration_data_that_would_be_ignored_is_refused(
         quantize(language, [tokens], recipe=recipe)
     with pytest.raises(QuantizeError, match="needs example="):
         quantize(language, recipe=recipe)
+
+
+def test_bfloat16_is_not_trained_with_rounding(language: Language, tokens: Tensor) -> None:
     with pytest.raises(QuantizeError, match="no ranges of activations that training could learn"):
-        prepare_qat(language, tokens, recipe=recipe)
+        prepare_qat(language, tokens, recipe=BFloat16())
+    with pytest.raises(QuantizeError, match="BFloat16 needs no training with rounding"):
+        QuantizationAwareTraining(BFloat16())
+
+
+@pytest.mark.parametrize("recipe", [DynamicInt8(reduce_range=False), WeightOnly(), WeightOnly(bits=4), LowBit()])
+def test_rounded_layers_compute_what_the_recipe_does_after_training(
+    language: Language, tokens: Tensor, recipe: Quantization
+) -> None:  # fmt: skip
+    prepared = prepare_qat(language, tokens, recipe=recipe).eval()
+    assert prepared.state_dict().keys() == language.state_dict().keys()
+    quantized, converted = quantize(language, recipe=recipe, example=tokens), convert(prepared, example_inputs=tokens)
+    assert (converted.quantized_layers, converted.float_layers) == (quantized.quantized_layers, quantized.float_layers)
+    assert (converted.trained, quantized.trained) == (True, False)
+    with torch.no_grad():
+        for one, other in zip(as_outputs(quantized(tokens)), as_outputs(converted(tokens)), strict=True):
+            assert torch.equal(one, other)
+    for name, value in quantized.state_dict().items():
+        assert torch.equal(value, converted.state_dict()[name]), name
+    with pytest.raises(QuantizeError, match="is captured to be converted: give example_inputs"):
+        convert(prepared)
 
 
 @pytest.mark.parametrize("recipe", [Int8(), LowBit(activation_bits=4)])

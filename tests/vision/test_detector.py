@@ -114,6 +114,17 @@ def test_weights_carry_over_to_a_new_task(trained: Path, scenes: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in same)
 
 
+def test_weights_are_those_of_the_best_checkpoint_of_a_run(tmp_path: Path) -> None:
+    run = detector_run(tmp_path / "run")
+    wanted = Detector.load(run / "checkpoints" / "last.ckpt").model.state_dict()
+    task = dataclasses.replace(Detector.load(run / "checkpoints" / "last.ckpt").settings, weights=run)
+    found = Detector(task, names=["code", "text"]).model.state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+    shutil.rmtree(run / "checkpoints" / "last.ckpt")
+    with pytest.raises(CheckpointError, match=r"weights = .* has no checkpoint: it failed, or was stopped"):
+        Detector(task, names=["code", "text"])
+
+
 def test_a_tuned_checkpoint_needs_no_other_file(trained: Path, scenes: Path, tmp_path: Path) -> None:
     weights = tmp_path / "w.ckpt"
     shutil.copytree(trained / "end.ckpt", weights)

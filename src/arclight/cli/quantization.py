@@ -19,12 +19,12 @@ class _RecipeTable:
     recipe: Quantization = field(default_factory=Int8)
 
 
-def parse_quantization(parser: Parser, arguments: Sequence[str]) -> tuple[Namespace, list[str], Quantization]:
-    """Parse ``arguments`` into options, remaining words and the quantization recipe.
+def parse_quantization(
+    parser: Parser, arguments: Sequence[str]
+) -> tuple[Namespace, list[str], Quantization, list[str]]:  # fmt: skip
+    """Parse ``arguments``; return the options, what is none of them, the recipe, and the flags that say something of it.
 
-    Raises UsageError with every problem of the recipe.
-
-    ``parser`` gets the options of a recipe; its fields are flags of their own: ``--recipe.bits 4``.
+    Raises UsageError with every problem of the recipe. ``parser`` gets the options of a recipe; its fields are flags of their own: ``--recipe.bits 4``.
     """
     parser.add_argument(
         "--recipe",
@@ -52,4 +52,5 @@ def parse_quantization(parser: Parser, arguments: Sequence[str]) -> tuple[Namesp
             raise UsageError(f"--recipe {options.recipe}: there is no such file")
         source = str(options.recipe)
     with problems_listed(f"--recipe {options.recipe or 'int8'} cannot be used"):
-        return options, rest, read(_RecipeTable, source, fields).recipe
+        said = [f"--recipe {options.recipe}"] * (options.recipe is not None) + fields
+        return options, rest, read(_RecipeTable, source, fields).recipe, said

@@ -44,7 +44,11 @@ class RunRecord(Callback):
         self.handlers: list[logging.Handler] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Start the records of the run, whose folder a resume has only now determined."""
+        """Not earlier: only now is it known which run a resumed one goes on in, and how many steps it has."""
+        from arclight.deploy.quantizing.trained import check_steps
+
+        if not trainer.fast_dev_run:
+            check_steps(trainer.callbacks, lambda: trainer.estimated_stepping_batches)
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         run = trainer.run_folder

@@ -158,6 +158,7 @@ def callbacks(recipe: TrainingRun) -> list[Callback]:
     # the guard first: others must see only what it lets pass
     parts = [
         recipe.guard,
+        recipe.qat,
         recipe.diloco,
         recipe.ema,
         recipe.stopping,
@@ -168,6 +169,14 @@ def callbacks(recipe: TrainingRun) -> list[Callback]:
     stepwise = recipe.checkpoint.build_stepwise()
     made: list[Callback] = [LearningRateMonitor(), *(part.build() for part in parts if part is not None)]
     return made if stepwise is None else [*made, stepwise]
+
+
+def evaluating_callbacks(recipe: TrainingRun, checkpoint: str | Path | None) -> list[Callback]:
+    """Build the callbacks by which weights are evaluated as they are deployed: rounded, where their training was."""
+    from arclight.deploy.quantizing.trained import trained_by
+
+    trained: list[Callback] = [] if checkpoint is None or checkpoint == "last" else [*trained_by(checkpoint)]
+    return trained or ([] if recipe.qat is None else [recipe.qat.build()])
 
 
 def resume_from(

@@ -98,12 +98,13 @@ def load_language_model(path: Path) -> LanguageModel:
 
     Uses the run's tokenizer; standard error says which checkpoint.
     """
+    from arclight.deploy.quantizing.trained import trained_by
     from arclight.text import LanguageModel, Tokenizer
 
     run = run_folder(path)
     assert run is not None
     checkpoint = checkpoint_of(path)
-    model: LanguageModel = LanguageModel.load_from_checkpoint(checkpoint)
+    model: LanguageModel = LanguageModel.load_from_checkpoint(checkpoint, replaced_by=trained_by(checkpoint))
     print(checkpoint_note(checkpoint), file=sys.stderr)
     model.use_tokenizer(Tokenizer.load(run / "tokenizer"))
     return model.eval()

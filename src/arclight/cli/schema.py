@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from arclight._intervals import Checked, Interval
+from arclight.deploy.quantizing.training_settings import QAT
 from arclight.parallel.plan import Plan
 from arclight.recipe import Imported
 from arclight.text.heads.head_settings import AnswerTask, SequenceTask, TokenTask
@@ -58,6 +59,8 @@ class TrainingRun(Checked):
     """Skip updates whose loss or gradients are NaN or infinite, or whose loss is a spike."""
     diloco: Diloco | None = None
     """Train replicas independently and exchange pseudo-gradients every sync_every steps."""
+    qat: QAT | None = None
+    """Quantization-aware training: round as the program will, which arclight export and quantize then write; none trains in float."""
     timeline: Timeline | None = None
     """Draw a training step of the pipeline, as plots/pipeline.html."""
     monitors: tuple[Activations | Curvature | Experts, ...] = ()
@@ -73,6 +76,11 @@ class TrainingRun(Checked):
             raise ValueError(
                 f"root = {self.root}: a run is written to a folder of this machine, not to an address; what is finished can be "
                 "copied there"
+            )
+        if self.qat is not None and self.plan is not None:
+            raise ValueError(
+                'a [plan] divides layers and gathers them one by one, and [qat] rounds whole ones: leave out one of the two; trainer.strategy = "ddp" or '
+                '"fsdp" trains with rounding on several devices'
             )
 
 

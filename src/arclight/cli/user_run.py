@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from arclight.cli import user_module
 from arclight.cli.arguments import Parser, UsageError, check_short_flags, write_json
 from arclight.cli.run_record import RunRecord
-from arclight.cli.run_setup import callbacks, check_plan, make_trainer, report_paths, resume_from
+from arclight.cli.run_setup import (
+    callbacks,
+    check_plan,
+    evaluating_callbacks,
+    make_trainer,
+    report_paths,
+    resume_from,
+)
 from arclight.cli.schema import UserRun
 
 if TYPE_CHECKING:
@@ -94,7 +101,8 @@ def train(run: UserRun, text: str, options: Namespace) -> None:
 def evaluate(stage: str, run: UserRun, options: Namespace) -> None:
     _, checkpoint = resume_from(options.ckpt_path, "--ckpt_path")
     module, data = build(run)
-    trainer = make_trainer(run, logger=False, enable_checkpointing=False)
+    parts = evaluating_callbacks(run, checkpoint)
+    trainer = make_trainer(run, callbacks=parts, logger=False, enable_checkpointing=False)
     results = getattr(trainer, stage)(module, datamodule=data, ckpt_path=checkpoint)
     if trainer.is_global_zero:
         write_json(options.json, results)
@@ -105,7 +113,8 @@ def predict(run: UserRun, options: Namespace) -> None:
 
     _, checkpoint = resume_from(options.ckpt_path, "--ckpt_path")
     module, data = build(run)
-    trainer = make_trainer(run, logger=False, enable_checkpointing=False)
+    parts = evaluating_callbacks(run, checkpoint)
+    trainer = make_trainer(run, callbacks=parts, logger=False, enable_checkpointing=False)
     if options.out is not None and trainer.world_size > 1:
         raise UsageError("--out keeps the predictions of one process: add --trainer.devices 1")
     outputs = trainer.predict(module, datamodule=data, ckpt_path=checkpoint, return_predictions=options.out is not None)

@@ -15,10 +15,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from arclight.deploy.capture import Inputs, as_inputs, resized
+from arclight._intervals import kind_of
+from arclight.deploy.capture import Inputs, as_inputs, as_outputs, resized
 from arclight.deploy.comparison import Evaluation
 from arclight.deploy.errors import ExportError, QuantizeError
 from arclight.deploy.formats.export import (
@@ -45,8 +47,11 @@ from arclight.deploy.formats.formats import (
 from arclight.deploy.parity import Parts
 from arclight.deploy.programs.processing import Processing
 from arclight.deploy.programs.program import Program
-from arclight.deploy.quantizing.ptq import Metric, chosen_target, quantize
+from arclight.deploy.quantizing.ptq import Metric, QuantizedModel, chosen_target, judge, quantize
+from arclight.deploy.quantizing.qat import PreparedModel, convert
+from arclight.deploy.quantizing.rounded_linear import trained_linears
 from arclight.deploy.settings import BFloat16, Quantization, Target, calibration_batches, is_calibrated
+from arclight.fabric.modules import evaluating
 from arclight.fabric.signing import SigningKey
 from arclight.trainer.datamodule import DataHooks
 
@@ -63,7 +68,7 @@ class Deployment:
     """Deployment of a module: its network and inputs at least; else as `export`, `quantize`."""
 
     model: nn.Module
-    """The network, in whatever mode and on whatever device: copies are exported."""
+    """The network, in whatever mode and on whatever device: copies are exported. One that was trained with rounding is converted."""
     example_inputs: Tensor | Sequence[Tensor]
     """Positional inputs of the model, on which the program is compared with it."""
     calibration: Iterable[Tensor | Sequence[Tensor]] = ()
@@ -112,15 +117,15 @@ def configured(module: Module, data: DataModule | None = None, batches: int = 1)
     """
     if isinstance(module, Deployable):
         return module.configure_deployment(data, batches)
-    network = _network(module)
-    example = None if module.example_input_array is None else _example(module.example_input_array, network)
-    names = _parameters(network, example)
+    network, whole = _network(module)
+    example = None if module.example_input_array is None else _example(module.example_input_array, whole)
+    names = _parameters(whole, example)
     found = (_inputs(batch, names) for batch in islice(_training_batches(module, data), batches))
     evaluated = Evaluation(samples=(_inputs(batch, names) for batch in _validation_batches(module, data)))
     if example is not None:
         own = data is not None or _has_loader(module)
         return Deployment(
-            model=network,
+            model=_shipped(network, whole, example),
             example_inputs=example,
             calibration=found if own else [example],
             evaluation=evaluated if _has_loader(module if data is None else data, "val_dataloader") else None,
@@ -131,11 +136,38 @@ def configured(module: Module, data: DataModule | None = None, batches: int = 1)
             f"{type(module).__name__} does not say what it takes: set example_input_array, name its data, or define configure_deployment"
         )
     return Deployment(
-        model=network,
-        example_inputs=tuple(value[:EXAMPLES] if value.dim() else value for value in first),
+        model=_shipped(network, whole, first),
+        example_inputs=_first(first),
         calibration=chain([first], found),
         evaluation=evaluated if _has_loader(module if data is None else data, "val_dataloader") else None,
     )
+
+
+@runtime_checkable
+class GivesExample(Protocol):
+    """A Module that says itself on which inputs its network is captured to be trained."""
+
+    def configure_example(self, data: DataModule | None) -> Tensor | Sequence[Tensor]:
+        """Return a few samples of ``data``, that of the run, as the network takes them."""
+
+
+def configured_example(
+    module: Module, network: nn.Module, data: DataModule | None, stage: str
+) -> Tensor | Sequence[Tensor] | None:  # fmt: skip
+    """Return inputs of ``network``, a part of ``module``: what its ``configure_example`` says, else of a batch of ``stage``; None where there is none.
+
+    data: that of the run, set up for the stage.
+    """
+    if isinstance(module, GivesExample):
+        return module.configure_example(data)
+    source: Any = module if data is None else data
+    hook = {"fit": "train", "validate": "val"}.get(stage, stage) + "_dataloader"
+    first = next(iter(_loaded(source, hook)), None) if _has_loader(source, hook) else None
+    return None if first is None else _first(_inputs(first, _parameters(network, None)))
+
+
+def _first(inputs: Inputs) -> Inputs:
+    return tuple(value[:EXAMPLES] if value.dim() else value for value in inputs)
 
 
 def evaluation_of(deployment: Deployment) -> Evaluation:
@@ -191,16 +223,23 @@ def ship(
     max_drop: float | None = None,
     sign: str | os.PathLike[str] | SigningKey | None = None,
 ) -> Program | dict[Format, Program]:
-    """Write ``deployment`` as a program at ``path``, in float32 or quantized by ``recipe``.
+    """Write what ``deployment`` says as a program at ``path``: in float32, or quantized by ``recipe`` for what runs ``format``.
 
-    It is quantized for what runs ``format``. ``batch_size`` fixes the first dimension, which may else be of any size.
-    ``max_drop``: how much less the quantized model and its program may score than the float model by the deployment's
-    metric. ``format``, ``candidates`` and ``sign`` as in `export`; several formats, and those among which the fastest
-    is looked for, are each quantized for what runs them. Raises ExportError or QuantizeError where the program would
-    not compute what the model does, and before any work where ``format`` does not hold the recipe.
+    A model that was trained with rounding is converted, for the target that it was trained for; it takes no recipe.
+
+    ``batch_size`` fixes the first dimension, which may else be of any size. ``max_drop``: how much less the quantized model and its program may
+    score than the float model by the deployment's metric. ``format``, ``candidates`` and ``sign`` as in `export`; several formats, and those among which
+    the fastest is looked for, are each quantized for what runs them. Raises ExportError or QuantizeError where the program would not compute what the
+    model does, and before any work where ``format`` does not hold the recipe.
     """
     left_out: dict[Format, Exception] = {}
-    plans = planned(path, recipe, format, candidates, signed=sign is not None, left_out=left_out)
+    trained = trained_recipe(deployment.model)
+    if trained is not None and recipe is not None:
+        raise QuantizeError(
+            f"the model was trained with rounding for {kind_of(type(trained[0]))}, and {recipe} would round it otherwise: leave the recipe out"
+        )
+    asked, target = trained or (recipe, None)
+    plans = planned(path, asked, format, candidates, signed=sign is not None, left_out=left_out, target=target)
     if max_drop is not None and deployment.metric is None:
         raise QuantizeError("max_drop bounds a metric, and the module has none: let its configure_deployment give one")
     if batch_size is not None:
@@ -208,7 +247,7 @@ def ship(
     if recipe is not None and len(plans) > 1:  # read once for each target
         batches = list(islice(deployment.calibration, calibration_batches(recipe))) if is_calibrated(recipe) else ()
         deployment = dataclasses.replace(deployment, calibration=batches)
-    models: dict[Format, Any] = dict.fromkeys(plans, deployment.model)
+    models: dict[Format, Any] = dict.fromkeys(plans, _converted(deployment, max_drop) if trained else deployment.model)
     if recipe is not None:
         made: dict[Target | None, Any] = {}
         for target in dict.fromkeys(plans.values()):
@@ -247,23 +286,28 @@ def planned(
     *,
     signed: bool,
     left_out: dict[Format, Exception] | None = None,
+    target: Target | None = None,
 ) -> dict[Format, Target | None]:
-    """Return the formats of programs at ``path``, each with the target of ``recipe``.
+    """Return the formats of programs at ``path``, and for each the target that ``recipe`` is for; ExportError or QuantizeError where these do not fit.
 
-    Of those among which the fastest is looked for, the ones that hold the recipe, and in ``left_out`` why the others do
-    not; the first reason is raised where there are none. Raises ExportError or QuantizeError if these do not fit.
+    ``target``: the only one, of a model that was trained for it.
+
+    Of those among which the fastest is looked for, the ones that hold the recipe, and in ``left_out`` why the others do not; the first reason is
+    raised where there are none.
     """
     tried = candidates_of(format, candidates)
     if isinstance(format, list | tuple):
-        return dict(_planned(destination_in(path, form), recipe, form, signed) for form in each_format(format, None))
+        return dict(
+            _planned(destination_in(path, form), recipe, form, signed, target) for form in each_format(format, None)
+        )
     if format != "fastest":
-        return dict([_planned(path, recipe, format, signed)])
+        return dict([_planned(path, recipe, format, signed, target)])
     check_folder(path)
     found: dict[Format, Target | None] = {}
     refused: dict[Format, Exception] = {} if left_out is None else left_out
     for form in each_format(tried, None):
         try:
-            found |= [_planned(path, recipe, form, signed)]
+            found |= [_planned(path, recipe, form, signed, target)]
         except (ExportError, QuantizeError) as error:
             refused[form] = error
     if not found:
@@ -272,14 +316,22 @@ def planned(
 
 
 def _planned(
-    path: str | os.PathLike[str], recipe: Quantization | None, format: Format | None, signed: bool
-) -> tuple[Format, Target | None]:
-    target = None
-    if recipe is not None:
+    path: str | os.PathLike[str], recipe: Quantization | None, format: Format | None, signed: bool, trained: Target | None
+) -> tuple[Format, Target | None]:  # fmt: skip
+    target = trained
+    if recipe is not None and trained is None:
         target = chosen_target(recipe, _target(path, format) if is_calibrated(recipe) else None)
     path, form = destination(path, format, target)
     if recipe is not None:
-        runtime_of(form, precision_of(recipe), target)
+        try:
+            runtime_of(form, precision_of(recipe), target)
+        except ExportError as error:
+            if trained is None or format is None:
+                raise
+            raise ExportError(
+                f"the model was trained with rounding for {trained}, which does not run format {form!r}: leave the format out, or train for what runs it "
+                "([qat] target)"
+            ) from error
     check_signed(path, form, signed=signed)
     return form, target
 
@@ -294,6 +346,34 @@ def _target(path: str | os.PathLike[str], format: Format | None) -> Target | Non
 
 _TARGETS: Mapping[str, Target] = {"openvino": "openvino", "aoti": "inductor"}
 """Format: what runs it, where that is not ONNX Runtime."""
+
+
+def trained_recipe(model: nn.Module) -> tuple[Quantization, Target] | None:
+    """Return the recipe and target that ``model``, or a part of it, was trained for with rounding; None for a float model."""
+    prepared = next((part for part in model.modules() if isinstance(part, PreparedModel)), None)
+    if prepared is not None:
+        return prepared.recipe, prepared.target
+    recipe, _ = trained_linears(model)
+    return None if recipe is None else (recipe, chosen_target(recipe, None))
+
+
+def _converted(deployment: Deployment, max_drop: float | None) -> QuantizedModel:
+    """Convert a model that was trained with rounding; QuantizeError where a part of it is a graph, or it drops by more than ``max_drop``."""
+    model = deployment.model
+    if not isinstance(model, PreparedModel) and any(isinstance(part, PreparedModel) for part in model.modules()):
+        raise QuantizeError(
+            f"{type(model).__name__} has a part that was trained with rounding, as a graph of its own: let configure_deployment give that part as model"
+        )
+    quantized = convert(
+        model,
+        example_inputs=deployment.example_inputs if deployment.capture_inputs is None else deployment.capture_inputs,
+        dynamic=deployment.dynamic,
+        parts=deployment.quantized_parts or deployment.parts,
+    )
+    if max_drop is not None:
+        assert deployment.metric is not None
+        judge(quantized, deployment.metric, max_drop)
+    return quantized
 
 
 def _quantized(deployment: Deployment, recipe: Quantization, target: Target | None, max_drop: float | None) -> Any:
@@ -332,14 +412,42 @@ def _named(processing: Processing | None) -> dict[str, Any]:
     return {"processing": f"{kind.__module__}:{kind.__name__}", "processing_args": dataclasses.asdict(processing)}
 
 
-def _network(module: Module) -> nn.Module:
-    """Return the module if it has a ``forward``, else its ``model``."""
-    if type(module).forward is not nn.Module.forward:
-        return module
-    network = getattr(module, "model", None)
-    if not isinstance(network, nn.Module):
+def _network(module: Module) -> tuple[nn.Module, nn.Module]:
+    """Return what a module ships, and what takes its inputs: the module if it has a ``forward``, else its ``model``.
+
+    They differ where a part of the module is trained with rounding as a graph: that part is shipped.
+    """
+    whole: nn.Module | None = module
+    if type(module).forward is nn.Module.forward:
+        whole = getattr(module, "model", None)
+    prepared: list[nn.Module] = [part for part in module.modules() if isinstance(part, PreparedModel)]
+    if not isinstance(whole, nn.Module):
+        rounded = prepared or [part for part in module.children() if trained_linears(part)[0] is not None]
+        if len(rounded) == 1:
+            return rounded[0], rounded[0]
         raise ExportError(
             f"{type(module).__name__} has neither forward nor a network called model: define one, or configure_deployment"
+        )
+    if len(prepared) > 1:
+        raise ExportError(
+            f"{type(module).__name__} has {len(prepared)} networks that are trained with rounding, and a program is of one: define configure_deployment"
+        )
+    return (prepared[0] if prepared else whole), whole
+
+
+@torch.no_grad()
+def _shipped(network: nn.Module, whole: nn.Module, inputs: Inputs) -> nn.Module:
+    """Return ``network``; ExportError where it is a part of ``whole``, which computes more."""
+    if network is whole:
+        return network
+    device = next((tensor.device for tensor in (*network.parameters(), *network.buffers())), inputs[0].device)
+    given = tuple(value.to(device) for value in resized(inputs, 2))
+    with evaluating(whole):
+        computed, alone = (as_outputs(one(*given)) for one in (whole, network))
+    if len(computed) != len(alone) or not all(map(torch.equal, computed, alone)):
+        raise ExportError(
+            f"{type(whole).__name__}.forward computes more than the part of it that was trained with rounding, and a program would lose that: let the part "
+            "compute all of it, or define configure_deployment"
         )
     return network
 
@@ -353,7 +461,7 @@ def _parameters(network: nn.Module, example: Inputs | None) -> list[str]:
     There are as many as ``example`` has, else those without a default. Raises ExportError where ``forward`` takes any
     number and no example says how many.
     """
-    parameters = inspect.signature(network.forward).parameters.values()
+    parameters = _signature(network).parameters.values()
     named = [one for one in parameters if one.kind in _POSITIONAL]
     repeated = [one.name for one in parameters if one.kind is inspect.Parameter.VAR_POSITIONAL]
     if example is not None:
@@ -367,13 +475,17 @@ def _parameters(network: nn.Module, example: Inputs | None) -> list[str]:
     return [one.name for one in named if one.default is one.empty]
 
 
+def _signature(network: nn.Module) -> inspect.Signature:
+    return inspect.signature((network.float_model if isinstance(network, PreparedModel) else network).forward)
+
+
 def _example(example: Any, network: nn.Module) -> Inputs:
     """Return the inputs that a module sets as its example.
 
     Raises ExportError for what is no example, or names inputs that the network does not take.
     """
     if isinstance(example, Mapping):
-        names = [one.name for one in inspect.signature(network.forward).parameters.values() if one.kind in _POSITIONAL]
+        names = [one.name for one in _signature(network).parameters.values() if one.kind in _POSITIONAL]
         given = [name for name in names if name in example]
         if len(given) < len(example) or given != names[: len(given)]:
             raise ExportError(
@@ -420,6 +532,11 @@ def _validation_batches(module: Module, data: DataModule | None) -> Iterator[Any
 def _batches(source: Any, stage: str, hook: str) -> Iterator[Any]:
     source.prepare_data()
     source.setup(stage)
+    yield from _loaded(source, hook)
+
+
+def _loaded(source: Any, hook: str) -> Iterable[Any]:
+    """Return the batches of a loader; ExportError where the hook gives several."""
     loader = getattr(source, hook)()
     if isinstance(loader, Mapping) or (
         isinstance(loader, Sequence) and any(isinstance(one, DataLoader) for one in loader)
@@ -428,7 +545,7 @@ def _batches(source: Any, stage: str, hook: str) -> Iterator[Any]:
             f"{type(source).__name__}.{hook} gives several loaders, and it is not known whose batches are the network's "
             "inputs: define configure_deployment"
         )
-    yield from () if loader is None else loader
+    return () if loader is None else loader
 
 
 def _has_loader(source: Module | DataModule, hook: str = "train_dataloader") -> bool:

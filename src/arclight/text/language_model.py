@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -51,6 +51,14 @@ if TYPE_CHECKING:
 
 VOCABULARY_MULTIPLE = 64
 """Vocabularies are padded to a multiple of this, for matrix kernels and for cutting."""
+
+
+@runtime_checkable
+class RoundsOperands(Protocol):
+    """A layer that is trained with rounding, and gives what it multiplies to a loss that does so itself."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``x`` and the weight, rounded."""
 
 
 class LanguageModel(Module):
@@ -228,6 +236,8 @@ class LanguageModel(Module):
     def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Sum the cross-entropy (nats) of hidden states (B, T, D), and count the valid labels."""
         (weight,) = self.model.output.parameters(recurse=False)  # all of it, where `output.weight` shows own rows only
+        if isinstance(self.model.output, RoundsOperands):
+            output, weight = self.model.output.operands(output)
         total = cross_entropy(output, weight, targets, self.settings.loss_chunk, self.config.logit_cap)
         return total, (targets != IGNORED).sum()
 
@@ -306,6 +316,13 @@ class LanguageModel(Module):
         tokens = self._texts(data, batches)
         held_out = tokens if data.val is None else (batch["tokens"] for batch in data.val_dataloader())
         return language_deployment(self.model, tokens, self.tokenizer, {"model": self.settings.model}, held_out)
+
+    def configure_example(self, data: Any) -> Tensor:
+        """Refuse to train the model as one graph: MisconfigurationError."""
+        raise MisconfigurationError(
+            "the program of a language model keeps a cache, and is another graph than the one that is trained, so it has no ranges of activations to "
+            "learn: set [qat] kind to weightonly, dynamicint8 or lowbit, whose layers round by themselves"
+        )
 
     def configure_embedding(self, data: Any, batches: int) -> Deployment:
         """Return the deployment of the model as an embedding program.

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
+NEEDED = "needed"
+"""Key of a callback's state: why a trainer that lacks the callback refuses the checkpoint, as its weights mean something else then."""
+
+
 class Callback:
     """Base class of callbacks; a hook that is not overridden costs nothing.
 
@@ -167,14 +171,6 @@ class AveragesWeights(Protocol):
 
     def load_averages(self, entries: dict[str, Any]) -> None:
         """Restore the averages from a checkpoint's entries."""
-
-
-@runtime_checkable
-class ReplacesLayers(Protocol):
-    """Protocol of callbacks whose ``setup`` replaces layers, and so the names of weights."""
-
-    def replace_layers(self, pl_module: Module) -> None:
-        """Replace the layers in a launching process, before it loads the trained weights."""
 
 
 @runtime_checkable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,6 +18,7 @@ from arclight.trainer.hparams import HyperparametersMixin
 if TYPE_CHECKING:
     import torch
 
+    from arclight.trainer.checkpoint.loading import ReplacesLayers
     from arclight.trainer.trainer import Trainer
 
 
@@ -104,7 +105,9 @@ class DataModule(DataHooks, HyperparametersMixin):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of :meth:`state_dict`."""
 
-    def _load_from(self, checkpoint: dict[str, Any], source: object, strict: bool | None) -> Self:
+    def _load_from(
+        self, checkpoint: dict[str, Any], source: object, strict: bool | None, replaced_by: Sequence[ReplacesLayers]
+    ) -> Self:  # fmt: skip
         if (state := checkpoint.get(type(self).__qualname__)) is not None:
             self.load_state_dict(state)
         return self

@@ -28,6 +28,7 @@ from arclight.checkpoint import CheckpointError
 from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.warnings import WarningCache
+from arclight.trainer.checkpoint.loading import ReplacesLayers
 from arclight.trainer.checkpoint.loading import read as read_checkpoint
 from arclight.trainer.loggers.params import yaml_text
 
@@ -390,14 +391,17 @@ class HyperparametersMixin:
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
+        *,
+        replaced_by: Sequence[ReplacesLayers] = (),
         **kwargs: Any,
     ) -> Any:
-        """Build a new instance from a checkpoint, with its saved arguments and weights or state.
+        """Return a new instance from a checkpoint: built with the arguments that were kept, with its weights or its state.
 
         ``checkpoint_path``: a checkpoint folder, a file of Lightning's or ours, its URL, or a binary file object;
         ``map_location``: where tensors go (default: where they were if that device is here, else the CPU);
         ``hparams_file``: a .yaml or .csv file whose values are taken in the place of the kept arguments;
         ``strict``: whether the weights must fit exactly (default: the module's ``strict_loading``);
+        ``replaced_by``: callbacks of the run that have put other layers into the module, as quantization-aware training does;
         ``kwargs`` override the kept arguments. Nothing is unpickled, whatever ``weights_only`` says.
         Raises CheckpointError for a file that cannot be read so or whose weights do not fit, ValueError for a
         ``strict`` that contradicts the module's.
@@ -408,9 +412,11 @@ class HyperparametersMixin:
         owner = rebuild(cls, checkpoint, kwargs)
         if not isinstance(owner, HyperparametersMixin):
             raise _not_loadable(cls)
-        return owner._load_from(checkpoint, checkpoint_path, strict)
+        return owner._load_from(checkpoint, checkpoint_path, strict, replaced_by)
 
-    def _load_from(self, checkpoint: dict[str, Any], source: object, strict: bool | None) -> Any:
+    def _load_from(
+        self, checkpoint: dict[str, Any], source: object, strict: bool | None, replaced_by: Sequence[ReplacesLayers]
+    ) -> Any:  # fmt: skip
         """Load the checkpoint's state into this newly built object, and return the result."""
         raise _not_loadable(type(self))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import numbers
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import require
 from arclight.fabric.modules import keeping_modes
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.trainer.checkpoint.loading import load_weights
+from arclight.trainer.checkpoint.loading import ReplacesLayers, load_weights
 from arclight.trainer.datamodule import DataHooks
 from arclight.trainer.hparams import HyperparametersMixin
 
@@ -510,9 +510,13 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
             "arclight.deploy.export(), which torch 2 runs everywhere that TorchScript did"
         )
 
-    def _load_from(self, checkpoint: dict[str, Any], source: object, strict: bool | None) -> Self:
+    def _load_from(
+        self, checkpoint: dict[str, Any], source: object, strict: bool | None, replaced_by: Sequence[ReplacesLayers]
+    ) -> Self:  # fmt: skip
         strict = self._strictness(strict)
         self.configure_model()
+        for callback in replaced_by:
+            callback.replace_layers(self)
         self.on_load_checkpoint(checkpoint)
         weights = {**checkpoint["state_dict"], **checkpoint.get("ema", {})}
         load_weights(self, weights, strict)

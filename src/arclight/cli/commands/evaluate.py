@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from arclight._intervals import kind_of
 from arclight.cli.arguments import UsageError, check_writable, read_recipe, recipe_parser, write_json
-from arclight.cli.run_setup import build_task, make_trainer
+from arclight.cli.run_setup import build_task, evaluating_callbacks, make_trainer
 from arclight.cli.runs import checkpoint_note, checkpoint_of, newest_checkpoint, run_folder
 from arclight.cli.schema import Recipe
 from arclight.cli.user_module import named_module
@@ -61,7 +61,8 @@ def evaluate(stage: str, arguments: list[str]) -> None:
             raise UsageError("name a checkpoint with --checkpoint, or give a run folder instead of the recipe")
         checkpoint = newest_checkpoint(run)
     module, data = build_task(recipe)
-    trainer = make_trainer(recipe, logger=False, enable_checkpointing=False)
+    parts = evaluating_callbacks(recipe, checkpoint)
+    trainer = make_trainer(recipe, callbacks=parts, logger=False, enable_checkpointing=False)
     page = report_place(stage, options, checkpoint, recipe, module)
     if page is not None:
         cast("Detector", module).keep_records()

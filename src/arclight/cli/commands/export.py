@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arclight._intervals import kind_of
 from arclight.cli import user_module
 from arclight.cli.arguments import Parser, UsageError, check_program_name, check_short_flags, check_writable
 from arclight.cli.quantization import parse_quantization
@@ -73,8 +74,8 @@ def quantize(arguments: list[str]) -> None:
         metavar="X",
         help="keep the fewest layers in float with which the metric on the validation data falls by at most this",
     )
-    options, rest, recipe = parse_quantization(parser, arguments)
-    _ship(parser, options, rest, recipe)
+    options, rest, recipe, said = parse_quantization(parser, arguments)
+    _ship(parser, options, rest, recipe, said)
 
 
 def _parser(verb: str, about: str) -> Parser:
@@ -145,13 +146,15 @@ def formats(text: str) -> str | list[str]:
     return names if len(names) > 1 else text
 
 
-def _ship(parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quantization | None) -> None:
-    """Write the program that ``options`` ask for.
+def _ship(
+    parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quantization | None, said: Sequence[str] = ()
+) -> None:  # fmt: skip
+    """Write the program that ``options`` ask for; UsageError or ExportError, before any work, for what cannot be written.
 
-    Raises UsageError or ExportError, before any work, for what cannot be written.
+    said: the flags that say something of the recipe. A model that was trained with rounding has one of its own.
     """
     check_program_name(options.out, is_folder=options.format is not None)
-    from arclight.deploy.deployment import configured, planned, ship
+    from arclight.deploy.deployment import configured, planned, ship, trained_recipe
     from arclight.deploy.parity import parity_summary, speed_summary
     from arclight.text.language_model import LanguageModel
 
@@ -164,7 +167,13 @@ def _ship(parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quant
         raise UsageError(
             f"--embedding is for language models, and {options.source} is a {type(module).__name__}: leave it out"
         )
-    verb = "exporting" if recipe is None else "quantizing"
+    if (trained := trained_recipe(module)) is not None:
+        if said:
+            raise UsageError(
+                f"{options.source} was trained with rounding for {kind_of(type(trained[0]))}, and {said[0]} would round it otherwise: leave that out"
+            )
+        recipe = None
+    verb = "converting" if trained else "exporting" if recipe is None else "quantizing"
     with working(f"{verb} {_name(module)} and comparing the program with it"):
         batches = calibration_batches(recipe)
         deployment = (
@@ -180,7 +189,8 @@ def _ship(parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quant
     programs: Sequence[Program] = list(written.values()) if isinstance(written, dict) else [written]
     for program in programs:
         proof = parity_summary(program.metadata) + speed_summary(program.metadata)
-        print(f"wrote {program.path}: {program.precision}, {_size(program)}, {proof}")
+        rounded = ", trained with rounding" if trained else ""
+        print(f"wrote {program.path}: {program.precision}{rounded}, {_size(program)}, {proof}")
         if "fastest" in program.metadata:
             print(_timed(program))
     if programs[0].signer is not None:
@@ -233,11 +243,16 @@ def _write_hf(parser: Parser, options: Namespace, rest: Sequence[str]) -> None:
         )
     check_writable(options.out, "--out")
     from arclight.text import to_hf
+    from arclight.text.language_model import RoundsOperands
 
     model = load_language_model(Path(options.source))
     to_hf(model.model, options.out, tokenizer=model.tokenizer)
     size = sum(file.stat().st_size for file in options.out.iterdir())
     print(f"wrote {options.out}: {size / 1e6:.1f} MB, opens with transformers.AutoModelForCausalLM.from_pretrained")
+    if any(isinstance(layer, RoundsOperands) for layer in model.model.modules()):
+        print(
+            "these are the float weights of a model that was trained with rounding: --format onnx writes the program that it was trained for"
+        )
 
 
 # -- sources -----------------------------------------------------------------------------------------------------------
@@ -327,7 +342,11 @@ def _own_module(
         return module, data
     checkpoint = _weights(weights, run)
     print(checkpoint_note(checkpoint))
-    loaded: Module = type(module).load_from_checkpoint(checkpoint, map_location="cpu", **run.model.arguments)
+    from arclight.deploy.quantizing.trained import trained_by
+
+    loaded: Module = type(module).load_from_checkpoint(
+        checkpoint, map_location="cpu", replaced_by=trained_by(checkpoint), **run.model.arguments
+    )  # fmt: skip
     return loaded, data
 
 

@@ -53,13 +53,14 @@ def open_candidate(parser: Parser, options: argparse.Namespace, source: str, res
     own = user_module.named_module([source]) is not None or run_of_own_module(place) is not None
     if own or trained_language([source]):
         return _of_deployment(parser, options, source, rest, own=own)
-    from arclight.vision.models.yolov5 import fuse
+    from arclight.vision.models.yolov5 import Yolo, fuse
     from arclight.vision.tasks.detection import Detector
 
     module: Any = Detector.load(place) if place.is_file() else load_vision_module(place)
     module.check_weights()
+    network = fuse(module.model) if isinstance(module.model, Yolo) else module.model.eval()  # trained with rounding
     return Candidate(
-        name=source, network=fuse(module.model), task=module.head, module=module, classes=list(module.names),
+        name=source, network=network, task=module.head, module=module, classes=list(module.names),
         evaluation=lambda: vision_evaluation(module, options, source),
     )  # fmt: skip
 

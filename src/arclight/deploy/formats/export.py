@@ -789,11 +789,14 @@ def _quantization_report(
     kind = {} if calibrated else {"kind": kind_of(type(quantized.recipe))}
     scored = {} if quantized.scores is None else {"metric": _metric(quantized, program)}
     settings = asdict(quantized.recipe) if quantized.quantizer is None else {"quantizer": quantized.quantizer}
+    if quantized.trained:  # ranges are those of training
+        settings.pop("observer", None)
     return {
         **kind,
         **settings,
+        "trained": quantized.trained,
         "target": quantized.target,
-        "calibration_batches": quantized.batches,
+        "calibration_batches": 0 if quantized.trained else quantized.batches,
         "quantized_layers": len(quantized.quantized_layers),
         "float_layers": list(quantized.float_layers),
         **_measured(quantized, program, inputs, sizes),

@@ -1,45 +1,52 @@
-"""Turn a run of any Module into quantization-aware training."""
+"""Turn a run of any Module into quantization-aware training; a checkpoint says how it was trained, see `trained`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from arclight._intervals import NonNegativeInt, check
+from arclight._intervals import NonNegativeInt, check, kind_of
+from arclight.deploy.deployment import configured_example
+from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing.ptq import QuantizedModel, chosen_target, for_processor
-from arclight.deploy.quantizing.qat import RANGES, WEIGHT_BITS, PreparedModel, inputs_on
-from arclight.deploy.settings import Int8, Quantization, Target
+from arclight.deploy.quantizing.qat import RANGES, WEIGHT_BITS, PreparedModel, inputs_on, with_fake_quantization
+from arclight.deploy.quantizing.rounded_linear import trained_linears
+from arclight.deploy.settings import BFloat16, Int8, Quantization, Target
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.seeding import isolate_rng
 from arclight.fabric.strategies.base import Strategy
 from arclight.fabric.strategies.ddp import DDPStrategy
 from arclight.fabric.strategies.fsdp import FSDPStrategy
 from arclight.fabric.strategies.sharded import ShardedStrategy
-from arclight.trainer.callback import Callback
+from arclight.trainer.callback import NEEDED, Callback
+from arclight.trainer.loop.hooks import overridden
+from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
-    from arclight.trainer.module import Module
     from arclight.trainer.trainer import Trainer
 
 
 class QuantizationAwareTraining(Callback):
-    """Callback for quantization-aware training; evaluation runs the converted int8 model.
+    """Train ``pl_module.<attribute>`` with rounded weights and activations; validate and test it as the model of the program.
 
-    It trains ``pl_module.<attribute>`` with rounded weights and activations.
-    ``recipe`` and ``target``: as in `prepare_qat`.
-    ``attribute``: the submodule that is trained and deployed; it must be there when the callback's ``setup`` is called.
-    ``example_inputs``: its positional inputs, by default the Module's ``example_input_array``; ranges start from theirs.
+    ``recipe`` and ``target``: as in `prepare_qat`; the table ``[qat]`` of a recipe builds this callback.
+    ``attribute``: the submodule that is trained and deployed; it must be there when the callback's ``setup`` is called, or for recipes
+    without ranges after ``configure_model``.
+    ``example_inputs``: its positional inputs, by default the Module's ``example_input_array``, else those of its deployment or of a training batch;
+    first ranges are of theirs.
     From step ``freeze_observers_at`` on, ranges of activations stay as they are, and from ``freeze_batch_norm_at`` on batch
     norms use their running statistics, as the program will; None never. Every metric of validation, test and prediction is of
     the converted model. After the fit ``convert(pl_module.model)`` gives that model for ``export``.
 
-    A checkpoint has the weights under their names, with ranges and ``weight_bits`` beside them; a resumed run has the bits of one that was
-    never stopped. Ranges are those of the batches of all ranks, which have to call the model as often as each other, and running
-    statistics of batch norms, taken of each rank's batch, are averaged after every backward. FSDP gathers the whole model at once, as its
-    graph reads the weights of all layers; ``convert`` is then called by every rank. Raises MisconfigurationError under strategies that
-    cut layers, and for activations that are to be recomputed.
+    A checkpoint has the weights under their names, with ranges and ``weight_bits`` beside them, and says what they were trained for; a resumed run has
+    the bits of one that was never stopped, and one that would round otherwise is refused. Ranges are those of the batches of all ranks, which have
+    to call the model as often as each other, and running statistics of batch norms, taken of each rank's batch, are averaged after every backward. FSDP
+    gathers a model with ranges at once, as its graph reads the weights of all layers; ``convert`` is then called by every rank. Raises
+    MisconfigurationError under strategies that cut layers, and for activations of a graph that are to be recomputed.
     """
 
     def __init__(
@@ -55,11 +62,22 @@ class QuantizationAwareTraining(Callback):
         check("freeze_observers_at", freeze_observers_at, NonNegativeInt | None)
         check("freeze_batch_norm_at", freeze_batch_norm_at, NonNegativeInt | None)
         self.recipe = recipe or Int8()
+        if isinstance(self.recipe, BFloat16):
+            raise QuantizeError(
+                "BFloat16 needs no training with rounding: train as usual, and quantize the trained model, or train in precision='bf16-mixed'"
+            )
         self.target = chosen_target(self.recipe, target)
         self.attribute, self.example_inputs = attribute, example_inputs
         self.freeze_observers_at, self.freeze_batch_norm_at = freeze_observers_at, freeze_batch_norm_at
+        self._settled: Quantization | None = None
+        self._shapes: list[dict[str, Any]] = []
         self._frozen: tuple[bool, bool] | None = None
         self._warned = False
+
+    @property
+    def has_ranges(self) -> bool:
+        """Return True where ranges of activations are trained, in a graph; else linear layers round by themselves."""
+        return self.recipe.needs_calibration
 
     def prepared(self, pl_module: Module) -> PreparedModel:
         """Return the model that is trained; MisconfigurationError where no run has prepared it."""
@@ -72,66 +90,162 @@ class QuantizationAwareTraining(Callback):
         return model
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        _check_strategy(trainer.strategy)
-        if stage == "fit" and isinstance(getattr(pl_module, self.attribute, None), QuantizedModel):
+        _check_strategy(trainer.strategy, graph=self.has_ranges)
+        model = getattr(pl_module, self.attribute, None)
+        if stage == "fit" and isinstance(model, QuantizedModel):
             raise MisconfigurationError(
                 f"{type(pl_module).__name__}.{self.attribute} is a QuantizedModel, which has no gradients: put the model that "
                 "was trained back in its place"
             )
-        self._prepare(pl_module, trainer.strategy.broadcast)  # ranks may have unlike processors
+        settled: Quantization = trainer.strategy.broadcast(
+            for_processor(self.recipe, self.target)
+        )  # ranks may have unlike processors
+        self._settled = settled
+        if isinstance(model, nn.Module) or not overridden(pl_module, "configure_model", Module):
+            self.replace_layers(pl_module)
 
     def replace_layers(self, pl_module: Module) -> None:
-        self._prepare(pl_module, lambda recipe: recipe)
-
-    def _prepare(self, pl_module: Module, agreed: Callable[[Quantization], Quantization]) -> None:
-        """Replace the module's model by a prepared one, unless that is there already.
-
-        One of a stage before, or what is deployed, stays.
-        agreed: gives the recipe that all ranks take, of this one's.
-        """
+        """Put a prepared model in the place of the module's, unless one of a stage before or what is deployed is there."""
         model = getattr(pl_module, self.attribute, None)
         if isinstance(model, PreparedModel | QuantizedModel):
             return
         if not isinstance(model, nn.Module):
             raise MisconfigurationError(
-                f"{type(pl_module).__name__} has no submodule {self.attribute!r} when setup is called, so there is nothing to "
-                "prepare: build it in __init__, or name another with QuantizationAwareTraining(attribute=...)"
+                f"{type(pl_module).__name__} has no submodule {self.attribute!r} when setup is called, so there is nothing to prepare: build it in "
+                "__init__ or configure_model, or name another with QuantizationAwareTraining(attribute=...), which is attribute of [qat]"
             )
-        example = self.example_inputs if self.example_inputs is not None else pl_module.example_input_array
-        if example is None:
-            raise MisconfigurationError(
-                "QuantizationAwareTraining captures the model on example inputs: give example_inputs=, or set "
-                f"{type(pl_module).__name__}.example_input_array"
-            )
+        settled = self._settled or for_processor(self.recipe, self.target)
+        if not self.has_ranges:
+            if trained_linears(model)[0] is None:
+                setattr(
+                    pl_module,
+                    self.attribute,
+                    with_fake_quantization(model, None, self.recipe, self.target, settled=settled),
+                )
+            return
+        example = self._example(pl_module)
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise MisconfigurationError(
                 f"{type(pl_module).__name__}.{self.attribute} has no values yet (it is on the meta device), and the first ranges are taken "
                 "from what it computes: build it with values, say with trainer.init_module(empty_init=False)"
             )
-        inputs, settled = inputs_on(model, example), agreed(for_processor(self.recipe, self.target))
-        setattr(pl_module, self.attribute, PreparedModel(model, inputs, self.recipe, self.target, settled=settled))
+        inputs = inputs_on(model, example)
+        self._shapes = [
+            {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")} for value in inputs
+        ]
+        setattr(
+            pl_module, self.attribute, with_fake_quantization(model, inputs, self.recipe, self.target, settled=settled)
+        )
+
+    def _example(self, pl_module: Module) -> Any:
+        """Return the inputs that were given, or those that the module or its data have, the same on all ranks."""
+        if self.example_inputs is not None:
+            return self.example_inputs
+        if pl_module.example_input_array is not None:
+            return pl_module.example_input_array
+        trainer, network = pl_module._trainer, getattr(pl_module, self.attribute)
+        data, stage = (None, None) if trainer is None else (trainer.datamodule, trainer.state.fn)
+        with isolate_rng():  # a resumed run draws what the one before did
+            found = configured_example(pl_module, network, data, "fit" if stage is None else stage.value)
+        if found is None:
+            raise MisconfigurationError(
+                "QuantizationAwareTraining captures the model on example inputs: give example_inputs=, or set "
+                f"{type(pl_module).__name__}.example_input_array"
+            )
+        return (
+            trainer.strategy.broadcast(found) if trainer is not None and torch.distributed.is_initialized() else found
+        )
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def state_key(self) -> str:
+        name = type(self).__qualname__
+        return name if self.attribute == "model" else self._generate_state_key(attribute=self.attribute)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the weights are trained for, once a run has prepared the model."""
+        if self._settled is None:
+            return {}
+        named = {name: getattr(self, name) for name in ("target", "attribute", *_STEPS)}
+        described, name = _described(self._settled), self.attribute
+        needed = (
+            f"the checkpoint was trained with {name} rounded to {described['kind']}, and this run would compute in float: give the [qat] that it was begun "
+            f"with (kind = {described['kind']!r}), in Python QuantizationAwareTraining"
+        )
+        return {"recipe": described, **named, "example": self._shapes, NEEDED: needed}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> QuantizationAwareTraining:
+        """Return the callback that had this ``state``, for a module that is loaded; its example inputs are zeros."""
+        example = [torch.zeros(one["shape"], dtype=getattr(torch, one["dtype"])) for one in state["example"]]
+        made = cls(
+            _recipe_of(state["recipe"]), target=state["target"], attribute=state["attribute"], example_inputs=example or None,
+            freeze_observers_at=state["freeze_observers_at"], freeze_batch_norm_at=state["freeze_batch_norm_at"],
+        )  # fmt: skip
+        made._settled = made.recipe
+        return made
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Move weight bits of an older checkpoint from the callback's state to the ranges."""
-        other = self._generate_state_key(attribute=self.attribute)
-        state = checkpoint.get("callbacks", {}).pop(self.state_key if self.attribute == "model" else other, {})
+        """Refuse weights that were trained otherwise; read the bits of weights in a checkpoint of when they were this callback's state."""
+        former = self._generate_state_key(attribute=self.attribute)
+        states = checkpoint.get("callbacks", {})
+        state = states.get(self.state_key) or states.get(former) or {}
+        if "recipe" in state:
+            self._check_asked_alike(state, resumed=trainer.state.fn == "fit")
+            return
+        states.pop(self.state_key if self.attribute == "model" else former, None)
         if (reduced := state.get("reduce_range")) is not None:
             bits = torch.tensor(7 if reduced else 8)
             checkpoint["state_dict"].setdefault(f"{self.attribute}.{RANGES}.{WEIGHT_BITS}", bits)
+        elif not self.has_ranges or not any(
+            name.startswith(f"{self.attribute}.{RANGES}.") for name in checkpoint["state_dict"]
+        ):
+            raise MisconfigurationError(
+                f"the checkpoint was trained in float, and this run rounds {self.attribute} to {kind_of(type(self.recipe))}: resume it without "
+                "[qat] (or QuantizationAwareTraining), or start a run from its weights"
+            )
+
+    def _check_asked_alike(self, state: Mapping[str, Any], *, resumed: bool) -> None:
+        """Raise MisconfigurationError where the run that had ``state`` rounds otherwise than this one, or froze at other steps."""
+        compared = [*(_STEPS if resumed else ()), "target", "attribute"]
+        here = {**_described(self._settled or self.recipe), **{name: getattr(self, name) for name in compared}}
+        before = {**state["recipe"], **{name: state[name] for name in compared}}
+        # of graphs the bits of weights are on record, and told with a way out
+        left_out = {*_NOT_TRAINED, *(("reduce_range",) if self.has_ranges else ())}
+        differing = [name for name in {**before, **here} if here.get(name) != before.get(name) and name not in left_out]
+        if differing:
+            told = ", ".join(f"{name} = {before.get(name)}, here {here.get(name)}" for name in differing)
+            raise MisconfigurationError(
+                f"the run was trained with another rounding: {told}; give the [qat] that it was begun with"
+            )
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def check_reached(self, steps: float) -> None:
+        """Raise MisconfigurationError for a step at which something is to be frozen and that a run of ``steps`` steps does not reach."""
+        for name in _STEPS:
+            at = getattr(self, name)
+            if at and at >= steps:
+                raise MisconfigurationError(
+                    f"{name} = {at} is never reached: the run has {steps:g} steps, from 0 to {steps - 1:g}; give a smaller number, or leave it out"
+                )
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._frozen, self._warned = None, False
-        self.prepared(pl_module).synchronize(trainer.world_size > 1)
+        if self.has_ranges:
+            self.prepared(pl_module).synchronize(trainer.world_size > 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        self.prepared(pl_module).synchronize(False)
+        if self.has_ranges:
+            self.prepared(pl_module).synchronize(False)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         frozen = (
             _reached(trainer.global_step, self.freeze_observers_at),
             _reached(trainer.global_step, self.freeze_batch_norm_at),
         )
-        if frozen != self._frozen:
+        if frozen != self._frozen and self.has_ranges:
             self._frozen = frozen
             prepared = self.prepared(pl_module)
             prepared.observe(not frozen[0])
@@ -139,6 +253,8 @@ class QuantizationAwareTraining(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: Module) -> None:
         """Average running statistics, before other callbacks average weights."""
+        if not self.has_ranges:
+            return
         statistics = self.prepared(pl_module).running_statistics()
         if trainer.world_size == 1 or not statistics or self._frozen is None or self._frozen[1]:
             return
@@ -147,7 +263,7 @@ class QuantizationAwareTraining(Callback):
             value.copy_(mean.view_as(value))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not self.prepared(pl_module).called and not self._warned:
+        if self.has_ranges and not self.prepared(pl_module).called and not self._warned:
             self._warned = True
             trainer.warn(
                 f"{type(pl_module).__name__}.{self.attribute} was not called in training_step, so nothing is rounded: its methods and "
@@ -186,13 +302,43 @@ class QuantizationAwareTraining(Callback):
             model.synchronize(False)
 
 
-def _check_strategy(strategy: Strategy) -> None:
-    """Raise MisconfigurationError for a strategy that a graph cannot be trained under."""
+_STEPS = ("freeze_observers_at", "freeze_batch_norm_at")
+_NOT_TRAINED = ("min_sqnr_db", "observer", "calibration_batches")
+"""What a recipe says that changes no bit of training."""
+
+
+def _described(recipe: Quantization) -> dict[str, Any]:
+    """Return a recipe as plain data, with its kind."""
+    fields = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(recipe).items()
+    }
+    return {"kind": kind_of(type(recipe)), **fields}
+
+
+def _recipe_of(described: Mapping[str, Any]) -> Quantization:
+    """Return the recipe that `_described` has described."""
+    kinds = {kind_of(kind): kind for kind in get_args(Quantization)}
+    fields = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in described.items() if name != "kind"
+    }
+    try:
+        made: Quantization = kinds[described["kind"]](**fields)
+    except (KeyError, TypeError) as error:
+        raise QuantizeError(
+            f"the checkpoint was trained with rounding by {dict(described)}, which this version does not know: update arclight"
+        ) from error
+    return made
+
+
+def _check_strategy(strategy: Strategy, *, graph: bool) -> None:
+    """Raise MisconfigurationError for a strategy that rounded layers, or a graph of them, cannot be trained under."""
     if isinstance(strategy, ShardedStrategy) and not isinstance(strategy, FSDPStrategy):
         raise MisconfigurationError(
-            f"QuantizationAwareTraining does not work with {type(strategy).__name__}: its graph reads the weights of layers itself, and "
-            "that cuts layers or gathers them one by one; train with strategy='fsdp', 'ddp' or on one device"
+            f"QuantizationAwareTraining does not work with {type(strategy).__name__}: its {'graph' if graph else 'rounding'} reads the weights of layers "
+            "itself, and that cuts layers or gathers them one by one; train with strategy='fsdp', 'ddp' or on one device"
         )
+    if not graph:
+        return
     if isinstance(strategy, FSDPStrategy) and strategy.activation_checkpointing_policy is not None:
         raise MisconfigurationError(
             "QuantizationAwareTraining does not work with activation_checkpointing_policy: its graph calls no submodules whose activations "

@@ -7,6 +7,8 @@ does, so activations are rounded, too: to 8 bits, with a scale for each group of
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -39,14 +41,25 @@ def linear_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 
     x: (..., K); weight: (N, K) int8; scale: (N,) of each output; all samples of a batch share the range.
     """
+    rounded, unit = _dynamic(x)
+    product: Tensor = rounded @ weight.to(x.dtype).T * (unit * scale)
+    return product if bias is None else product + bias
+
+
+def round_dynamic(x: Tensor) -> Tensor:
+    """Return what the activations ``x`` are as 8-bit integers in the range of this very tensor."""
+    rounded, unit = _dynamic(x)
+    return rounded * unit
+
+
+def _dynamic(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the steps of ``x`` from zero, and the size of a step."""
     low, high = (value.float() for value in x.aminmax())
     low, high = low.clamp(max=0), high.clamp(min=0)
     unit = (high - low) / LEVELS
     unit = torch.where(unit > 0, unit, 1.0)
     zero_point = (-low / unit).clamp(0, LEVELS).round()
-    rounded = ((x / unit).round() + zero_point).clamp(0, LEVELS) - zero_point
-    product = rounded @ weight.to(x.dtype).T * (unit * scale)
-    return product if bias is None else product + bias
+    return ((x / unit).round() + zero_point).clamp(0, LEVELS) - zero_point, unit
 
 
 def linear_grouped(
@@ -58,12 +71,17 @@ def linear_grouped(
     x: (..., K); weight: (N, groups, bytes) uint8, two 4-bit values in a byte; scale: (N, groups). With ``integer``
     activations are rounded to 8 bits, group by group.
     """
-    if integer:
-        grouped = x.unflatten(-1, (weight.shape[1], -1))
-        unit = grouped.abs().amax(-1, keepdim=True) / LARGEST
-        unit = torch.where(unit > 0, unit, 1.0)
-        x = ((grouped / unit).round() * unit).flatten(-2)
+    x = round_groups(x, weight.shape[1]) if integer else x
     return torch.nn.functional.linear(x, unpack(weight, scale, bits).to(x.dtype), bias)
+
+
+def round_groups(x: Tensor, groups: int) -> Tensor:
+    """Return what activations (..., K) are as 8-bit integers with a scale for each of ``groups``."""
+    grouped = x.unflatten(-1, (groups, -1))
+    unit = grouped.abs().amax(-1, keepdim=True) / LARGEST
+    unit = torch.where(unit > 0, unit, 1.0)
+    rounded: Tensor = ((grouped / unit).round() * unit).flatten(-2)
+    return rounded
 
 
 def _shape_of_linear(x: Tensor, weight: Tensor, *_: object) -> Tensor:
@@ -79,14 +97,24 @@ GROUPED = torch.ops.arclight.linear_grouped.default
 
 
 def quantize_linears(
-    graph: GraphModule, recipe: DynamicInt8 | WeightOnly | LowBit
+    graph: GraphModule, recipe: DynamicInt8 | WeightOnly | LowBit, trained: Collection[str] | None = None
 ) -> tuple[list[str], list[str]]:  # fmt: skip
-    """Quantize linear layers of ``graph`` in place; return quantized and float layers.
+    """Replace linear layers of ``graph`` in place; return the names of layers that run on integers and that stay in float.
 
-    A weight that something else reads as well, such as a tied embedding, stays in float everywhere.
+    A weight that something else reads as well, such as a tied embedding, stays in float everywhere. ``trained``: modules that were trained with
+    rounding; all others stay in float. Raises QuantizeError for one of these that computes something else in the graph.
     """
-    check_names(graph, recipe.skip)
-    weights = _weights(graph, recipe.skip)
+    if trained is None:
+        check_names(graph, recipe.skip)
+    weights = _weights(graph, lambda name: not inside(name, recipe.skip) if trained is None else _own(name) in trained)
+    if trained is not None:
+        found = {_own(module_name(node)) for nodes in weights.values() for node in nodes}
+        computed = {_own(module_name(node)) for node in graph.graph.nodes}
+        if lost := [name for name in trained if name in computed and name not in found]:
+            raise QuantizeError(
+                f"{', '.join(lost)} were trained with rounding, and what the program computes with their weights is no linear layer of their own: "
+                "keep them in float with skip"
+            )
     quantized = {node: module_name(node) or str(weight.target) for weight, nodes in weights.items() for node in nodes}
     left = list(dict.fromkeys(name for node, name in weighted(graph) if node not in quantized))
     if not quantized:
@@ -95,7 +123,8 @@ def quantize_linears(
             f"stay in float: {left}. Convolutions run on integers by Int8, with calibration data"
         )
     if not isinstance(recipe, DynamicInt8):
-        _check_groups(weights, recipe.group_size, quantized)
+        sizes = {quantized[nodes[0]]: int(weight.meta["val"].shape[1]) for weight, nodes in weights.items()}
+        check_groups(sizes, recipe.group_size)
     for place, (weight, nodes) in enumerate(weights.items()):
         _replace(graph, weight, nodes, recipe, place)
     graph.graph.eliminate_dead_code()
@@ -131,8 +160,26 @@ def unpack(integers: Tensor, scale: Tensor, bits: int) -> Tensor:
     return weight
 
 
-def _weights(graph: GraphModule, skip: tuple[str, ...]) -> dict[Node, list[Node]]:
-    """Map each weight that linear layers alone read to these layers."""
+def _own(name: str) -> str:
+    """Return the name that a module has; torch.export adds a number to that of one that is called again."""
+    return re.sub(r"@\d+", "", name)
+
+
+def weight_bits(recipe: WeightOnly | LowBit) -> tuple[int, bool]:
+    """Return the bits of a weight, and whether activations are rounded to 8 bits, too."""
+    return (recipe.bits, recipe.bits == 8) if isinstance(recipe, WeightOnly) else (4, True)
+
+
+def dynamic_weight(weight: Tensor, *, reduced: bool) -> tuple[Tensor, Tensor]:
+    """Round ``weight`` (N, K) to 8 bits, or to 7 if ``reduced``; return the integers (N, K) int8 and a scale (N,) for each output."""
+    values = weight.float()
+    scale = values.abs().amax(1) / (LARGEST // 2 if reduced else LARGEST)
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (values / scale[:, None]).round().to(torch.int8), scale
+
+
+def _weights(graph: GraphModule, chosen: Callable[[str], bool]) -> dict[Node, list[Node]]:
+    """Map each weight that linear layers alone read, all in modules that are ``chosen`` by name, to these layers."""
     reads: dict[int, list[Node]] = {}  # a tied parameter may be read under several names
     for node in graph.graph.find_nodes(op="get_attr"):
         reads.setdefault(stored_tensor(graph, node).data_ptr(), []).append(node)
@@ -140,13 +187,13 @@ def _weights(graph: GraphModule, skip: tuple[str, ...]) -> dict[Node, list[Node]
     for nodes in reads.values():
         readers = [(node, reader) for node in nodes for reader in node.users]
         own = (reader.target is aten.linear.default and reader.args[1] is node for node, reader in readers)
-        if readers and all(own) and not any(inside(module_name(reader), skip) for _, reader in readers):
+        if readers and all(own) and all(chosen(module_name(reader)) for _, reader in readers):
             found[nodes[0]] = [reader for _, reader in readers]
     return found
 
 
-def _check_groups(weights: dict[Node, list[Node]], size: int, names: dict[Node, str]) -> None:
-    inputs = {names[nodes[0]]: int(weight.meta["val"].shape[1]) for weight, nodes in weights.items()}
+def check_groups(inputs: Mapping[str, int], size: int) -> None:
+    """Raise QuantizeError where groups of ``size`` do not divide the inputs of a layer, by name."""
     if wrong := {name: count for name, count in inputs.items() if count % size}:
         fits = [other for other in WeightOnly.GROUP_SIZES if not any(count % other for count in inputs.values())]
         way = f"take group_size={fits[-1]}" if fits else "keep these layers in float with skip"
@@ -161,12 +208,9 @@ def _replace(
     values = stored_tensor(graph, weight).detach()
     settings: tuple[Any, ...] = ()
     if isinstance(recipe, DynamicInt8):
-        largest = LARGEST // 2 if recipe.reduce_range else LARGEST
-        scale = values.abs().amax(1) / largest
-        scale = torch.where(scale > 0, scale, 1.0)
-        tensors = (values / scale[:, None]).round().to(torch.int8), scale
+        tensors = dynamic_weight(values, reduced=bool(recipe.reduce_range))
     else:
-        bits, integer = (recipe.bits, recipe.bits == 8) if isinstance(recipe, WeightOnly) else (4, True)
+        bits, integer = weight_bits(recipe)
         tensors, settings = pack(values, bits, recipe.group_size), (bits, integer)
     names = []
     for role, tensor in zip(("", "_scale"), tensors):

@@ -122,6 +122,7 @@ class QuantizedModel(NamedGraphs):
         batches: int,
         target: Target,
         quantizer: str | None = None,
+        trained: bool = False,
     ) -> None:
         tensors = fold_weights(graph)
         super().__init__({"inference": graph})
@@ -136,6 +137,7 @@ class QuantizedModel(NamedGraphs):
             "batches": batches,
             "target": target,
             "quantizer": quantizer,
+            "trained": trained,
             "sqnr_db": math.nan,
             "scores": None,
             "seconds": math.nan,
@@ -154,11 +156,13 @@ class QuantizedModel(NamedGraphs):
     float_layers: tuple[str, ...]
     """Layers with weights that stay in float32, of whatever kind."""
     batches: int
-    """Calibration batches that were run."""
+    """Calibration batches that were run, or training batches that ranges were taken from."""
     target: Target
     """The runtime whose integer kernels it is made for."""
     quantizer: str | None
     """Class of the quantizer that was given; None for the placement of ``target``."""
+    trained: bool
+    """Whether the weights, and ranges if it has any, were trained with this rounding."""
     sqnr_db: float
     """Signal-to-noise ratio of the noisiest output against the float model on the first calibration batch (or the example), decibels."""
     scores: Scores | None
@@ -337,6 +341,20 @@ def _within(source: _Source, quantized: QuantizedModel, metric: Metric, max_drop
     log.info("%d layers stay in float for max_drop=%g: %s", len(fewest.kept), max_drop, ", ".join(fewest.kept))
     quantized.scores = replace(scores, quantized_model=score, search=fewest)
     return quantized
+
+
+@torch.no_grad()
+def judge(quantized: QuantizedModel, metric: Metric, max_drop: float) -> None:
+    """Score a model that was trained with rounding, and the float model of its weights; QuantizeError where it drops by more than ``max_drop``."""
+    before, after = _scored(metric, quantized.reference), _scored(metric, quantized)
+    _check_finite(before, "float model")
+    _check_finite(after, "trained model")
+    scores = Scores(metric=metric, float_model=before, quantized_model=after, max_drop=max_drop)
+    if not scores.fits(after):
+        raise scores.refusal(
+            after, "trained model", "train longer, keep sensitive modules in float with [qat] skip, or take more bits"
+        )
+    quantized.scores = scores
 
 
 def _scored(metric: Metric, model: nn.Module) -> float:

@@ -6,7 +6,7 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,12 @@ from arclight.deploy import failures
 from arclight.deploy.capture import (
     FreeDimensions,
     Inputs,
+    as_inputs,
     batch_size,
     check_shared_batch,
     dimensions_to_export,
     frozen_copy,
+    in_float32,
     quiet,
     resized,
 )
@@ -32,7 +34,8 @@ from arclight.deploy.quantizing.graphs import NamedGraphs, stored_tensor
 from arclight.deploy.quantizing.observers import MovingRange, PerChannelBiasRange, PerChannelWeightRange
 from arclight.deploy.quantizing.placement import PROFILES, PlacementQuantizer, module_name
 from arclight.deploy.quantizing.ptq import QuantizedModel, accept, chosen_target, distances, for_processor, placement
-from arclight.deploy.settings import PLACEMENTS, Int8, Quantization, Target
+from arclight.deploy.quantizing.rounded_linear import quantize_trained, round_linears, trained_linears
+from arclight.deploy.settings import PLACEMENTS, DynamicInt8, Int8, LowBit, Quantization, Target, WeightOnly
 from arclight.fabric.distributed.hang_report import is_collective_error
 from arclight.fabric.distributed.sharding import full_tensor
 from arclight.fabric.errors import MisconfigurationError
@@ -323,27 +326,58 @@ def _set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
         module.training = modes[name]
 
 
+@overload
+def prepare_qat(
+    model: nn.Module,
+    example_inputs: Tensor | Sequence[Tensor],
+    *,
+    recipe: Int8 | None = None,
+    target: Target | None = None,
+) -> PreparedModel: ...
+
+
+@overload
+def prepare_qat(
+    model: nn.Module,
+    example_inputs: Tensor | Sequence[Tensor],
+    *,
+    recipe: Quantization,
+    target: Target | None = None,
+) -> nn.Module: ...
+
+
 def prepare_qat(
     model: nn.Module,
     example_inputs: Tensor | Sequence[Tensor],
     *,
     recipe: Quantization | None = None,
     target: Target | None = None,
-) -> PreparedModel:
+) -> nn.Module:
     """Copy ``model`` with fake quantization inserted, to be trained with any loop and optimizer.
 
     The copy stays on the model's device and keeps the names of its tensors. ``example_inputs``: positional inputs, batch
     first; their first ranges are those that training moves. Weights are rounded with the scale of the batch norms behind them,
     whose epsilon and momentum stay as they are, as dropout does. ``convert`` makes the int8 model.
 
-    ``recipe``: `Int8`, or `LowBit` with 4-bit activations. ``target``: as in `quantize`. Raises QuantizeError for others, a model without a layer to
-    quantize and a ``skip`` that names nothing; ExportError for a model
-    that torch.export cannot capture in training and in evaluation mode.
+    ``recipe``: `Int8`, or `LowBit` with 4-bit activations, whose ranges are trained: a `PreparedModel`. `WeightOnly`, `DynamicInt8` and `LowBit` with
+    8-bit activations: the model itself, in which a `RoundedLinear` is in the place of each linear layer. ``target``: as in `quantize`. Raises
+    QuantizeError for others, a model without a layer to quantize and a ``skip`` that names nothing; ExportError for a model whose ranges are to be
+    trained and that torch.export cannot capture in training and in evaluation mode.
     """
     recipe = recipe or Int8()
     target = chosen_target(recipe, target)
-    inputs = inputs_on(model, example_inputs)
-    return PreparedModel(copy.deepcopy(model), inputs, recipe, target, settled=for_processor(recipe, target))
+    inputs, copied = inputs_on(model, example_inputs), copy.deepcopy(model)
+    return with_fake_quantization(copied, inputs, recipe, target, settled=for_processor(recipe, target))
+
+
+def with_fake_quantization(
+    model: nn.Module, inputs: Inputs | None, recipe: Quantization, target: Target, *, settled: Quantization
+) -> nn.Module:  # fmt: skip
+    """Return ``model``, which is changed, with the fake quantization of ``recipe``; only recipes of fixed ranges need ``inputs``."""
+    if isinstance(settled, DynamicInt8 | WeightOnly | LowBit) and not settled.needs_calibration:
+        return round_linears(model, settled)
+    assert inputs is not None
+    return PreparedModel(model, inputs, recipe, target, settled=settled)
 
 
 def inputs_on(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Inputs:
@@ -355,24 +389,39 @@ def inputs_on(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> Inputs:
     return tuple(value.detach().to(device) for value in inputs)
 
 
-def convert(prepared: PreparedModel, *, parts: Parts | None = None) -> QuantizedModel:
-    """Convert a trained model: fold batch norms, store integer weights, fix ranges.
+def convert(
+    prepared: nn.Module,
+    *,
+    example_inputs: Tensor | Sequence[Tensor] | None = None,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    parts: Parts | None = None,
+) -> QuantizedModel:
+    """Convert a trained model: batch norms folded, weights as integers, ranges as training left them.
 
     ``prepared`` itself is not changed, and can be trained further. Where FSDP shards it every rank has to call this, and each gets
-    the whole model. The ratio of the noisiest output, or part, against the
-    trained float model is measured on the example inputs. Raises QuantizeError below ``recipe.min_sqnr_db``.
+    the whole model. The ratio of the noisiest output, or part, against the trained float model is measured on ``example_inputs``, by default those of
+    `prepare_qat`; a model of a checkpoint has none, and one of `RoundedLinear` layers is captured on them, with ``dynamic`` as in `quantize`. Raises
+    QuantizeError below ``recipe.min_sqnr_db``, and where inputs are needed.
     """
     if not isinstance(prepared, PreparedModel):
-        raise TypeError(f"convert needs what prepare_qat has returned, got {type(prepared).__name__}")
+        if trained_linears(prepared)[0] is None:
+            raise TypeError(f"convert needs what prepare_qat has returned, got {type(prepared).__name__}")
+        if example_inputs is None:
+            raise QuantizeError("a model with rounded linear layers is captured to be converted: give example_inputs")
+        return quantize_trained(prepared, example_inputs, dynamic=dynamic, parts=parts)
+    if example_inputs is None and not any(bool(value.any()) for value in prepared.example):
+        raise QuantizeError(
+            "the model comes from a checkpoint, which keeps no inputs to compare it on: give example_inputs"
+        )
     start = time.perf_counter()
-    quantized = _converted(prepared)
+    quantized = _converted(prepared, None if example_inputs is None else in_float32(as_inputs(example_inputs)))
     example, reference = quantized.example, quantized.reference
     quantized.sqnr_db = accept(distances(reference, quantized, example, parts), prepared.recipe.min_sqnr_db)
     quantized.seconds = time.perf_counter() - start
     return quantized
 
 
-def _converted(prepared: PreparedModel) -> QuantizedModel:
+def _converted(prepared: PreparedModel, example: Inputs | None = None) -> QuantizedModel:
     """Convert without measuring the loss.
 
     A model that still trains is scored, however noisy it is.
@@ -381,7 +430,7 @@ def _converted(prepared: PreparedModel) -> QuantizedModel:
     whole = _whole_parameters(prepared)
     with quiet():  # torch warns of itself
         graph = copy.deepcopy(prepared.graphs["inference"], dict(whole)).cpu()
-    example = tuple(value.cpu() for value in prepared.example)
+    example = tuple(value.cpu() for value in prepared.example) if example is None else example
     reference = frozen_copy(copy.deepcopy(prepared.float_model, dict(whole)) if whole else prepared.float_model)
     for part in graph.modules():
         if isinstance(part, MovingRange):
@@ -402,6 +451,7 @@ def _converted(prepared: PreparedModel) -> QuantizedModel:
         float_layers=prepared.float_layers,
         batches=max((int(r.batches) for r in prepared.ranges()), default=0),
         target=prepared.target,
+        trained=True,
     )
 
 

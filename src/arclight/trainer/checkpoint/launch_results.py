@@ -14,7 +14,7 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import nn
 
-from arclight.trainer.callback import ReplacesLayers
+from arclight.trainer.checkpoint.loading import ReplacesLayers
 from arclight.trainer.loop.hooks import overridden
 from arclight.trainer.module import Module
 

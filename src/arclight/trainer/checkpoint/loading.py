@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -12,6 +12,14 @@ from arclight import checkpoint as checkpoints
 from arclight.checkpoint.remote import is_remote, to_path
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.fabric.checkpoint_io import from_tree
+
+
+@runtime_checkable
+class ReplacesLayers(Protocol):
+    """A callback that puts other layers in the place of the module's, so that the names of its weights may change."""
+
+    def replace_layers(self, pl_module: Any) -> None:
+        """Replace them, unless that is done: after ``configure_model``, in a process that only launches others, and where a checkpoint is opened."""
 
 
 class WeightsMisfitError(checkpoints.CheckpointError, RuntimeError):

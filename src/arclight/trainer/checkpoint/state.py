@@ -34,7 +34,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.seeding import rng_state
 from arclight.fabric.strategies import Strategy
 from arclight.optim import restore_optimizer
-from arclight.trainer.callback import AveragesWeights
+from arclight.trainer.callback import NEEDED, AveragesWeights
 from arclight.trainer.checkpoint.loading import load_weights
 from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO
 from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
@@ -146,6 +146,10 @@ class CheckpointConnector:
             raise checkpoints.CheckpointError(
                 f"{called} has no state_dict and is not a checkpoint of a Trainer; it has {', '.join(map(str, checkpoint)) or 'nothing'}"
             )
+        own = {callback.state_key for callback in trainer.callbacks}
+        for key, state in checkpoint.get("callbacks", {}).items():
+            if key not in own and isinstance(state, Mapping) and NEEDED in state:
+                raise MisconfigurationError(str(state[NEEDED]))
         if written_by_lightning(checkpoint):
             position = lightning_progress(checkpoint, count_optimizer_steps=trainer.behavior.count_optimizer_steps)
             checkpoint = checkpoint | {"loops": {"progress": position.state_dict()}}

@@ -15,7 +15,7 @@ from arclight.fabric.warnings import PossibleUserWarning
 from arclight.trainer.callback import Callback
 from arclight.trainer.callbacks.timer import Timer
 from arclight.trainer.checkpoint.launch_results import collect_launch_results, restore_module, restore_state
-from arclight.trainer.checkpoint.loading import load_weights
+from arclight.trainer.checkpoint.loading import ReplacesLayers, load_weights
 from arclight.trainer.data.stage_data import StageData, resolve_dataloaders
 from arclight.trainer.hparams import clean_namespace, hyperparameters_to_log
 from arclight.trainer.loggers.logger import log_hyperparams_and_graph, open_experiments
@@ -163,6 +163,9 @@ class Session:
         if overridden(module, "configure_model", Module):
             with trainer.strategy.module_init_context():
                 module.configure_model()
+            for callback in trainer.callbacks:
+                if isinstance(callback, ReplacesLayers):
+                    callback.replace_layers(module)
         trainer.data.attach(module, name, **loaders)
         return module
 

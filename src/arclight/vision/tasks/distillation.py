@@ -84,21 +84,21 @@ def refuse(path: Path, what: str, given: object, wanted: object) -> None:
         )
 
 
-def teacher_checkpoint(path: Path) -> Path:
-    """Return ``path``, or the best checkpoint of the run there, the newest if none was ranked."""
+def checkpoint_at(path: Path, setting: str, failure: type[Exception]) -> Path:
+    """Return ``path``, or the best checkpoint of the run that it is, the newest where none was ranked; ``failure`` names the ``setting``."""
     if not path.exists():
-        raise TeacherError(f"teacher = {path}: there is nothing of that name, give a checkpoint or a run")
+        raise failure(f"{setting} = {path}: there is nothing of that name, give a checkpoint or a run")
     if not (path / "checkpoints").is_dir():
         return path
     if (newest := find_last(path / "checkpoints")) is None:
-        raise TeacherError(f"teacher = {path} has no checkpoint: it failed, or was stopped, before it saved one")
+        raise failure(f"{setting} = {path} has no checkpoint: it failed, or was stopped, before it saved one")
     best, _ = recorded_best(newest)
     if best is None:
         return newest
     if place := find_recorded(best, path / "checkpoints"):
         return place
-    raise TeacherError(
-        f"teacher = {path} recorded {best.name} as its best checkpoint, which is not there: name one, such as {newest}"
+    raise failure(
+        f"{setting} = {path} recorded {best.name} as its best checkpoint, which is not there: name one, such as {newest}"
     )
 
 

@@ -39,7 +39,7 @@ from arclight.trainer.hparams import arguments_for
 from arclight.vision.data.labels import DatasetError
 from arclight.vision.models.architectures import HeadBlock, find_architecture, is_table, read_table
 from arclight.vision.models.yolov5 import Yolo, build_model, fuse, load_pretrained
-from arclight.vision.tasks.distillation import Teacher, TeacherError, check_fit, refuse, teacher_checkpoint
+from arclight.vision.tasks.distillation import Teacher, TeacherError, check_fit, checkpoint_at, refuse
 from arclight.vision.tasks.measuring import UNMEASURED, BatchSizeError, fastest_memory_format, fitting_batch_size
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class VisionModule(Module, abc.ABC):
         self.memory_format = _FORMATS.get(settings.memory_format)
         self._awaited_weights: Path | None = None
         if settings.weights is not None and settings.weights.exists():
-            load_pretrained(self.model, settings.weights)
+            load_pretrained(self.model, checkpoint_at(settings.weights, "weights", CheckpointError))
         else:
             self._awaited_weights = settings.weights  # a checkpoint may bring others before these are needed
         self._inference: InferenceCopy | None = None
@@ -193,6 +193,24 @@ class VisionModule(Module, abc.ABC):
         shipped = self.deployment(data.calibration_dataset(), batches)
         return dataclasses.replace(shipped, metric=score, evaluation=self.evaluation(data))
 
+    def configure_example(self, data: Any) -> Tensor:
+        """Return a few training images of ``data``, a `VisionData` (default: its own), as the network takes them.
+
+        Raises MisconfigurationError where batches have several sizes: a graph, of a model that is trained with rounding, has one.
+        """
+        varied = [
+            name
+            for name in ("rect", "rect_train", "multi_scale", "progressive_resizing")
+            if getattr(self.settings, name, None)
+        ]
+        if varied:
+            raise MisconfigurationError(
+                f"task.{varied[0]} = {getattr(self.settings, varied[0])} gives images of several sizes, and a network that is trained with rounding is "
+                f"captured for one: leave task.{varied[0]} out"
+            )
+        data = data or self.settings.data_class()(self.settings)
+        return _found_batches(data.calibration_dataset(), 1)[0]
+
     def evaluation(self, data: Any, split: str = "val") -> Evaluation:
         """Return the evaluation that compares two networks on a split of ``data``, a `VisionData`.
 
@@ -227,11 +245,7 @@ class VisionModule(Module, abc.ABC):
         from arclight.deploy.deployment import EXAMPLES, Deployment
 
         self.check_weights()
-        found = list(_float_batches(images, batches))
-        if not found:
-            raise DatasetError(
-                f"none of the images picked of {len(images)} can be decoded: repair or remove the damaged ones"
-            )
+        found = _found_batches(images, batches)
         return Deployment(
             model=self._shipped_network(),
             example_inputs=found[0][:EXAMPLES],
@@ -250,23 +264,14 @@ class VisionModule(Module, abc.ABC):
         )
 
     def _shipped_network(self) -> nn.Module:
-        """Fold batch norms of the network; one that is quantized is shipped as it is."""
-        if isinstance(self.model, Yolo):
-            return fuse(self.model)
-        from arclight.deploy import ExportError
-        from arclight.deploy.quantizing.qat import PreparedModel
-
-        if isinstance(self.model, PreparedModel):
-            raise ExportError(
-                f"{type(self).__name__}.model is trained with rounding and is not a program yet: put deploy.convert(module.model) in its place"
-            )
-        return self.model
+        """Fold batch norms of the network; one that is quantized, or trained to be, is shipped as it is."""
+        return fuse(self.model) if isinstance(self.model, Yolo) else self.model
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Open a checkpoint of this task; ``VisionModule.load`` opens one of any vision task.
+        """Open a checkpoint of this task; ``VisionModule.load`` opens one of any vision task. What was trained with rounding rounds.
 
         Raises CheckpointError for a file that cannot be read so, or that is of another task.
         """
@@ -283,7 +288,9 @@ class VisionModule(Module, abc.ABC):
                 )
             if issubclass(cls, found):
                 found = cls
-        loaded: Self = found.load_from_checkpoint(path)
+        from arclight.deploy.quantizing.trained import callbacks_of
+
+        loaded: Self = found.load_from_checkpoint(path, replaced_by=callbacks_of(checkpoint.get("callbacks", {})))
         return loaded
 
     def _freeze(self, layers: int) -> None:
@@ -300,7 +307,9 @@ class VisionModule(Module, abc.ABC):
         Raises CheckpointError if they are not there.
         """
         if self._awaited_weights is not None:
-            load_pretrained(self.model, self._awaited_weights)  # raises, unless it has come meanwhile
+            load_pretrained(
+                self.model, checkpoint_at(self._awaited_weights, "weights", CheckpointError)
+            )  # raises, unless it has come meanwhile
             self._awaited_weights = None
 
     # -- inference ---------------------------------------------------------------------------------------------------
@@ -431,7 +440,7 @@ class VisionModule(Module, abc.ABC):
 
         Draws nothing from the random streams.
         """
-        checkpoint = teacher_checkpoint(path)
+        checkpoint = checkpoint_at(path, "teacher", TeacherError)
         with isolate_rng():
             found = type(self).load(checkpoint) if checkpoint.is_file() else VisionModule.load(checkpoint)
             found.check_weights()
@@ -584,6 +593,16 @@ def _named_batches(opened: Callable[[], Any]) -> Iterator[NamedInputs]:
 
 CALIBRATION_BATCH = 8
 """Images per calibration batch."""
+
+
+def _found_batches(data: Any, count: int) -> list[Tensor]:
+    """Return `_float_batches`; DatasetError where there is none."""
+    found = list(_float_batches(data, count))
+    if not found:
+        raise DatasetError(
+            f"none of the images picked of {len(data)} can be decoded: repair or remove the damaged ones"
+        )
+    return found
 
 
 def _float_batches(data: Any, count: int) -> Iterator[Tensor]:

@@ -53,7 +53,7 @@ class VisionTask(Checked):
     cache: bool = False
     """Keep decoded training images in memory."""
     weights: Path | None = None
-    """Start from this checkpoint (.safetensors, a checkpoint folder, or a foreign .pt read without unpickling)."""
+    """Start from this checkpoint (.safetensors, a checkpoint folder, or a foreign .pt read without unpickling), or the best one of this run."""
     freeze: NonNegativeInt = 0
     """Leading layers whose weights do not change."""
     teacher: Path | None = None

@@ -1,0 +1,210 @@
+"""Train linear layers with the rounding of recipes that need no calibration: of weights, in groups, and of each call's activations.
+
+`round_linears` puts a `RoundedLinear` in the place of each layer, which computes what the recipe's kernel will, with gradients as if
+nothing was rounded; weights keep their names and values. `trained_linears` finds them in what is deployed, and `quantize_trained` gives
+the program's model: the same weights through the same rounding (`linear.pack`), so that its integers are those of training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from arclight.deploy.capture import as_inputs, capture, free_dimensions, frozen_copy, in_float32
+from arclight.deploy.errors import QuantizeError
+from arclight.deploy.parity import Parts
+from arclight.deploy.quantizing.graphs import fold_linear_weights
+from arclight.deploy.quantizing.linear import (
+    check_groups,
+    dynamic_weight,
+    linear_dynamic,
+    linear_grouped,
+    pack,
+    quantize_linears,
+    round_dynamic,
+    round_groups,
+    unpack,
+    weight_bits,
+)
+from arclight.deploy.quantizing.placement import inside
+from arclight.deploy.quantizing.ptq import QuantizedModel, accept, distances
+from arclight.deploy.settings import DynamicInt8, LowBit, WeightOnly
+
+LinearRecipe = DynamicInt8 | WeightOnly | LowBit
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Give the rounded value, and the gradient as if it was the value (Bengio et al. 2013)."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, rounded: Tensor) -> Tensor:
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class RoundedLinear(nn.Linear):
+    """A linear layer that computes as the kernel of its recipe will, with gradients; its state is that of an ``nn.Linear``."""
+
+    recipe: LinearRecipe
+    _packed: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None
+    """The integers and scales of the weight in evaluation mode, and the place and version of what they were made of."""
+
+    @classmethod
+    def of(cls, layer: nn.Linear, recipe: LinearRecipe) -> RoundedLinear:
+        """Return a layer with the tensors, hooks and mode of ``layer``."""
+        made = cls.__new__(cls)
+        made.__dict__.update(layer.__dict__, recipe=recipe, _packed=None)
+        return made
+
+    def plain(self) -> nn.Linear:
+        """Return a layer with these tensors that rounds nothing."""
+        made = nn.Linear.__new__(nn.Linear)
+        made.__dict__.update(
+            {name: value for name, value in self.__dict__.items() if name not in ("recipe", "_packed")}
+        )
+        return made
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training or torch.is_grad_enabled():
+            x, weight = self.operands(input)
+            return F.linear(x, weight, self.bias)
+        integers, scale = self._integers()
+        if isinstance(self.recipe, DynamicInt8):
+            return linear_dynamic(input, integers, scale, self.bias)
+        bits, integer = weight_bits(self.recipe)
+        return linear_grouped(input, integers, scale, self.bias, bits, integer)
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``x`` (..., K) and the weight (N, K) as the kernel multiplies them, with gradients as of what they were before.
+
+        For a loss that multiplies them itself, in parts.
+        """
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            if isinstance(self.recipe, DynamicInt8):
+                integers, scale = dynamic_weight(self.weight, reduced=bool(self.recipe.reduce_range))
+                weight, rounded = integers * scale[:, None], round_dynamic(x.float())
+            else:
+                bits, integer = weight_bits(self.recipe)
+                packed = pack(self.weight, bits, self.recipe.group_size)
+                weight = unpack(*packed, bits)
+                rounded = round_groups(x.float(), packed[0].shape[1]) if integer else x
+        kept: Tensor = _StraightThrough.apply(self.weight, weight.to(self.weight.dtype))
+        taken: Tensor = x if rounded is x else _StraightThrough.apply(x, rounded.to(x.dtype))
+        return taken, kept
+
+    def train(self, mode: bool = True) -> RoundedLinear:
+        """Forget the integers: the weight may be another when it is evaluated next."""
+        self._packed = None
+        super().train(mode)
+        return self
+
+    def _integers(self) -> tuple[Tensor, Tensor]:
+        """Return integers and scales of the weight, made once where its changes are counted: those of sharded weights are not."""
+        state = self.weight.data_ptr(), 0 if self.weight.is_inference() else self.weight._version
+        if self._packed is not None and self._packed[0] == state and not torch.distributed.is_initialized():
+            return self._packed[1]
+        with torch.autocast(self.weight.device.type, enabled=False):
+            if isinstance(self.recipe, DynamicInt8):
+                made = dynamic_weight(self.weight, reduced=bool(self.recipe.reduce_range))
+            else:
+                made = pack(self.weight, weight_bits(self.recipe)[0], self.recipe.group_size)
+        self._packed = state, made
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_packed": None}
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.recipe}"
+
+
+def round_linears(model: nn.Module, recipe: LinearRecipe) -> nn.Module:
+    """Put rounded layers in the place of the linear layers of ``model``; return it, or the layer in the place of one that is linear itself.
+
+    Those whose weight something else reads as well, such as a tied embedding, stay as they are, as in `quantize`. Raises QuantizeError
+    where there are none, for a ``skip`` that names nothing, and for groups that do not divide a layer's inputs.
+    """
+    names = dict(model.named_modules())
+    for prefix in recipe.skip:
+        if not any(inside(name, (prefix,)) for name in names):
+            near = get_close_matches(prefix, sorted(names), n=1)
+            raise QuantizeError(
+                f"skip names {prefix!r}, and {type(model).__name__} has no module of that name"
+                + "".join(f"; did you mean {name!r}?" for name in near)
+            )
+    others = [module for module in names.values() if type(module) is not nn.Linear]
+    shared = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
+    chosen = {
+        name: module
+        for name, module in names.items()
+        if type(module) is nn.Linear and id(module.weight) not in shared and not inside(name, recipe.skip)
+    }
+    if not chosen:
+        raise QuantizeError(
+            f"{type(recipe).__name__} is for linear layers, and {type(model).__name__} has none whose weight is its own and not in skip. "
+            "Convolutions are trained with rounding by int8"
+        )
+    if not isinstance(recipe, DynamicInt8):
+        check_groups({name: layer.in_features for name, layer in chosen.items()}, recipe.group_size)
+    made = {id(layer): RoundedLinear.of(layer, recipe) for layer in chosen.values()}
+    _replace(model, made)
+    return made.get(id(model), model)
+
+
+def trained_linears(model: nn.Module) -> tuple[LinearRecipe | None, list[str]]:
+    """Return the recipe that layers of ``model`` were trained for, and their names; None without any."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, RoundedLinear)}
+    return next((layer.recipe for layer in found.values()), None), list(found)
+
+
+def quantize_trained(
+    model: nn.Module,
+    example: Tensor | Sequence[Tensor],
+    *,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    parts: Parts | None = None,
+) -> QuantizedModel:
+    """Return the model of the program that the `RoundedLinear` layers of ``model`` were trained for; all else stays in float.
+
+    Arguments are those of `quantize`. Raises QuantizeError for a layer that the captured graph does not compute as a linear layer, and for an output that is
+    noisier than the recipe's ``min_sqnr_db``.
+    """
+    start = time.perf_counter()
+    recipe, layers = trained_linears(model)
+    assert recipe is not None
+    inputs = in_float32(as_inputs(example))
+    reference = _plain(frozen_copy(model))
+    free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
+    graph = fold_linear_weights(capture(frozen_copy(reference), inputs, free=free).module())
+    quantized_layers, float_layers = quantize_linears(graph, recipe, layers)
+    quantized = QuantizedModel(
+        graph, reference=reference, recipe=recipe, example=inputs, quantized_layers=quantized_layers, float_layers=float_layers,
+        batches=0, target="onnxruntime", trained=True,
+    )  # fmt: skip
+    quantized.sqnr_db = accept(distances(reference, quantized, inputs, parts), recipe.min_sqnr_db)
+    quantized.seconds = time.perf_counter() - start
+    return quantized
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Put plain layers in the place of the rounded ones, and return the model."""
+    if isinstance(model, RoundedLinear):
+        return model.plain()
+    _replace(model, {id(module): module.plain() for module in model.modules() if isinstance(module, RoundedLinear)})
+    return model
+
+
+def _replace(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if id(child) in made:
+                module._modules[name] = made[id(child)]

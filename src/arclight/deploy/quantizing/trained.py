@@ -1,0 +1,57 @@
+"""Tell whether a checkpoint was trained with rounding, and open it as the run had it; what rounds is imported only if it was.
+
+``Module.load_from_checkpoint(path, replaced_by=trained_by(path))`` gives the module with its rounded layers, for
+``convert(module.model, example_inputs=...)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from arclight import checkpoint as checkpoints
+from arclight.checkpoint.remote import to_path
+from arclight.trainer.callback import Callback
+from arclight.trainer.checkpoint.loading import read
+
+if TYPE_CHECKING:
+    from arclight.deploy.quantizing.callback import QuantizationAwareTraining
+
+CALLBACK = "QuantizationAwareTraining"
+"""What the keys of its states in a checkpoint begin with."""
+
+
+def trained_by(path: str | Path) -> list[QuantizationAwareTraining]:
+    """Return the callbacks that trained the weights of a checkpoint with rounding; none for float ones, and where weights alone were kept."""
+    place = to_path(path)
+    if not place.is_dir():
+        return callbacks_of(read(path).get("callbacks", {}))
+    if "callbacks" not in checkpoints.inspect(place).entries:
+        return []
+    return callbacks_of(checkpoints.load(place, only=["callbacks"])["callbacks"])
+
+
+def callbacks_of(states: Mapping[str, Any]) -> list[QuantizationAwareTraining]:
+    """Return the callbacks of quantization-aware training among the states of callbacks in a checkpoint."""
+    found = [state for key, state in states.items() if key.startswith(CALLBACK) and "recipe" in state]
+    if not found:  # those of earlier versions do not say what was trained
+        return []
+    from arclight.deploy.quantizing.callback import QuantizationAwareTraining
+
+    return [QuantizationAwareTraining.of(state) for state in found]
+
+
+@runtime_checkable
+class FreezesAtSteps(Protocol):
+    """A callback that freezes something at a step, which the run should reach."""
+
+    def check_reached(self, steps: float) -> None:
+        """Raise MisconfigurationError where a run of ``steps`` steps does not reach it."""
+
+
+def check_steps(callbacks: Iterable[Callback], steps: Callable[[], float]) -> None:
+    """Raise MisconfigurationError where one of ``callbacks`` freezes something at a step that a run of ``steps()`` steps does not reach."""
+    for callback in callbacks:
+        if isinstance(callback, FreezesAtSteps):
+            callback.check_reached(steps())
