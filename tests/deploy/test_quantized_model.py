@@ -84,6 +84,29 @@ def test_its_state_is_what_it_computes_with(int8: QuantizedModel, inputs: tuple[
     assert torch.equal(moved(*inputs), expected)
 
 
+class ReadTwice(nn.Module):
+    """A layer whose weight is read as a table, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.read, self.last = nn.Linear(32, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x)) + self.read.weight.mean(0)
+        logits: Tensor = self.last(torch.relu(self.read(x)))
+        return logits
+
+
+def test_a_weight_that_something_else_reads_is_there_in_float_as_well() -> None:
+    torch.manual_seed(0)
+    model, x = ReadTwice(), torch.randn(64, 32)
+    quantized = quantize(model, [x])
+    state = quantized.state_dict()
+    assert (quantized.quantized_layers, state["read.weight"].dtype) == (("first", "read", "last"), torch.int8)
+    assert torch.equal(state["read.weight_1"], model.read.weight)
+    assert quantized.sqnr_db > 30
+
+
 def test_a_layer_may_be_called_like_a_field() -> None:
     names = ("reference", "example", "recipe", "batches")
     layers = nn.ModuleDict({name: nn.Conv2d(4, 4, 1) for name in names})

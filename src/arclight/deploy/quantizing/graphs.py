@@ -118,13 +118,15 @@ def shared_copy(graph: GraphModule) -> GraphModule:
 
 
 def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
-    """Fold quantized weights of a converted graph to integers; return tensors by name.
+    """Store quantized weights of a converted graph as integers; return its tensors by their names in the model.
 
-    Names are those in the model. An integer weight takes the name of the float one; beside it are ``NAME_scale`` and
-    ``NAME_zero_point``. torchao's own folding calls them ``_frozen_param0``, ``_scale_0``. The graph is left without
-    tensors: a NamedGraphs binds them.
+    An integer weight takes the name of the float one, which is ``NAME_1`` where something else reads it, too; beside it are ``NAME_scale`` and
+    ``NAME_zero_point``. torchao's own folding calls them ``_frozen_param0``, ``_scale_0``. The graph is left without tensors: a NamedGraphs
+    binds them.
     """
     tensors: dict[str, Tensor] = {}
+    made: set[Node] = set()
+    """What reads integers, and their scales."""
     sources = _constant_sources(graph)
     for node in list(graph.graph.nodes):
         if node.target not in QUANTIZE or (source := sources.get(node)) is None:
@@ -133,19 +135,26 @@ def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
         with torch.no_grad():
             tensors[name] = stored_tensor(graph, node)
         for reader in list(node.users):
-            reader.replace_input_with(node, _read(graph, reader, name, like=node))
+            made.add(read := _read(graph, reader, name, like=node))
+            reader.replace_input_with(node, read)
             for place, role in ((1, "scale"), (2, "zero_point")):
                 value = reader.args[place] if reader.target in DEQUANTIZE else None
                 if isinstance(value, Node):
                     tensors[f"{name}_{role}"] = stored_tensor(graph, value)
-                    reader.update_arg(place, _read(graph, reader, f"{name}_{role}", like=value))
+                    made.add(read := _read(graph, reader, f"{name}_{role}", like=value))
+                    reader.update_arg(place, read)
     for node in reversed(graph.graph.nodes):
         if not node.users and (node in sources or node.op == "get_attr"):
             graph.graph.erase_node(node)
+    integers, names = set(tensors), dict[str, str]()
     for node in graph.graph.nodes:
-        if node.op == "get_attr" and node.target not in tensors:
-            tensors[name := _layer_name(node)] = stored_tensor(graph, node)
-            node.target = name
+        if node.op != "get_attr" or node in made:
+            continue
+        if (target := str(node.target)) not in names:
+            name = _layer_name(node)
+            names[target] = _free_name(name, tensors) if name in integers else name
+            tensors[names[target]] = stored_tensor(graph, node)
+        node.target = names[target]
     called = {str(node.target).partition(".")[0] for node in graph.graph.nodes if node.op == "call_module"}
     graph._parameters.clear()
     graph._buffers.clear()
