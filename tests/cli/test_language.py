@@ -132,7 +132,9 @@ def test_a_program_answers_as_its_run(typed: Typed, recipe: str) -> None:
     assert "with cache and tokenizer, for up to 2048 tokens" in out
     status, out, _ = typed("predict lm.onnx --prompt the --tokens 4 --temperature 0 --json program.json")
     assert status == 0, out
-    assert json.loads(Path("program.json").read_text()) == said
+    assert json.loads(Path("program.json").read_text()) == [one | {"runtime": "onnxruntime"} for one in said]
+    status, _, err = typed("predict runs/lm/1 --prompt the --runtime openvino")
+    assert (status, "is a run, which PyTorch computes: export it first" in err) == (2, True)
     status, _, err = typed("predict lm.onnx --prompt the --tokens 100000")
     assert (status, err.count("\n")) == (2, 1)
     assert "lower max_new_tokens" in err

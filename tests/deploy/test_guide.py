@@ -15,7 +15,16 @@ from arclight.deploy import Program
 from arclight.deploy.quantizing.training_settings import Int8Training
 from arclight.recipe import read
 
-PLACES = {"python": 0, "targets": 1, "recipes": 2, "several": 3, "formats": 4, "comparing": 6, "verifying": 7}
+PLACES = {
+    "python": 0,
+    "targets": 1,
+    "recipes": 2,
+    "several": 3,
+    "formats": 4,
+    "runtimes": 5,
+    "comparing": 7,
+    "verifying": 8,
+}
 RUN_ALL = """
 import os, runpy, sys, traceback
 import onnxscript, torchao
@@ -90,8 +99,19 @@ def test_formats(ran: Path) -> None:
     assert printed.strip().endswith("torch.Size([5, 8])"), printed
 
 
+@pytest.mark.slow
+def test_runtimes(ran: Path) -> None:
+    first, second = (ran / "runtimes" / "said.txt").read_text().splitlines()
+    assert first.startswith(
+        "It runs in OpenVINO, and agrees with itself in ONNX Runtime, which it was exported for, to "
+    )
+    assert second.split(" ", 1)[0] in ("onnxruntime", "openvino")
+    assert "'openvino': " in second
+    assert "'onnxruntime': " in second
+
+
 def test_a_module_ships(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 5))
+    (tmp_path / "example.py").write_text(block("python", "docs/deploy.md", 6))
     printed = warm.run("example.py", cwd=tmp_path, timeout=600, check=True).stdout
     assert printed.startswith("torch.Size([3, 7, 5]) {'example': {'batch': 8, 'time': 20}, 'batch 1, time 1'"), printed
 

@@ -12,6 +12,7 @@ from tests.serve.conftest import LOOPBACK
 from tests.serve.test_reload import bare
 from tests.serve.test_tensors import SERVE
 
+from arclight.deploy.programs.other_runtime import RuntimeChoice
 from arclight.serve.models import ServedModel, proof
 
 ENTER, TAB = "\ue007", "\ue004"
@@ -436,7 +437,7 @@ def test_each_model_has_a_card_with_its_proof(chrome, serve_with, one_box_path, 
     assert codes["proof"][0].startswith("Agrees with its torch model to ")
     shown = chrome.text("#models-list")
     assert shown.startswith("codes\n")
-    assert "finds objects in photos, fp32, version " + codes["version"] in shown
+    assert "finds objects in photos, fp32, in ONNX Runtime, version " + codes["version"] in shown
     assert codes["proof"][0] in shown
     assert other["proof"] == []
     assert "Nothing was recorded of this program when it was exported." in shown
@@ -466,9 +467,16 @@ def test_the_proof_of_a_quantized_program_has_metric_and_speed():
             "speed": {"over_fp32": 3.1, "low": 2.9, "high": 3.3, "size_over_fp32": 0.27},
         },
     }
-    model = ServedModel(name="m", loaded=SimpleNamespace(metadata=metadata))
-    assert proof(model) == [
+    loaded = SimpleNamespace(metadata=metadata, runtime="onnxruntime", choice=RuntimeChoice(exported_for="onnxruntime"))
+    sentences = [
         "Agrees with its torch model to 41 dB.",
         "Its metric is 0.912, that of the float model 0.917.",
         "It is 3.10 x as fast as float32 (2.90-3.30, one sample, one thread) in 27% of its size.",
+    ]
+    assert proof(ServedModel(name="m", loaded=loaded)) == sentences
+    loaded.runtime = "openvino"
+    assert proof(ServedModel(name="m", loaded=loaded)) == [
+        *sentences[:2],
+        sentences[2].removesuffix(".") + ", in ONNX Runtime.",
+        "It runs in OpenVINO, not compared with ONNX Runtime, which it was exported for.",
     ]

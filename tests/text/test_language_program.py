@@ -87,7 +87,49 @@ def test_answers_that_end_early_leave_the_others_alone(program: Program, decoder
 
 
 def test_other_runtimes_answer_alike(program: Program, decoder: Any) -> None:
-    same_tokens(Program.load(program.path, runtime="openvino", threads=1), decoder)
+    other = Program.load(program.path, runtime="openvino", threads=1)
+    assert other.choice.parity.keys() == {"logits", "present.0", "present.1"}
+    assert all(one.sqnr_db > 90 for one in other.choice.parity.values())
+    same_tokens(other, decoder)
+
+
+def test_the_runtime_is_chosen_where_a_program_writes_text(
+    program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for runtime in ("onnxruntime", "openvino"):
+        words = ["predict", str(program.path), "--prompt", "def", "--tokens", "8", "--temperature", "0"]
+        assert main([*words, "--runtime", runtime, "--json", str(tmp_path / "said.json")]) == 0
+        said += json.loads((tmp_path / "said.json").read_text())
+        assert f"{program.path}: It runs in " in capsys.readouterr().err
+    assert [one["runtime"] for one in said] == ["onnxruntime", "openvino"]
+    assert said[0]["text"] == said[1]["text"] == generate(program, ByteTokenizer(), "def", 8, temperature=0)
+    assert main(["predict", str(program.path), "--prompt", "def", "--runtime", "torch"]) == 2
+    assert "is of format onnx, which torch does not run: take onnxruntime, openvino" in capsys.readouterr().err
+
+
+def test_one_program_is_compared_and_timed_in_two_runtimes(
+    program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat, and a bird saw it. " * 4)
+    numbers = tmp_path / "numbers.json"
+    words = (program.path, program.path, "--data", tmp_path / "text.txt", "--json", numbers)
+    status, out = compared(capsys, *words, "--runtime", "onnxruntime,openvino", "--max-drop", 0.01)
+    assert status == 0, out
+    found = json.loads(numbers.read_text())
+    assert [found[side]["name"] for side in "ab"] == [f"{program.path} ({one})" for one in ("onnxruntime", "openvino")]
+    assert all(one["max_difference"] < 1e-4 * one["largest"] for one in found["outputs"].values())
+    assert "name one for the programs" in compared(capsys, *words, "--runtime", "torch,torch,torch")[1]
+    line = ["benchmark", str(program.path), "--runtime", "openvino,onnxruntime", "--rounds", "2", "--threads", "1"]
+    assert main([*line, "--dim", "past=20", "--json", str(numbers)]) == 0
+    table = capsys.readouterr().out
+    assert "OpenVINO" in table
+    assert "ONNX Runtime" in table
+    assert {name.rpartition("/")[0] for name in json.loads(numbers.read_text())} == {
+        f"{program.path} openvino", f"{program.path} onnxruntime",
+    }  # fmt: skip
+    assert main([*line[:3], "openvino,openvino"]) == 2
+    assert "names one twice" in capsys.readouterr().err
 
 
 def test_parity_is_of_every_output_where_prompts_are_read_and_go_on(program: Program) -> None:
@@ -239,23 +281,36 @@ def test_weights_beside_the_file_are_sealed(decoder: Any, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_four_bit_weights_match_their_simulation(decoder: Any, tmp_path: Path) -> None:
-    recipe = WeightOnly(bits=4, skip=("output",), min_sqnr_db=5)
-    program = export_language_model(decoder, tmp_path / "w4.onnx", [TEXT], recipe, tokenizer=ByteTokenizer())
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_of_few_bits_match_their_simulation_in_every_runtime(
+    bits: Any, decoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_here(monkeypatch, rounds=3)
+    recipe = WeightOnly(bits=bits, skip=("output",), min_sqnr_db=5)
+    program = export_language_model(decoder, tmp_path / "few.onnx", [TEXT], recipe, tokenizer=ByteTokenizer())
     held = program.metadata["quantization"]
     assert held["kernels"] == {"MatMulNBits": 7}
     assert held["float_layers"] == ["decoder.tok_embeddings", "decoder.output"]
     assert program.metadata["parity"]["sqnr_db"] > 60
     cached, none = CachedDecoder(decoder), torch.zeros(1, dtype=torch.int64)
     inputs = (TEXT[:1], none, *cached.empty(1))
-    recipe = WeightOnly(bits=4, skip=("decoder.output",), min_sqnr_db=5)
+    recipe = WeightOnly(bits=bits, skip=("decoder.output",), min_sqnr_db=5)
     simulated = quantize(cached, recipe=recipe, example=inputs, dynamic=DYNAMIC)
     said = []
-    for _ in range(8):
+    for _ in range(12):
         logits, *past = simulated(*inputs)
         said.append(int(logits[0, :259].argmax()))
         inputs = (torch.tensor([said[-1:]]), none, *past)
-    assert generate(program, ByteTokenizer(), TEXT[:1], 8, temperature=0) == [ByteTokenizer().decode(said)]
+    expected = [ByteTokenizer().decode(said)]
+    assert generate(program, ByteTokenizer(), TEXT[:1], 12, temperature=0) == expected
+    other = Program.load(program.path, runtime="openvino", threads=1)
+    assert other.choice.sqnr_db is not None
+    assert other.choice.sqnr_db > 30
+    assert other.openvino_kernels()["FullyConnected", f"u{bits}"] == 7, "it multiplies by packed weights, too"
+    assert generate(other, ByteTokenizer(), TEXT[:1], 12, temperature=0) == expected
+    assert generate(other, ByteTokenizer(), PROMPTS, 12, temperature=0) == generate(
+        program, ByteTokenizer(), PROMPTS, 12, temperature=0
+    )
 
 
 @pytest.mark.slow

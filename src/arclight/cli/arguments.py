@@ -16,11 +16,14 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import arclight
 from arclight.cli.schema import Recipe
 from arclight.recipe import RecipeError, explain, read
+
+if TYPE_CHECKING:
+    from arclight.deploy import Program
 
 R = TypeVar("R", bound=Recipe)
 RECIPE = "recipe.toml"
@@ -310,6 +313,34 @@ def trusted(options: argparse.Namespace) -> list[str] | None:
     from arclight.deploy.programs.folder import trusted_keys
 
     return sorted({key for named in options.trust for key in trusted_keys(named)})
+
+
+RUNTIMES = ("onnxruntime", "openvino", "openvino-bf16", "torch", "inductor", "fastest")
+"""What ``--runtime`` takes: the runtimes, and the one of them that is measured to be fastest."""
+
+
+def add_runtime(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--runtime`` of verbs that run a program; `runtime_said` reports what came of it."""
+    parser.add_argument(
+        "--runtime", choices=RUNTIMES,
+        help="what runs the program (default: what it was exported for); another one is compared with that at the load, and fastest times ONNX Runtime "
+        "and OpenVINO",
+    )  # fmt: skip
+
+
+def runtimes(text: str) -> list[str]:
+    """Read runtimes with commas between them as the ``type`` of an argument."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in RUNTIMES]:
+        raise argparse.ArgumentTypeError(f"there is no runtime {unknown[0]!r}: take {', '.join(RUNTIMES)}")
+    return names
+
+
+def runtime_said(program: Program, asked: str | None) -> Program:
+    """Print to standard error how ``program`` came to its runtime, where one was asked for; return it."""
+    if asked is not None:
+        sys.stderr.write(f"{program.path}: {program.choice.summary(program.runtime)}\n")
+    return program
 
 
 def write_json(place: Path | None, values: Any, escaped: bool = True) -> None:

@@ -10,6 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FLOAT_TOLERANCE = 1e-4
+"""Default bound for float32 programs: largest difference as a share of the largest value of the same output."""
+INT8_SQNR_DB = 30.0
+"""Default bound for int8 programs: kernels and simulation round ties differently, which must stay below the rounding
+noise of quantization itself."""
 LISTED = 4
 """Outputs that a summary says the difference of."""
 Parts = Callable[..., Mapping[str, Tensor]]
@@ -77,6 +82,19 @@ def worst(found: Sequence[Parity]) -> Parity:
         largest=max(p.largest for p in found),
         sqnr_db=min(p.sqnr_db for p in found),
     )
+
+
+def broken_bound(parity: Parity, precision: str, max_difference: float | None = None) -> str | None:
+    """Return the bound of ``precision``, or ``max_difference``, that a difference breaks, as a clause; None for none."""
+    if max_difference is not None:
+        fits, limit = parity.max_difference <= max_difference, f"max_difference is {max_difference:.3g}"
+    elif precision != "fp32":
+        fits, limit = parity.sqnr_db >= INT8_SQNR_DB, f"{precision} programs need {INT8_SQNR_DB:.0f} dB"
+    else:
+        allowed = FLOAT_TOLERANCE * parity.largest
+        fits = parity.max_difference <= allowed
+        limit = f"{FLOAT_TOLERANCE:.0e} of its largest value is {allowed:.3g}"
+    return None if fits else limit
 
 
 def to_json(parity: Parity) -> dict[str, float | None]:

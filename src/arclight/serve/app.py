@@ -89,6 +89,8 @@ class ModelDescription:
     task: str
     """detect, language, embedding, or tensors for any other."""
     precision: str
+    runtime: str | None
+    """onnxruntime, openvino, openvino-bf16, torch or inductor; null for a detector that is no program."""
     threads: int | None
     """CPU threads that compute a request; null if the runtime decides."""
     proof: list[str]
@@ -103,6 +105,7 @@ class ModelDescription:
             version=model.version,
             task=model.task,
             precision=model.precision,
+            runtime=None if model.loaded is None else model.loaded.runtime,
             threads=None if model.loaded is None else model.loaded.threads,
             proof=proof(model),
             batch=model.batcher.measured,

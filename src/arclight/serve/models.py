@@ -24,7 +24,7 @@ from arclight.serve.tasks.tensors import zeros
 if TYPE_CHECKING:
     from arclight.deploy import Program
     from arclight.deploy.programs.folder import Mark, Trusted
-    from arclight.deploy.programs.session import Runtime
+    from arclight.deploy.programs.session import FastestRuntime, Runtime
     from arclight.serve.tasks.scheduler import Scheduler
     from arclight.text.embedding_program import Embedder
 
@@ -69,15 +69,20 @@ class ServedModel:
         return "detect" if self.detector is not None else "tensors"
 
 
-def load(name: str, path: Path, limits: Limits, *, lone: bool = False, trusted: Trusted | None = None) -> ServedModel:
-    """Load a program by its task.
-
-    Raises ProgramError, for a ``lone`` one also if it takes tensors only.
-    """
+def load(
+    name: str,
+    path: Path,
+    limits: Limits,
+    *,
+    lone: bool = False,
+    trusted: Trusted | None = None,
+    runtime: Runtime | FastestRuntime | None = None,
+) -> ServedModel:
+    """Load a program by its task, in ``runtime`` as for `Program.load`; raises ProgramError, for a ``lone`` one also if it takes tensors only."""
     from arclight.deploy import Program, ProgramError
 
     program = Program.load(
-        path, threads=lambda runtime, metadata: threads_of(runtime, metadata, limits), trusted=trusted
+        path, threads=lambda runtime, metadata: threads_of(runtime, metadata, limits), trusted=trusted, runtime=runtime
     )
     task = program.metadata.get("task")
     if lone and task not in ("detect", "language", "embedding"):
@@ -119,16 +124,22 @@ def threads_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits) ->
 
 
 def proof(model: ServedModel) -> list[str]:
-    """Return the parity, metric and speed measured at export, a sentence each."""
+    """Return what was measured of a model's program when it was exported, parity, metric, speed, and of another runtime at its load, a sentence each."""
     from arclight.deploy.parity import parity_summary, speed_summary
+    from arclight.deploy.programs.session import NAMES
     from arclight.serve.admission import one_sentence
 
-    metadata = {} if model.loaded is None else model.loaded.metadata
+    if model.loaded is None:
+        return []
+    metadata, choice, runtime = model.loaded.metadata, model.loaded.choice, model.loaded.runtime
     found = [one_sentence(parity_summary(metadata))] if "parity" in metadata else []
     if metric := metadata.get("quantization", {}).get("metric"):
         found.append(f"Its metric is {metric['program']:.4g}, that of the float model {metric['float']:.4g}.")
     if speed := speed_summary(metadata).lstrip(", "):
-        found.append(f"It is {speed}.")
+        where = "" if runtime == choice.exported_for else f", in {NAMES[choice.exported_for]}"
+        found.append(f"It is {speed}{where}.")
+    if runtime != choice.exported_for or choice.wall_ms:
+        found.append(choice.summary(runtime))
     return found
 
 

@@ -20,6 +20,7 @@ from arclight.serve.settings import Limits, check_keys, is_loopback
 
 if TYPE_CHECKING:
     from arclight.deploy.programs.folder import Trusted
+    from arclight.deploy.programs.session import FastestRuntime, Runtime
     from arclight.serve.app import Application
     from arclight.serve.draining import DrainingServer
     from arclight.serve.models import ServedModel
@@ -51,6 +52,7 @@ def serve(
     tls: Tls | None = None,
     proxied: bool = False,
     trusted: Trusted | None = None,
+    runtime: Runtime | FastestRuntime | Mapping[str, Runtime | FastestRuntime] | None = None,
     request_log: str | Path | None = None,
 ) -> None:
     """Serve deployed programs until SIGINT or SIGTERM; requests in progress are finished first.
@@ -65,7 +67,8 @@ def serve(
     With ``api_key``, requests other than for health need ``Authorization: Bearer KEY`` with it, or one of several; an address that
     other machines reach needs a key and ``tls``, or ``proxied`` where a proxy before it speaks TLS, or ``insecure`` for neither,
     else ValueError. On loopback the Host header must name loopback, so that no web page reaches the server under a name of its
-    own. ``trusted``: as for ``Program.load``. A line of JSON about each request is appended to ``request_log``, "-" for standard
+    own. ``trusted`` and ``runtime``: as for ``Program.load``; a mapping has runtimes by the names of models.
+    A line of JSON about each request is appended to ``request_log``, "-" for standard
     output, where nothing else is written then: the address goes to standard error. OSError where it cannot be.
     """
     keys = check_access(host, api_key, insecure=insecure, tls=tls, proxied=proxied)
@@ -76,20 +79,11 @@ def serve(
 
     limits = limits or Limits()
     several = isinstance(program_path, Mapping)
-    paths = (
-        dict(program_path) if isinstance(program_path, Mapping) else {Path(program_path).resolve().stem: program_path}
-    )
-    if not paths:
-        raise ValueError("there is no program to serve: name one")
-    for name in paths if several else ():
-        if not re.fullmatch(MODEL_NAME, name):
-            raise ValueError(
-                f"{name!r} cannot name a model: use up to 64 letters, digits, dots, dashes and underscores"
-            )
+    paths, runtimes = _named(program_path, runtime)
     with reserve_address(host, port) as listening:  # before the program is loaded, which a port in use would make vain
 
         def loaded(name: str, path: Path) -> ServedModel:
-            return load(name, path, limits, lone=not several, trusted=trusted)
+            return load(name, path, limits, lone=not several, trusted=trusted, runtime=runtimes.get(name))
 
         models = [loaded(name, Path(path)) for name, path in paths.items()]
         access = Access(loopback_only=is_loopback(host), keys=keys)
@@ -104,6 +98,34 @@ def require_packages() -> None:
     """Raise MissingExtraError if a package of the extra ``serve`` is missing."""
     for package in ("fastapi", "prometheus_client", "httptools", "orjson", "uvicorn"):
         require(package, extra="serve")
+
+
+def _named(
+    program_path: str | Path | Mapping[str, str | Path],
+    runtime: Runtime | FastestRuntime | Mapping[str, Runtime | FastestRuntime] | None,
+) -> tuple[dict[str, str | Path], dict[str, Runtime | FastestRuntime]]:
+    """Return paths and runtimes by the names of models.
+
+    Raises ValueError for no program, for a name that no address can have, and for the runtime of a model that is not there.
+    """
+    if isinstance(program_path, Mapping):
+        paths = dict(program_path)
+        for name in paths:
+            if not re.fullmatch(MODEL_NAME, name):
+                raise ValueError(
+                    f"{name!r} cannot name a model: use up to 64 letters, digits, dots, dashes and underscores"
+                )
+    else:
+        paths = {Path(program_path).resolve().stem: program_path}
+    if not paths:
+        raise ValueError("there is no program to serve: name one")
+    if not isinstance(runtime, Mapping):
+        return paths, {} if runtime is None else dict.fromkeys(paths, runtime)
+    if unknown := sorted(runtime.keys() - paths.keys()):
+        raise ValueError(
+            f"there is no model {unknown[0]!r} to run in {runtime[unknown[0]]}: there are {', '.join(paths)}"
+        )
+    return paths, dict(runtime)
 
 
 def check_access(

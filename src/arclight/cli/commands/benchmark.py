@@ -8,7 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, add_trust, check_writable, count, trusted, write_json
+from arclight.cli.arguments import (
+    Parser,
+    UsageError,
+    add_trust,
+    check_writable,
+    count,
+    runtime_said,
+    runtimes,
+    trusted,
+    write_json,
+)
 from arclight.cli.runs import is_program
 
 if TYPE_CHECKING:
@@ -55,6 +65,11 @@ def _parser() -> Parser:
         help="programs (folders or .onnx), and runs, checkpoints or package.module:Model; inputs are those of the first model, else random ones",
     )  # fmt: skip
     add_trust(parser)
+    parser.add_argument(
+        "--runtime", type=runtimes, metavar="NAME,NAME",
+        help="run each program in each of these (onnxruntime, openvino, openvino-bf16, torch, inductor, or fastest), compared with what it was exported "
+        "for (default: that one)",
+    )  # fmt: skip
     parser.add_argument(
         "--batch", type=counts, default=[1], metavar="N,N", help="samples per call, one number or several (default: 1)"
     )
@@ -112,12 +127,16 @@ def _candidates(
     example: Sequence[torch.Tensor] | None = None
     for source in options.source:
         if is_program(Path(source)):
-            found[source] = Program.load(source, device=options.device, trusted=trusted(options))
+            for name, runtime in _runtimes(source, options.runtime):
+                program = Program.load(source, device=options.device, trusted=trusted(options), runtime=runtime)
+                found[name] = runtime_said(program, runtime)
             continue
         deployment = _deployment(parser, options, source, rest)
         found[source] = deployment.model
         example = as_inputs(deployment.example_inputs) if example is None else example
     programs = [program for program in found.values() if isinstance(program, Program)]
+    if options.runtime is not None and not programs:
+        raise UsageError("--runtime is about programs, and models are computed by PyTorch: name a program, too")
     if rest and len(programs) == len(found):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     _check_alike(programs)
@@ -127,6 +146,15 @@ def _candidates(
     if options.dim or options.size is not None or options.values is not None:
         raise UsageError("--dim, --size and --values are of random inputs, and a model that is named brings its own")
     return found, example
+
+
+def _runtimes(source: str, named: Sequence[Any] | None) -> list[tuple[str, Any]]:
+    """Return the runtimes of a program, each with the name of its row; UsageError for one that is named twice."""
+    if named is None:
+        return [(source, None)]
+    if len(set(named)) < len(named):
+        raise UsageError(f"--runtime {','.join(named)} names one twice: name each once")
+    return [(f"{source} {runtime}", runtime) for runtime in named]
 
 
 def _deployment(parser: Parser, options: argparse.Namespace, source: str, rest: Sequence[str]) -> Any:

@@ -6,9 +6,9 @@ import dataclasses
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, add_trust, trusted, write_json
+from arclight.cli.arguments import Parser, UsageError, add_runtime, add_trust, runtime_said, trusted, write_json
 from arclight.cli.runs import load_language_model
 from arclight.text.evaluation.suite_settings import MODES
 
@@ -32,7 +32,7 @@ def names_program(words: list[str]) -> bool:
     return bool((description(path) or {}).get("task") == "language")
 
 
-def _load(path: Path, trusted: list[str] | None) -> tuple[Decoder | Program, Tokenizer]:
+def _load(path: Path, trusted: list[str] | None, runtime: Any) -> tuple[Decoder | Program, Tokenizer]:
     """Load a text generator, of a run or a program, and its tokenizer."""
     from arclight.deploy.programs.folder import description
 
@@ -40,10 +40,12 @@ def _load(path: Path, trusted: list[str] | None) -> tuple[Decoder | Program, Tok
         from arclight.deploy import Program
         from arclight.text.language_program import tokenizer_of
 
-        program = Program.load(path, trusted=trusted)
+        program = runtime_said(Program.load(path, trusted=trusted, runtime=runtime), runtime)
         return program, tokenizer_of(program)
     if trusted is not None:
         raise UsageError(f"--trust is about programs, and {path} is a run, which is not signed: export it first")
+    if runtime is not None:
+        raise UsageError(f"--runtime is about programs, and {path} is a run, which PyTorch computes: export it first")
     model = load_language_model(path)
     return model.model, model.tokenizer
 
@@ -58,6 +60,7 @@ def predict(arguments: list[str]) -> None:
         help="a run folder (its best checkpoint), a checkpoint, or a program (a folder or .onnx)",
     )
     add_trust(parser)
+    add_runtime(parser)
     parser.add_argument(
         "--prompt",
         action="append",
@@ -82,9 +85,11 @@ def predict(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the texts to this file")
     options = parser.parse_args(arguments)
+    from arclight.deploy import Program
     from arclight.text import generate
 
-    model, tokenizer = _load(options.run, trusted(options))
+    model, tokenizer = _load(options.run, trusted(options), options.runtime)
+    ran = {"runtime": model.runtime} if isinstance(model, Program) else {}
     texts = []
     for prompt in options.prompt or [sys.stdin.read()]:
         try:
@@ -100,7 +105,7 @@ def predict(arguments: list[str]) -> None:
             print(piece, end="", flush=True)
             pieces.append(piece)
         print()
-        texts.append({"prompt": prompt, "text": "".join(pieces)})
+        texts.append({"prompt": prompt, "text": "".join(pieces), **ran})
     write_json(options.json, texts, escaped=False)
 
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, add_trust, count, share, trusted
+from arclight.cli.arguments import Parser, UsageError, add_runtime, add_trust, count, runtime_said, share, trusted
 from arclight.cli.commands import language
 from arclight.cli.interruption import stopping
 from arclight.cli.runs import load_vision_module, run_folder, trained_language
@@ -47,8 +47,9 @@ def predict(arguments: list[str]) -> int:
             "--prompt needs the run or the program of a language model first, as in: arclight predict runs/lm-debug/1 --prompt TEXT"
         )
     options = _parser().parse_args(arguments)
-    if options.trust is not None and options.program is None:
-        raise UsageError("--trust is about programs, and a run is not signed: name a program with --program")
+    for flag in ("trust", "runtime"):
+        if getattr(options, flag) is not None and options.program is None:
+            raise UsageError(f"--{flag} is about programs, and a run is none: name a program with --program")
     counting = TrackCounting.from_options(options)
     options.doubt, thresholds = doubt_of(options)
     detect, sources, confidence, names = finder(options)
@@ -243,6 +244,7 @@ def _parser() -> Parser:
     parser.add_argument("--agnostic-nms", action="store_true", help="let boxes suppress those of other classes too")
     parser.add_argument("--max-det", type=count, metavar="N", help="most objects of one image (default: 300)")
     add_trust(parser)
+    add_runtime(parser)
     _add_label_options(parser)
     _add_input_options(parser)
     _add_inference_options(parser)
@@ -476,7 +478,8 @@ def _program(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list
         raise UsageError("--heatmap needs gradients, which a program does not have: name the run, or a checkpoint")
     from arclight.vision.tasks.processing import load_vision_program
 
-    program = load_vision_program(options.program, trusted=trusted(options), **changed)
+    program = load_vision_program(options.program, trusted=trusted(options), runtime=options.runtime, **changed)
+    runtime_said(program, options.runtime)
     head, names = program.metadata["task"], program.metadata["names"]
     processing, confidence = _wanted(options, program.processing, head)
     return [_Member(program.with_processing(processing).predict, head, names, confidence)], options.source

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, add_trust, trusted, write_json
+from arclight.cli.arguments import Parser, UsageError, add_runtime, add_trust, runtime_said, trusted, write_json
 from arclight.cli.style import console_of, progressed
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ MISMATCH_STATUS = 3
 
 def scan(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
+    if options.runtime is not None and options.program is None:
+        raise UsageError("--runtime is about programs: name a detector with --program")
     if options.registry is None and (options.report or options.place):
         raise UsageError("--report and --place need --registry FILE, the places that codes are held against")
 
@@ -35,8 +37,10 @@ def scan(arguments: list[str]) -> int:
     verifier = None if options.registry is None else _Verifier(options.registry, options.place, options.report, console)
     detector = None
     if options.program is not None:
-        program = load_detector_program(options.program, trusted=trusted(options), tasks=("detect", "corners"))
-        detector = program.predict_one
+        program = load_detector_program(
+            options.program, trusted=trusted(options), runtime=options.runtime, tasks=("detect", "corners")
+        )
+        detector = runtime_said(program, options.runtime).predict_one
     frames = ImageSource(options.source, vid_stride=options.stride)
     if options.follow:
         return follow(frames, detector, options.json, console)
@@ -81,6 +85,7 @@ def _parser() -> Parser:
         help="exported detector of codes, or of codes and their corners (a folder or .onnx); default: a reader without a detector",
     )
     add_trust(parser)
+    add_runtime(parser)
     parser.add_argument(
         "--registry",
         type=Path,

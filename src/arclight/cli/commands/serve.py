@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from arclight.cli.arguments import Parser, UsageError, add_trust, trusted
+from arclight.cli.arguments import RUNTIMES, Parser, UsageError, add_trust, trusted
 
 
 def serve(arguments: list[str]) -> None:
@@ -23,8 +24,9 @@ def serve(arguments: list[str]) -> None:
         check_access(options.host, keys, insecure=options.insecure, tls=tls, proxied=options.behind_proxy)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    programs = _programs(options.models, options.program)
     server.serve(
-        _programs(options.models, options.program),
+        programs,
         host=options.host,
         port=options.port,
         limits=chosen,
@@ -33,6 +35,7 @@ def serve(arguments: list[str]) -> None:
         tls=tls,
         proxied=options.behind_proxy,
         trusted=trusted(options),
+        runtime=_runtimes(options.runtime, programs),
         request_log=options.request_log,
     )
 
@@ -51,6 +54,11 @@ def _parser() -> Parser:
     )
     parser.add_argument("--program", type=Path, metavar="PATH", help="one exported detector (a folder or .onnx)")
     add_trust(parser)
+    parser.add_argument(
+        "--runtime", action="append", metavar="[NAME=]RUNTIME",
+        help="what runs the programs, or the one of this name: onnxruntime, openvino, openvino-bf16, torch, inductor, or fastest, which times ONNX Runtime "
+        "and OpenVINO; another one than a program was exported for is compared with that as it is loaded; may be repeated",
+    )  # fmt: skip
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -96,6 +104,31 @@ def _keys(file: Path) -> list[str]:
     except OSError as error:
         raise UsageError(f"the API key cannot be read: {error}") from None
     return [line.strip() for line in lines if line.strip()]
+
+
+def _runtimes(named: list[str] | None, programs: Path | dict[str, Path]) -> Any:
+    """Return what ``--runtime`` names: None, one runtime of all programs, or runtimes by the names of models."""
+    found: dict[str | None, str] = {}
+    for word in named or ():
+        name, _, runtime = word.rpartition("=")
+        if runtime not in RUNTIMES:
+            raise UsageError(f"--runtime {word}: there is no runtime {runtime!r}: take {', '.join(RUNTIMES)}")
+        if (name or None) in found:
+            raise UsageError(f"--runtime {word}: it was named before: name one runtime for each model")
+        if name and (not isinstance(programs, dict) or name not in programs):
+            known = (
+                f"there are {', '.join(programs)}"
+                if isinstance(programs, dict)
+                else "there is only one, which needs no name"
+            )
+            raise UsageError(f"--runtime {word}: there is no model {name!r}; {known}")
+        found[name or None] = runtime
+    if not found:
+        return None
+    if not isinstance(programs, dict) or set(found) == {None}:
+        return found[None]
+    chosen = {name: found.get(name, found.get(None)) for name in programs}
+    return {name: runtime for name, runtime in chosen.items() if runtime is not None}
 
 
 def _programs(models: list[str], program: Path | None) -> Path | dict[str, Path]:

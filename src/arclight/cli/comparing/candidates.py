@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli import user_module
-from arclight.cli.arguments import Parser, UsageError, trusted
+from arclight.cli.arguments import Parser, UsageError, runtime_said, trusted
 from arclight.cli.commands.export import opened, run_of_own_module
 from arclight.cli.runs import is_program, load_vision_module, trained_language
 
@@ -42,14 +42,16 @@ class Candidate:
     """Heads and channels of each tensor of a language model's cache."""
 
 
-def open_candidate(parser: Parser, options: argparse.Namespace, source: str, rest: Sequence[str]) -> Candidate:
+def open_candidate(
+    parser: Parser, options: argparse.Namespace, source: str, rest: Sequence[str], runtime: Any = None
+) -> Candidate:
     """Open a program, run, checkpoint, .pt file of YOLOv5, or ``package.module:Model``.
 
     Raises UsageError for something else.
     """
     place = Path(source)
     if is_program(place):
-        return _of_program(source, options)
+        return _of_program(source, options, runtime)
     own = user_module.named_module([source]) is not None or run_of_own_module(place) is not None
     if own or trained_language([source]):
         return _of_deployment(parser, options, source, rest, own=own)
@@ -65,13 +67,14 @@ def open_candidate(parser: Parser, options: argparse.Namespace, source: str, res
     )  # fmt: skip
 
 
-def _of_program(source: str, options: argparse.Namespace) -> Candidate:
+def _of_program(source: str, options: argparse.Namespace, runtime: Any) -> Candidate:
     from arclight.deploy import Program
 
-    program = Program.load(source, trusted=trusted(options))
+    program = runtime_said(Program.load(source, trusted=trusted(options), runtime=runtime), runtime)
     described = program.metadata
+    name = source if runtime is None else f"{source} ({program.runtime})"
     return Candidate(
-        name=source, network=program, task=described.get("task"), classes=described.get("names"), tokenizer=described.get("tokenizer"),
+        name=name, network=program, task=described.get("task"), classes=described.get("names"), tokenizer=described.get("tokenizer"),
         cache=cache_of(described.get("task"), [spec.shape for spec in program.inputs]),
     )  # fmt: skip
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from arclight.cli.arguments import Parser, UsageError, add_trust, check_writable, count, write_json
+from arclight.cli.arguments import Parser, UsageError, add_trust, check_writable, count, runtimes, write_json
 from arclight.cli.comparing.candidates import Candidate, check_comparable, evaluation, open_candidate
+from arclight.cli.runs import is_program
 from arclight.cli.style import working
 
 
@@ -24,7 +25,11 @@ def compare(arguments: list[str]) -> int:
         metric=options.metric, max_drop=options.max_drop, min_sqnr_db=options.min_sqnr, max_latency=options.max_latency,
         max_size=options.max_size,
     )  # fmt: skip
-    a, b = (open_candidate(parser, options, source, rest) for source in (options.a, options.b))
+    sources = (options.a, options.b)
+    a, b = (
+        open_candidate(parser, options, source, rest, runtime)
+        for source, runtime in zip(sources, _runtimes(sources, options.runtime), strict=True)
+    )
     if rest and not (a.own or b.own or options.module):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     check_comparable(a, b)
@@ -59,6 +64,25 @@ def _compare(
     return found.exceeded
 
 
+def _runtimes(sources: tuple[str, str], named: list[str] | None) -> tuple[str | None, str | None]:
+    """Return the runtimes of A and B; UsageError for more than two, and for one of what is no program."""
+    if named is None:
+        return None, None
+    programs = [is_program(Path(source)) for source in sources]
+    if len(named) > 2 or not any(programs):
+        raise UsageError(
+            f"--runtime {','.join(named)}: name one for the programs among A and B, or one for each of the two"
+        )
+    if len(named) == 1:
+        return (named[0] if programs[0] else None), (named[0] if programs[1] else None)
+    for source, ran in zip(sources, programs, strict=True):
+        if not ran:
+            raise UsageError(
+                f"--runtime {','.join(named)}: {source} is no program, so it has no runtime: name one alone"
+            )
+    return named[0], named[1]
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="arclight compare",
@@ -73,6 +97,10 @@ def _parser() -> Parser:
             help="a program (folder or .onnx), a run, a checkpoint, a model file of YOLOv5 (.pt), or package.module:Model",
         )  # fmt: skip
     add_trust(parser)
+    parser.add_argument(
+        "--runtime", type=runtimes, metavar="NAME|A,B",
+        help="what runs the programs, or A and B each (onnxruntime, openvino, openvino-bf16, torch, inductor, fastest; default: what they were exported for)",
+    )  # fmt: skip
     parser.add_argument(
         "--data", metavar="PATH|TARGET",
         help="images (a data.yaml or folder) or texts, or package.module:Class of a module of your own (default: what A or B was trained on)",

@@ -61,7 +61,7 @@ from arclight.deploy.formats.formats import (
     runtime_of,
     write,
 )
-from arclight.deploy.parity import Parity, Parts, compare, to_json, worst
+from arclight.deploy.parity import Parity, Parts, broken_bound, compare, to_json, worst
 from arclight.deploy.programs import folder, torch_runtime
 from arclight.deploy.programs.benchmark import benchmark
 from arclight.deploy.programs.fresh import run_fresh
@@ -69,6 +69,7 @@ from arclight.deploy.programs.metadata import check as check_metadata
 from arclight.deploy.programs.metadata import seal, unseal
 from arclight.deploy.programs.onnx_runtime import INTEGER_KERNELS, LINEAR_KERNELS
 from arclight.deploy.programs.openvino import INTEGERS, LAYERS, PRECISION_HINTS, check_bfloat16
+from arclight.deploy.programs.other_runtime import described_probe
 from arclight.deploy.programs.processing import check_name
 from arclight.deploy.programs.processor import instruction_sets, overflows
 from arclight.deploy.programs.program import Program
@@ -87,13 +88,10 @@ CANDIDATES: tuple[Format, ...] = ("openvino", "onnx")
 
 BATCH_SIZES = (1, 2, 3)
 """Sizes at which a program with a free batch dimension is compared with its model."""
-FLOAT_TOLERANCE = 1e-4
-"""Default bound for float32 programs: largest difference as a share of the largest value of the same output."""
-INT8_SQNR_DB = 30.0
-"""Default bound for int8 programs: kernels and simulation round ties differently, which must stay below the rounding
-noise of quantization itself."""
 INTEGER_SHARE = 0.9
 """Least share of the quantized layers that must run on integer kernels."""
+PROBES = 3
+"""Most batches of a program with free dimensions whose sizes are recorded to compare other runtimes on."""
 TIMED_ROUNDS = 15
 """Calls of a program and of its float32 program that are timed, one after the other."""
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -418,6 +416,7 @@ class _Source:
             **needs,
             "parity": {"against": against, **self.sizes.described(), **_described(parity)},
             "precision": self._precision,
+            "probe": described_probe(self.sizes.probed()),
             "build_s": build_s,
         }
         if quantized:
@@ -653,6 +652,10 @@ class _Sizes:
             return {"batch_sizes": [batch_size(batch) for batch in self.batches.values()]}
         return {"sizes": {name: free_sizes(batch, self.free) for name, batch in self.batches.items()}}
 
+    def probed(self) -> list[Inputs]:
+        """Return the batches whose sizes and ranges are those of inputs on which runtimes are compared later."""
+        return list(self.batches.values())[: PROBES if self.free is not None else 1]
+
     def one(self, inputs: Inputs) -> Inputs:
         """Return one sample of ``inputs``, where the batch is free."""
         return resized(inputs, 1) if self.dynamic_batch else inputs
@@ -676,6 +679,7 @@ def _callers_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     reserved = {
         "precision",
         "parity",
+        "probe",
         "quantization",
         "runtime",
         "versions",
@@ -765,15 +769,7 @@ def _way_out(quantized: QuantizedModel | None) -> str:
 def _accept(found: Mapping[str, Parity], max_difference: float | None, precision: str, way_out: str) -> None:
     """Raise ExportError where an output of the program is further from the model's than allowed."""
     for name, parity in found.items():
-        if max_difference is not None:
-            fits, limit = parity.max_difference <= max_difference, f"max_difference is {max_difference:.3g}"
-        elif precision != "fp32":
-            fits, limit = parity.sqnr_db >= INT8_SQNR_DB, f"{precision} programs need {INT8_SQNR_DB:.0f} dB"
-        else:
-            allowed = FLOAT_TOLERANCE * parity.largest
-            fits = parity.max_difference <= allowed
-            limit = f"{FLOAT_TOLERANCE:.0e} of its largest value is {allowed:.3g}"
-        if not fits:
+        if limit := broken_bound(parity, precision, max_difference):
             raise ExportError(
                 f"output {name} of the program differs from the model's by up to {parity.max_difference:.3g} in values "
                 f"of up to {parity.largest:.3g} ({parity.sqnr_db:.1f} dB), and {limit}: no program was written{way_out}"

@@ -27,6 +27,7 @@ from arclight.deploy.capture import (
 from arclight.deploy.errors import ProgramError
 from arclight.deploy.programs.fresh import FreshRun, run_fresh
 from arclight.deploy.programs.program import Program
+from arclight.deploy.programs.session import NAMES
 from arclight.deploy.quantizing.ptq import QuantizedModel
 
 WARM_UP = 3
@@ -43,6 +44,8 @@ class Row:
     threads: int
     device: str | None
     """Device that it ran on, such as cpu or cuda:0; None for a callable, which does not say."""
+    runtime: str | None
+    """Name of what runs a program; None for models and callables."""
     wall_ms: float
     """Median wall time (p50), milliseconds."""
     p99_ms: float
@@ -141,10 +144,12 @@ class Table:
         def megabytes(size: int | None, digits: int) -> str:
             return "" if size is None else f"{size / 1e6:.{digits}f}"
 
+        others = any(row.runtime not in (None, NAMES["onnxruntime"]) for row in self.rows)
         on_cuda = any((row.device or "").startswith("cuda") for row in self.rows)
         extras = list(dict.fromkeys(title for row in self.rows for title in row.extra))
         return [
             column("program", lambda row: row.name),
+            column("runtime", lambda row: row.runtime or "-", others),
             column("on", lambda row: row.device or "-", on_cuda),
             column("batch", lambda row: str(row.batch), self._several),
             column("threads", lambda row: str(row.threads), self._several),
@@ -244,6 +249,7 @@ def _rows(
             batch=batch,
             threads=threads,
             device=_device_of(name, program),
+            runtime=NAMES[program.runtime] if isinstance(program, Program) else None,
             wall_ms=median,
             p99_ms=float(np.quantile(wall[:, i], 0.99)),
             cpu_ms=float(np.median(cpu[:, i])),

@@ -125,7 +125,7 @@ def _check_previous_format(path: Path, metadata: dict[str, Any], digest: str, na
     warnings.warn(
         f"{path} was exported by an older arclight, whose checksum covers the model but not its description (class "
         "names, image size, thresholds): export it again, the next release will not load it",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -23,11 +24,15 @@ from arclight.deploy.programs.folder import Trusted
 from arclight.deploy.programs.metadata import KEY, changed, check_weights, unseal
 from arclight.deploy.programs.onnx_runtime import Device, OnnxRuntimeSession
 from arclight.deploy.programs.openvino import OpenVinoSession
+from arclight.deploy.programs.other_runtime import RuntimeChoice, chosen, fastest
 from arclight.deploy.programs.processing import Processing, check_name, resolve
 from arclight.deploy.programs.processor import check_processor
-from arclight.deploy.programs.session import NAMES, Runtime, Session
+from arclight.deploy.programs.session import NAMES, FastestRuntime, Runtime, Session
 from arclight.deploy.programs.torch_runtime import TorchSession
 from arclight.fabric.extras import require
+
+TIMED: tuple[Runtime, ...] = ("onnxruntime", "openvino")
+"""Runtimes among which the fastest is looked for, beside the one that the program names."""
 
 
 class Program:
@@ -49,6 +54,7 @@ class Program:
         threads: int | None = None,
         marks: Mapping[Path, folder.Mark] | None = None,
         digest: str = "",
+        choice: RuntimeChoice | None = None,
     ) -> None:
         self.path = path
         self.runtime = runtime
@@ -62,6 +68,8 @@ class Program:
         """Marks of its files as they were checked: where others are at its path now, it was replaced."""
         self.digest = digest
         """SHA-256 by which programs are told apart, hexadecimal: of all that was exported, or of an .onnx file from elsewhere."""
+        self.choice = choice or RuntimeChoice(exported_for=metadata.get("runtime", "onnxruntime"))
+        """Record of why it runs in this runtime."""
         self._session, self._contents = session, contents
         self._given_processing = processing
 
@@ -72,53 +80,53 @@ class Program:
         processing: Processing | None = None,
         threads: int | Callable[[Runtime, dict[str, Any]], int | None] | None = None,
         device: Device = "auto",
-        runtime: Runtime | None = None,
+        runtime: Runtime | FastestRuntime | None = None,
         trusted: Trusted | None = None,
+        *,
+        parity: bool = True,
     ) -> Program:
-        """Load the program at ``path``, a folder or an .onnx file, on ``threads`` CPU threads.
+        """Load the program at ``path``, a folder or an .onnx file, on ``threads`` CPU threads (default: all cores).
 
-        By default these are all cores. ``threads`` may be a function that gives them for the program's runtime and
-        metadata. ``processing`` replaces what the program names. ``device``: cuda needs onnxruntime-gpu; auto takes it
-        where it is, except for quantized programs, whose kernels are those of the CPU. ``runtime`` replaces what the
-        program names (default: ONNX Runtime). ``trusted``: load it only if one of these public keys signed it, which
-        formats that run what their file says (pt2, aoti) always need. Raises ProgramError where the program is missing,
-        damaged, changed since its export, not signed as asked, or names a processing outside this package; no runtime
-        has seen it by then.
+        ``threads`` may be a function that gives them for the program's runtime and metadata.
+        ``processing`` replaces what the program names. ``device``: cuda needs onnxruntime-gpu; auto takes it where it is,
+        except for quantized programs, whose kernels are those of the CPU. ``runtime`` replaces what the program
+        names (default: ONNX Runtime): a program of our export is compared with itself in that one on drawn inputs, and ProgramError raised where an
+        output differs by more than its precision allows, unless ``parity`` is False; "fastest" times ONNX Runtime and OpenVINO, as far as they
+        run the format, and takes the faster. `choice` has what was found.
+        ``trusted``: load it only if one of these public keys signed it, which formats that run
+        what their file says (pt2, aoti) always need. Raises ProgramError where the program is
+        missing, damaged, changed since its export, not signed as asked, or names a processing outside this package; no runtime has
+        seen it by then.
         """
-        path = Path(path)
-        if path.is_dir():
-            contents = folder.read(path, trusted)
-            metadata, text, file, marks = contents.description, None, path / contents.main, contents.marks
-            digest = contents.digest
-            if contents.format == "onnx":
-                check_weights(file, contents.files)
+        files = _Files.checked(Path(path), trusted)
+        device = "cpu" if device == "auto" and "quantization" in files.metadata else device
+
+        def opened(runtime: Runtime) -> Program:
+            count = threads(runtime, files.metadata) if callable(threads) else threads
+            return cls(
+                files.path, files.session(runtime, count, device), files.metadata, processing, runtime,
+                contents=files.contents, threads=count, marks=files.marks, digest=files.digest,
+            )  # fmt: skip
+
+        exported_for: Runtime = files.metadata.get("runtime", "onnxruntime")
+        if runtime is None:
+            return opened(exported_for)
+        if runtime == "fastest":
+            tried = [one for one in TIMED if one in folder.RUNTIMES[files.format]]
+            program, choice = fastest(tried, exported_for, opened)
+        elif not parity or runtime == exported_for or "parity" not in files.metadata:
+            return opened(runtime)
         else:
-            _check_file(path, trusted)
-            contents, file, marks = None, path, {path: folder.mark(path)}
-            metadata, text = unseal(path)
-            digest = metadata["sha256"] if metadata else folder.file_digest(path)
-        _check_types(path, metadata)
-        if "processing" in metadata:
-            check_name(metadata["processing"])
-        check_processor(metadata)
-        runtime = runtime or metadata.get("runtime", "onnxruntime")
-        device = "cpu" if device == "auto" and "quantization" in metadata else device
-        count = threads(runtime, metadata) if callable(threads) else threads
-        with folder.unchanged(marks):
-            session = _session(file, count, device, runtime, contents)
-        if contents is None and session.stored(KEY) != text:  # the runtime must read what was checked
-            raise changed(path)
-        if contents is not None:
-            _check_described(path, contents, session)
-        return cls(
-            path, session, metadata, processing, runtime, contents=contents, threads=count, marks=marks, digest=digest
-        )
+            _check_runtime(files.main, files.format, runtime, device)  # before the other one is opened
+            program, choice = chosen(runtime, exported_for, opened)
+        program.choice = choice
+        return program
 
     def with_processing(self, processing: Processing) -> Program:
         """Return the same program with other processing around it; nothing is read again."""
         return type(self)(
             self.path, self._session, self.metadata, processing, self.runtime,
-            contents=self._contents, threads=self.threads, marks=self.marks, digest=self.digest,
+            contents=self._contents, threads=self.threads, marks=self.marks, digest=self.digest, choice=self.choice,
         )  # fmt: skip
 
     @property
@@ -249,7 +257,7 @@ class Program:
             session = _session(file, threads, self.device, self.runtime, self._contents)
         return Program(
             self.path, session, self.metadata, self._given_processing, self.runtime,
-            contents=self._contents, threads=threads, marks=self.marks, digest=self.digest,
+            contents=self._contents, threads=threads, marks=self.marks, digest=self.digest, choice=self.choice,
         )  # fmt: skip
 
     def kernels(self) -> Counter[str]:
@@ -274,6 +282,56 @@ def import_runtime(runtime: Runtime) -> None:
     """Import the package that ``runtime`` is in; MissingExtraError where it is not installed."""
     package = {"onnxruntime": "onnxruntime", "torch": "torch", "inductor": "torch"}.get(runtime, "openvino")
     require(package, extra="deploy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Files:
+    """Files of a program that were checked before a runtime reads one."""
+
+    path: Path
+    main: Path
+    """The file that its runtime opens."""
+    contents: folder.Contents | None
+    """None for a lone file."""
+    metadata: dict[str, Any]
+    text: str | None
+    """Description in a lone file, as it stands there."""
+    marks: Mapping[Path, folder.Mark]
+    digest: str
+
+    @classmethod
+    def checked(cls, path: Path, trusted: Trusted | None) -> _Files:
+        """Check what is at ``path``; raises ProgramError as `Program.load`."""
+        if path.is_dir():
+            contents = folder.read(path, trusted)
+            metadata, text, main, marks = contents.description, None, path / contents.main, contents.marks
+            digest = contents.digest
+            if contents.format == "onnx":
+                check_weights(main, contents.files)
+        else:
+            _check_file(path, trusted)
+            contents, main, marks = None, path, {path: folder.mark(path)}
+            metadata, text = unseal(path)
+            digest = metadata["sha256"] if metadata else folder.file_digest(path)
+        _check_types(path, metadata)
+        if "processing" in metadata:
+            check_name(metadata["processing"])
+        check_processor(metadata)
+        return cls(path=path, main=main, contents=contents, metadata=metadata, text=text, marks=marks, digest=digest)
+
+    @property
+    def format(self) -> str:
+        return "onnx" if self.contents is None else self.contents.format
+
+    def session(self, runtime: Runtime, threads: int | None, device: Device) -> Session:
+        """Open the main file; ProgramError where it is not what was checked."""
+        with folder.unchanged(self.marks):
+            session = _session(self.main, threads, device, runtime, self.contents)
+        if self.contents is None and session.stored(KEY) != self.text:  # the runtime must read what was checked
+            raise changed(self.path)
+        if self.contents is not None:
+            _check_described(self.path, self.contents, session)
+        return session
 
 
 def _check_file(path: Path, trusted: Trusted | None) -> None:
@@ -328,16 +386,7 @@ def _session(
     """Open ``file`` in ``runtime``; ProgramError where it cannot run it."""
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
-    if runtime not in get_args(Runtime):
-        raise ProgramError(
-            f"{file} runs in {runtime!r}, which this arclight does not know: there are {', '.join(get_args(Runtime))}"
-        )
-    form = "onnx" if contents is None else contents.format
-    if runtime not in folder.RUNTIMES[form]:
-        known = ", ".join(sorted(folder.RUNTIMES[form]))
-        raise ProgramError(f"{file} is of format {form}, which {NAMES[runtime]} does not run: take {known}")
-    if device == "cuda" and runtime != "onnxruntime":
-        raise ProgramError(f"{file} runs in {NAMES[runtime]}, on the CPU: take device='cpu'")
+    _check_runtime(file, "onnx" if contents is None else contents.format, runtime, device)
     if runtime == "onnxruntime":
         return OnnxRuntimeSession(file, threads=threads, device=device)
     if runtime in ("openvino", "openvino-bf16"):
@@ -345,6 +394,19 @@ def _session(
     assert contents is not None  # an .onnx file runs in none of torch's runtimes
     compiled = runtime == "inductor"
     return TorchSession(file, threads=threads, compiled=compiled, inputs=contents.inputs, outputs=contents.outputs)
+
+
+def _check_runtime(file: Path, form: str, runtime: str, device: Device) -> None:
+    """Raise ProgramError for a runtime that is not known, or does not run the format, or not on the device."""
+    if runtime not in get_args(Runtime):
+        raise ProgramError(
+            f"{file} runs in {runtime!r}, which this arclight does not know: there are {', '.join(get_args(Runtime))}"
+        )
+    if runtime not in folder.RUNTIMES[form]:
+        known = ", ".join(sorted(folder.RUNTIMES[form]))
+        raise ProgramError(f"{file} is of format {form}, which {NAMES[runtime]} does not run: take {known}")
+    if device == "cuda" and runtime != "onnxruntime":
+        raise ProgramError(f"{file} runs in {NAMES[runtime]}, on the CPU: take device='cpu'")
 
 
 def _is_tensor(value: object) -> bool:

@@ -5,6 +5,8 @@ import { element, milliseconds } from "./words.js";
 
 const TASKS = { detect: "finds objects in photos", language: "generates text", embedding: "gives vectors of texts", tensors: "computes tensors" };
 
+const RUNTIMES = { onnxruntime: "ONNX Runtime", openvino: "OpenVINO", "openvino-bf16": "OpenVINO in bfloat16", torch: "torch", inductor: "AOTInductor" };
+
 // Show the models, and return them; where the server demands a key that nobody has given yet, they stay hidden, and null is returned.
 export async function showModels(section, list) {
   const answer = await peek("/models");
@@ -15,12 +17,12 @@ export async function showModels(section, list) {
   return models;
 }
 
-function card({ name, version, task, precision, proof, batch }) {
+function card({ name, version, task, precision, runtime, proof, batch }) {
   const lines = proof.length ? [...proof] : ["Nothing was recorded of this program when it was exported."];
   if (batch) lines.push(`Computes up to ${batch.rows} rows of waiting requests together: ${milliseconds(batch.together_ms)} here, where one takes ${milliseconds(batch.one_ms)}.`);
   return element("li", { class: "model", children: [
     element("h3", { text: name }),
-    element("p", { class: "what", text: `${TASKS[task] ?? task}, ${precision === "unknown" ? "precision unknown" : precision}, version ${version}` }),
+    element("p", { class: "what", text: `${TASKS[task] ?? task}, ${precision === "unknown" ? "precision unknown" : precision}${runtime ? `, in ${RUNTIMES[runtime] ?? runtime}` : ""}, version ${version}` }),
     element("ul", { class: "proof", children: lines.map((text) => element("li", { text })) }),
   ] });
 }

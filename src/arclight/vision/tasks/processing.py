@@ -20,6 +20,7 @@ from arclight.vision.rotated import OrientedBoxes, hulls_of
 if TYPE_CHECKING:
     from arclight.deploy import Program
     from arclight.deploy.programs.folder import Trusted
+    from arclight.deploy.programs.session import FastestRuntime, Runtime
 
 
 PROGRAM_TASKS = ("detect", "segment", "pose", "corners", "obb", "classify")
@@ -189,16 +190,20 @@ class OrientedProcessing(DetectionProcessing):
 
 
 def load_detector_program(
-    path: Path | str, *, trusted: Trusted | None = None, tasks: Sequence[str] = ("detect",), **thresholds: Any
+    path: Path | str,
+    *,
+    trusted: Trusted | None = None,
+    runtime: Runtime | FastestRuntime | None = None,
+    tasks: Sequence[str] = ("detect",),
+    **thresholds: Any,
 ) -> Program:
-    """Load the program of a detector.
+    """Load the program of a detector; ``thresholds`` replace fields of its `DetectionProcessing`. trusted, runtime: as for `Program.load`.
 
-    ``thresholds`` replace fields of its `DetectionProcessing`. trusted: as for `Program.load`. ``tasks`` are those of
-    programs that will do. Raises ProgramError for the program of another.
+    ``tasks`` are those of programs that will do. Raises ProgramError for the program of another.
     """
     from arclight.deploy import Program, ProgramError
 
-    program = Program.load(path, trusted=trusted)
+    program = Program.load(path, trusted=trusted, runtime=runtime)
     if (task := program.metadata.get("task")) not in tasks:
         raise ProgramError(
             f"{path} is not a detector (its task is {task!r}): name a program that finds boxes in photos"
@@ -206,14 +211,17 @@ def load_detector_program(
     return _changed(program, thresholds)
 
 
-def load_vision_program(path: Path | str, *, trusted: Trusted | None = None, **changes: Any) -> Program:
-    """Load the program of any vision task.
-
-    ``changes`` replace fields of its processing, see `with_fields`. trusted: as for `Program.load`.
-    """
+def load_vision_program(
+    path: Path | str,
+    *,
+    trusted: Trusted | None = None,
+    runtime: Runtime | FastestRuntime | None = None,
+    **changes: Any,
+) -> Program:
+    """Load the program of any vision task; ``changes`` replace fields of its processing, see `with_fields`. trusted, runtime: as for `Program.load`."""
     from arclight.deploy import Program, ProgramError
 
-    program = Program.load(path, trusted=trusted)
+    program = Program.load(path, trusted=trusted, runtime=runtime)
     if (task := program.metadata.get("task")) not in PROGRAM_TASKS:
         raise ProgramError(f"{path} is not a program of a vision task (its task is {task!r})")
     return _changed(program, changes)
