@@ -308,7 +308,7 @@ def test_a_program_that_is_loaded_as_the_server_ends_is_ended_too(lm, monkeypatc
     monkeypatch.setattr("arclight.serve.models.start", lambda _: None)
 
     async def scenario() -> None:
-        models = Models({"lm": old}, lambda name, path: new)
+        models = Models({"lm": old}, lambda old: new)
         await models.close()
         models._prepared(old)
 

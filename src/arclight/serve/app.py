@@ -58,6 +58,7 @@ from arclight.serve.request_log import Record, RequestLog, record_of
 from arclight.serve.settings import Limits, check_keys
 from arclight.serve.tasks.batching import BatchCost, Encoded, Job
 from arclight.serve.tasks.detection import Answer, Detect, answer, records
+from arclight.serve.tasks.pool import Pool
 from arclight.serve.tasks.tensors import JSON_SIZE, described
 
 if TYPE_CHECKING:
@@ -95,6 +96,9 @@ class ModelDescription:
     """CPU threads that compute a request; null if the runtime decides."""
     proof: list[str]
     """Measurements that the exporter stored in the program; empty for programs of other exporters."""
+    pool: Pool | None
+    """How many requests are computed at once, on how many CPU threads each, and the requests per second that were measured; null where
+    neither a measurement nor a setting decided that."""
     batch: BatchCost | None
     """Measured costs of batching requests for tensors; null if they are computed one by one."""
 
@@ -108,6 +112,7 @@ class ModelDescription:
             runtime=None if model.loaded is None else model.loaded.runtime,
             threads=None if model.loaded is None else model.loaded.threads,
             proof=proof(model),
+            pool=model.pool,
             batch=model.batcher.measured,
         )
 
@@ -142,14 +147,14 @@ def build_app(
     limits: Limits,
     access: Access,
     *,
-    load: Callable[[str, Path], ServedModel] | None = None,
+    load: Callable[[ServedModel], ServedModel] | None = None,
     request_log: str | Path | None = None,
     add_routes: Callable[[FastAPI, Service], None] | None = None,
 ) -> Application:
     """Build the application of several models; ``/detect`` and the page are those of the first detector.
 
-    With ``load``, a function of a model's name and its program's path, programs that are replaced on disk are loaded again.
-    ``add_routes`` adds addresses to those of the product. ``request_log`` as for `create_app`; raises OSError if it cannot be written.
+    With ``load``, which loads the program that is at the path of a model now, programs that are replaced on disk are loaded again.
+    ``request_log`` as for `create_app`; raises OSError if it cannot be written.
     """
     metrics = Metrics(model.name for model in models)
     service = Service(models, limits, load, metrics.batch)
@@ -271,7 +276,7 @@ class Service:
         self,
         models: Sequence[ServedModel],
         limits: Limits,
-        load: Callable[[str, Path], ServedModel] | None,
+        load: Callable[[ServedModel], ServedModel] | None,
         batch: Callable[[str, int], None],
     ) -> None:
         self.models = Models({model.name: model for model in models}, load, batch)
@@ -402,7 +407,8 @@ class Service:
 
     def is_quick(self, model: ServedModel, size_bytes: int) -> bool:
         """Return True if a request of that size is computed in the event loop."""
-        return size_bytes <= model.pace.SMALL_BYTES and self.workers.has_idle and model.pace.is_quick()
+        free = model.program is None or model.program.is_free  # the loop must not wait for a turn
+        return size_bytes <= model.pace.SMALL_BYTES and free and self.workers.has_idle and model.pace.is_quick()
 
     async def _hold_back(self, refusal: Refusal) -> None:
         """Delay the refusal of a full server, so that clients do not retry at once.

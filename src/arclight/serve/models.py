@@ -19,6 +19,7 @@ from arclight.serve.admission import Pace
 from arclight.serve.settings import Limits
 from arclight.serve.tasks.batching import Batcher
 from arclight.serve.tasks.detection import Detect
+from arclight.serve.tasks.pool import POOLED, Pool, pooled
 from arclight.serve.tasks.tensors import zeros
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class ServedModel:
     """The program that all of these run; None for a detector of the caller's own."""
     pace: Pace = field(default_factory=Pace)
     """How long it computes small requests for tensors, measured by `start`."""
+    pool: Pool | None = None
+    """Share of the cores that each request has, where that was measured or set; None for the rule of `threads_of`."""
     batcher: Batcher = field(default_factory=Batcher)
     """What computes requests for tensors together; measured by `start`."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -77,14 +80,28 @@ def load(
     lone: bool = False,
     trusted: Trusted | None = None,
     runtime: Runtime | FastestRuntime | None = None,
+    old: ServedModel | None = None,
 ) -> ServedModel:
-    """Load a program by its task, in ``runtime`` as for `Program.load`; raises ProgramError, for a ``lone`` one also if it takes tensors only."""
+    """Load a program by its task, in ``runtime`` as for `Program.load`; raises ProgramError, for a ``lone`` one also if it takes tensors only.
+
+    Where it takes the place of ``old``, nothing is timed, since requests go on meanwhile: it has that one's runtime and share of the cores.
+    """
     from arclight.deploy import Program, ProgramError
 
+    if old is not None and old.loaded is not None and runtime == "fastest":
+        runtime = old.loaded.runtime
+    pool = None if old is None else old.pool
+    started = time.monotonic()
     program = Program.load(
-        path, threads=lambda runtime, metadata: threads_of(runtime, metadata, limits), trusted=trusted, runtime=runtime
-    )
+        path, threads=lambda runtime, metadata: threads_of(runtime, metadata, limits, pool), trusted=trusted, runtime=runtime,
+        requests=lambda runtime, metadata: requests_of(runtime, metadata, limits, pool),
+    )  # fmt: skip
+    load_s = time.monotonic() - started
     task = program.metadata.get("task")
+    if program.requests is None:
+        pool = None
+    elif pool is None or limits.requests or (old and old.loaded and old.loaded.runtime != program.runtime):
+        pool = Pool(requests=program.requests, threads=program.threads or available_cores())
     if lone and task not in ("detect", "language", "embedding"):
         raise ProgramError(
             f"{path} is not a detector (its task is {task!r}) and takes no text: serve it by a name, as {path.stem}={path}"
@@ -99,25 +116,48 @@ def load(
     if task == "embedding":
         from arclight.text.embedding_program import Embedder
 
-        return ServedModel(name=name, precision=program.precision, embedder=Embedder(program), loaded=program)
+        program, pool = _measured(program, pool, limits, load_s, old)
+        return ServedModel(
+            name=name, precision=program.precision, embedder=Embedder(program), loaded=program, pool=pool
+        )
+    program, pool = _measured(program, pool, limits, load_s, old)
     detector = program.predict_one if task == "detect" else None
     pace = Pace()
     return ServedModel(
         name=name, precision=program.precision, detector=detector, program=program, loaded=program,
-        pace=pace, batcher=Batcher(limits.batch, pace),
+        pace=pace, batcher=Batcher(limits.batch, pace), pool=pool,
     )  # fmt: skip
 
 
-def threads_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits) -> int | None:
+def _measured(
+    program: Program, pool: Pool | None, limits: Limits, load_s: float, old: ServedModel | None
+) -> tuple[Program, Pool | None]:
+    """Return the program with the share of the cores that gives the most requests per second, unless that was decided before."""
+    if pool is not None or limits.threads or old is not None:
+        return program, pool
+    return pooled(program, workers=limits.workers, cores=available_cores(), load_s=load_s)
+
+
+def requests_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits, pool: Pool | None = None) -> int | None:
+    """Return how many requests a program computes at once, as set or as measured of the one before it (``pool``); None for no bound."""
+    if metadata.get("task") == "language" or runtime not in POOLED:
+        return None
+    return limits.requests or (None if pool is None else pool.requests)
+
+
+def threads_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits, pool: Pool | None = None) -> int | None:
     """Return the CPU threads of one request to a program; None for as many as its runtime takes.
 
-    A program in ONNX Runtime computes each request by itself, so several at once share the cores. OpenVINO lets requests take turns on
-    all cores, torch's threads are those of the whole process, and a language program computes all of its texts in one call.
+    Those that are set, or their share of the cores where the number of requests at once is set or was measured (``pool``). Otherwise, and until
+    it is measured, a program in ONNX Runtime shares the cores among the workers, and OpenVINO lets requests take turns on all cores.
+    torch's threads are those of the whole process, and a language program computes all of its texts in one call.
     """
     if metadata.get("task") == "language":
         return None
     if limits.threads:
         return limits.threads
+    if requests := requests_of(runtime, metadata, limits, pool):
+        return max(1, available_cores() // requests)
     if runtime != "onnxruntime":
         return None
     return max(1, available_cores() // limits.workers)
@@ -270,12 +310,11 @@ class Models:
     def __init__(
         self,
         models: Mapping[str, ServedModel],
-        load: Callable[[str, Path], ServedModel] | None = None,
+        load: Callable[[ServedModel], ServedModel] | None = None,
         batch: Callable[[str, int], None] = lambda _name, _requests: None,
     ) -> None:
-        """Initialise the models.
-
-        ``batch`` gets the name of a model, and how many requests one call of its program has computed, from any thread.
+        """``load`` loads the program that is at the path of a model now. ``batch`` gets the name of a model, and how many requests one call of
+        its program has computed, from any thread.
         """
         self._models = dict(models)
         self._load = load
@@ -371,7 +410,7 @@ class Models:
     def _prepared(self, old: ServedModel) -> ServedModel:
         assert self._load is not None
         assert old.loaded is not None
-        new = self._load(old.name, old.loaded.path)
+        new = self._load(old)
         check_replacement(old, new)
         start(new)
         if (

@@ -82,12 +82,16 @@ def serve(
     paths, runtimes = _named(program_path, runtime)
     with reserve_address(host, port) as listening:  # before the program is loaded, which a port in use would make vain
 
-        def loaded(name: str, path: Path) -> ServedModel:
-            return load(name, path, limits, lone=not several, trusted=trusted, runtime=runtimes.get(name))
+        def loaded(name: str, path: Path, old: ServedModel | None = None) -> ServedModel:
+            return load(name, path, limits, lone=not several, trusted=trusted, runtime=runtimes.get(name), old=old)
+
+        def replaced(old: ServedModel) -> ServedModel:
+            assert old.loaded is not None  # others have no path, and are not watched
+            return loaded(old.name, old.loaded.path, old)
 
         models = [loaded(name, Path(path)) for name, path in paths.items()]
         access = Access(loopback_only=is_loopback(host), keys=keys)
-        app = build_app(models, limits, access, load=loaded, request_log=request_log)
+        app = build_app(models, limits, access, load=replaced, request_log=request_log)
         address_to = sys.stderr if str(request_log) == "-" else sys.stdout
         run(
             app, host=host, port=port, limits=limits, listening=listening, has_key=bool(keys), tls=tls, address_to=address_to,

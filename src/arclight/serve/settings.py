@@ -26,8 +26,10 @@ class Limits:
     workers: int = 2
     """Requests worked on at the same time, each in a thread."""
     threads: int = 0
-    """CPU threads of one request to a program in ONNX Runtime; 0: the cores shared among ``workers``. Language programs keep all
-    cores, as programs in other runtimes do unless this is given."""
+    """CPU threads of one request to a program; 0: an equal share of the cores. Language programs keep all cores."""
+    requests: int = 0
+    """Requests that one program computes at once, while others wait; 0: what gives the most requests per second, measured at its load,
+    unless ``threads`` is given. Language programs compute all of theirs together, and programs that torch runs share its threads."""
     queue: int = 16
     """Requests that may wait for a worker; the next one is answered 429."""
     refusal_s: float = 0.3
@@ -74,7 +76,7 @@ class Limits:
             if not math.isfinite(value) or (type(field.default) is int and type(value) is not int):
                 kind = "whole" if type(field.default) is int else "finite"
                 raise ValueError(f"limits.{field.name} must be a {kind} number, not {value}")
-            if value < 0 or (value == 0 and field.name not in ("queue", "threads", "prefix_cache_bytes")):
+            if value < 0 or (value == 0 and field.name not in ("queue", "threads", "requests", "prefix_cache_bytes")):
                 raise ValueError(f"limits.{field.name} must be above 0, not {value}")
         if self.body_bytes > self.buffered_bytes:
             raise ValueError(

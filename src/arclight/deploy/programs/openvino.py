@@ -39,20 +39,21 @@ def check_bfloat16() -> None:
 
 
 class OpenVinoSession:
-    """Session of one compiled model; ``bfloat16``: what float32 operators compute in.
+    """One compiled model; ``bfloat16`` says what float32 operators compute in, which OpenVINO would choose itself.
 
-    OpenVINO would choose that itself. Raises ProgramError for a file that OpenVINO cannot run.
+    ``requests`` calls are computed at once, each on ``threads`` CPU threads (None: all cores for all of them); others wait for their turn.
+    Raises ProgramError for a file that OpenVINO cannot run.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
 
-    def __init__(self, path: Path, *, threads: int | None, bfloat16: bool) -> None:
+    def __init__(self, path: Path, *, threads: int | None, bfloat16: bool, requests: int = 1) -> None:
         if bfloat16:
             check_bfloat16()
         hint = PRECISION_HINTS["openvino-bf16" if bfloat16 else "openvino"]
-        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": hint, "NUM_STREAMS": 1}
+        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": hint, "NUM_STREAMS": requests}
         if threads is not None:
-            options["INFERENCE_NUM_THREADS"] = threads
+            options["INFERENCE_NUM_THREADS"] = threads * requests
         core = _core()
         try:
             self._model = core.read_model(path)

@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -55,11 +58,15 @@ class Program:
         marks: Mapping[Path, folder.Mark] | None = None,
         digest: str = "",
         choice: RuntimeChoice | None = None,
+        requests: int | None = None,
     ) -> None:
         self.path = path
         self.runtime = runtime
         self.threads = threads
-        """CPU threads that it runs on; None: as many as its runtime likes."""
+        """CPU threads that a call runs on; None: as many as its runtime likes."""
+        self.requests = requests
+        """Most calls that are computed at once; None: any number, in OpenVINO one."""
+        self._turns = None if requests is None else threading.Semaphore(requests)
         self.metadata = metadata
         """What the exporter wrote into the program; empty for an ONNX file from elsewhere."""
         self.inputs = session.inputs if contents is None else contents.inputs
@@ -84,10 +91,12 @@ class Program:
         trusted: Trusted | None = None,
         *,
         parity: bool = True,
+        requests: int | Callable[[Runtime, dict[str, Any]], int | None] | None = None,
     ) -> Program:
         """Load the program at ``path``, a folder or an .onnx file, on ``threads`` CPU threads (default: all cores).
 
-        ``threads`` may be a function that gives them for the program's runtime and metadata.
+        ``requests``: most calls that are computed at once, each on ``threads``, while others wait (default: any number; in OpenVINO one).
+        Both may be functions that give them for the program's runtime and metadata.
         ``processing`` replaces what the program names. ``device``: cuda needs onnxruntime-gpu; auto takes it where it is,
         except for quantized programs, whose kernels are those of the CPU. ``runtime`` replaces what the program
         names (default: ONNX Runtime): a program of our export is compared with itself in that one on drawn inputs, and ProgramError raised where an
@@ -103,9 +112,10 @@ class Program:
 
         def opened(runtime: Runtime) -> Program:
             count = threads(runtime, files.metadata) if callable(threads) else threads
+            most = requests(runtime, files.metadata) if callable(requests) else requests
             return cls(
-                files.path, files.session(runtime, count, device), files.metadata, processing, runtime,
-                contents=files.contents, threads=count, marks=files.marks, digest=files.digest,
+                files.path, files.session(runtime, count, device, most), files.metadata, processing, runtime,
+                contents=files.contents, threads=count, marks=files.marks, digest=files.digest, requests=most,
             )  # fmt: skip
 
         exported_for: Runtime = files.metadata.get("runtime", "onnxruntime")
@@ -124,10 +134,16 @@ class Program:
 
     def with_processing(self, processing: Processing) -> Program:
         """Return the same program with other processing around it; nothing is read again."""
-        return type(self)(
-            self.path, self._session, self.metadata, processing, self.runtime,
-            contents=self._contents, threads=self.threads, marks=self.marks, digest=self.digest, choice=self.choice,
-        )  # fmt: skip
+        found = copy.copy(self)
+        found._given_processing = processing
+        found.__dict__.pop("processing", None)  # it was computed of what was given before
+        return found
+
+    def with_requests(self, requests: int) -> Program:
+        """Return the same program, which computes ``requests`` calls at once while others wait; it is not opened again."""
+        found = copy.copy(self)
+        found.requests, found._turns = requests, threading.Semaphore(requests)
+        return found
 
     @property
     def format(self) -> str:
@@ -187,7 +203,8 @@ class Program:
         for spec, value in zip(self.inputs, values):
             spec.check(value)
         try:
-            outputs = self._session.run([_as_numpy(value) for value in values])
+            with self._turns or nullcontext():
+                outputs = self._session.run([_as_numpy(value) for value in values])
         except Exception as error:  # ONNX Runtime's errors share no class below Exception
             raise ProgramError(f"{NAMES[self.runtime]} could not run {self.path.name}: {error}") from error
         tensor = next((value for value in values if _is_tensor(value)), None)
@@ -247,17 +264,26 @@ class Program:
         """Return the result for a single input; see `predict`."""
         return self.predict([item])[0]
 
-    def with_threads(self, threads: int) -> Program:
-        """Open the same program on ``threads`` CPU threads, on the same device.
+    @property
+    def is_free(self) -> bool:
+        """Return True if a call would be computed at once, as far as `requests` says."""
+        if self._turns is None:
+            return True
+        if free := self._turns.acquire(blocking=False):
+            self._turns.release()
+        return free
 
-        Raises ProgramError if its files were replaced since it was loaded.
+    def with_threads(self, threads: int, requests: int | None = None) -> Program:
+        """Open the same program on ``threads`` CPU threads, for ``requests`` calls at once, on the same device.
+
+        Raises ProgramError where its files were replaced since it was loaded.
         """
         file = self.path if self._contents is None else self.path / self._contents.main
         with folder.unchanged(self.marks):
-            session = _session(file, threads, self.device, self.runtime, self._contents)
+            session = _session(file, threads, self.device, self.runtime, self._contents, requests)
         return Program(
             self.path, session, self.metadata, self._given_processing, self.runtime,
-            contents=self._contents, threads=threads, marks=self.marks, digest=self.digest, choice=self.choice,
+            contents=self._contents, threads=threads, marks=self.marks, digest=self.digest, choice=self.choice, requests=requests,
         )  # fmt: skip
 
     def kernels(self) -> Counter[str]:
@@ -323,10 +349,10 @@ class _Files:
     def format(self) -> str:
         return "onnx" if self.contents is None else self.contents.format
 
-    def session(self, runtime: Runtime, threads: int | None, device: Device) -> Session:
+    def session(self, runtime: Runtime, threads: int | None, device: Device, requests: int | None) -> Session:
         """Open the main file; ProgramError where it is not what was checked."""
         with folder.unchanged(self.marks):
-            session = _session(self.main, threads, device, runtime, self.contents)
+            session = _session(self.main, threads, device, runtime, self.contents, requests)
         if self.contents is None and session.stored(KEY) != self.text:  # the runtime must read what was checked
             raise changed(self.path)
         if self.contents is not None:
@@ -381,16 +407,23 @@ def _check_described(path: Path, contents: folder.Contents, session: Session) ->
 
 
 def _session(
-    file: Path, threads: int | None, device: Device, runtime: Runtime, contents: folder.Contents | None
-) -> Session:  # fmt: skip
+    file: Path,
+    threads: int | None,
+    device: Device,
+    runtime: Runtime,
+    contents: folder.Contents | None,
+    requests: int | None = None,
+) -> Session:
     """Open ``file`` in ``runtime``; ProgramError where it cannot run it."""
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
+    if requests is not None and requests < 1:
+        raise ValueError(f"requests must be at least 1, got {requests}")
     _check_runtime(file, "onnx" if contents is None else contents.format, runtime, device)
     if runtime == "onnxruntime":
         return OnnxRuntimeSession(file, threads=threads, device=device)
     if runtime in ("openvino", "openvino-bf16"):
-        return OpenVinoSession(file, threads=threads, bfloat16=runtime == "openvino-bf16")
+        return OpenVinoSession(file, threads=threads, bfloat16=runtime == "openvino-bf16", requests=requests or 1)
     assert contents is not None  # an .onnx file runs in none of torch's runtimes
     compiled = runtime == "inductor"
     return TorchSession(file, threads=threads, compiled=compiled, inputs=contents.inputs, outputs=contents.outputs)

@@ -17,8 +17,16 @@ export async function showModels(section, list) {
   return models;
 }
 
-function card({ name, version, task, precision, runtime, proof, batch }) {
+// How requests share the cores, in a sentence.
+function sharing({ requests, threads, measured }) {
+  const cores = threads === 1 ? "one thread each" : `${threads} threads each`;
+  const rates = measured.map((one) => `${one.requests_per_s} of ${one.requests} at once`).join(", ");
+  return `Computes ${requests === 1 ? "one request" : `${requests} requests`} at once, on ${cores}${rates ? `; requests per second: ${rates}` : ""}.`;
+}
+
+function card({ name, version, task, precision, runtime, proof, pool, batch }) {
   const lines = proof.length ? [...proof] : ["Nothing was recorded of this program when it was exported."];
+  if (pool) lines.push(sharing(pool));
   if (batch) lines.push(`Computes up to ${batch.rows} rows of waiting requests together: ${milliseconds(batch.together_ms)} here, where one takes ${milliseconds(batch.one_ms)}.`);
   return element("li", { class: "model", children: [
     element("h3", { text: name }),

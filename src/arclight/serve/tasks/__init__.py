@@ -1,5 +1,5 @@
 """Answer requests by task.
 
 `detection` takes photos; `tensors` plain tensors for any program (Open Inference Protocol), which `batching` batches; `text` prompts
-and chats (OpenAI's API), which `scheduler` generates in one batch; `embeddings` texts to embed.
+and chats (OpenAI's API), which `scheduler` generates in one batch; `embeddings` texts to embed. `pool` divides the cores among requests to a program.
 """
