@@ -320,7 +320,10 @@ RUNTIMES = ("onnxruntime", "openvino", "openvino-bf16", "torch", "inductor", "fa
 
 
 def add_runtime(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--runtime`` of verbs that run a program; `runtime_said` reports what came of it."""
+    """Add the option ``--runtime`` of verbs that run a program.
+
+    `runtime_said` reports what came of it.
+    """
     parser.add_argument(
         "--runtime", choices=RUNTIMES,
         help="what runs the program (default: what it was exported for); another one is compared with that at the load, and fastest times ONNX Runtime "
@@ -337,7 +340,10 @@ def runtimes(text: str) -> list[str]:
 
 
 def runtime_said(program: Program, asked: str | None) -> Program:
-    """Print to standard error how ``program`` came to its runtime, where one was asked for; return it."""
+    """Print how the runtime of ``program`` was chosen, if one was asked for; return the program.
+
+    Prints to standard error.
+    """
     if asked is not None:
         sys.stderr.write(f"{program.path}: {program.choice.summary(program.runtime)}\n")
     return program

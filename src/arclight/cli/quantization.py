@@ -22,7 +22,7 @@ class _RecipeTable:
 def parse_quantization(
     parser: Parser, arguments: Sequence[str]
 ) -> tuple[Namespace, list[str], Quantization, list[str]]:  # fmt: skip
-    """Parse ``arguments``; return the options, what is none of them, the recipe, and the flags that say something of it.
+    """Parse ``arguments``; return options, remaining arguments, recipe and the recipe's flags.
 
     Raises UsageError with every problem of the recipe. ``parser`` gets the options of a recipe; its fields are flags of their own: ``--recipe.bits 4``.
     """

@@ -44,7 +44,10 @@ class RunRecord(Callback):
         self.handlers: list[logging.Handler] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Not earlier: only now is it known which run a resumed one goes on in, and how many steps it has."""
+        """Write the recipe and the environment to the run folder, and open its log.
+
+        Not earlier: only now is it known which run a resumed one continues, and how many steps it has.
+        """
         from arclight.deploy.quantizing.trained import check_steps
 
         if not trainer.fast_dev_run:

@@ -172,7 +172,10 @@ def callbacks(recipe: TrainingRun) -> list[Callback]:
 
 
 def evaluating_callbacks(recipe: TrainingRun, checkpoint: str | Path | None) -> list[Callback]:
-    """Build the callbacks by which weights are evaluated as they are deployed: rounded, where their training was."""
+    """Build the callbacks that evaluate weights as they are deployed.
+
+    Weights that were trained with rounding are evaluated with rounding.
+    """
     from arclight.deploy.quantizing.trained import trained_by
 
     trained: list[Callback] = [] if checkpoint is None or checkpoint == "last" else [*trained_by(checkpoint)]

@@ -154,7 +154,9 @@ class GivesExample(Protocol):
 def configured_example(
     module: Module, network: nn.Module, data: DataModule | None, stage: str
 ) -> Tensor | Sequence[Tensor] | None:  # fmt: skip
-    """Return inputs of ``network``, a part of ``module``: what its ``configure_example`` says, else of a batch of ``stage``; None where there is none.
+    """Return example inputs of ``network``, a part of ``module``; None if there are none.
+
+    They are those of its ``configure_example``, else of a batch of ``stage``.
 
     data: that of the run, set up for the stage.
     """
@@ -223,7 +225,9 @@ def ship(
     max_drop: float | None = None,
     sign: str | os.PathLike[str] | SigningKey | None = None,
 ) -> Program | dict[Format, Program]:
-    """Write what ``deployment`` says as a program at ``path``: in float32, or quantized by ``recipe`` for what runs ``format``.
+    """Write ``deployment`` as a program at ``path``, in float32 or quantized by ``recipe``.
+
+    Quantized programs are for the runtime of ``format``.
 
     A model that was trained with rounding is converted, for the target that it was trained for; it takes no recipe.
 
@@ -288,7 +292,9 @@ def planned(
     left_out: dict[Format, Exception] | None = None,
     target: Target | None = None,
 ) -> dict[Format, Target | None]:
-    """Return the formats of programs at ``path``, and for each the target that ``recipe`` is for; ExportError or QuantizeError where these do not fit.
+    """Return the formats of programs at ``path``, and the quantization target of each.
+
+    Raises ExportError or QuantizeError for formats that do not suit ``recipe``.
 
     ``target``: the only one, of a model that was trained for it.
 
@@ -349,7 +355,7 @@ _TARGETS: Mapping[str, Target] = {"openvino": "openvino", "aoti": "inductor"}
 
 
 def trained_recipe(model: nn.Module) -> tuple[Quantization, Target] | None:
-    """Return the recipe and target that ``model``, or a part of it, was trained for with rounding; None for a float model."""
+    """Return the recipe and target that ``model`` or a part was trained for; None for float."""
     prepared = next((part for part in model.modules() if isinstance(part, PreparedModel)), None)
     if prepared is not None:
         return prepared.recipe, prepared.target
@@ -358,7 +364,10 @@ def trained_recipe(model: nn.Module) -> tuple[Quantization, Target] | None:
 
 
 def _converted(deployment: Deployment, max_drop: float | None) -> QuantizedModel:
-    """Convert a model that was trained with rounding; QuantizeError where a part of it is a graph, or it drops by more than ``max_drop``."""
+    """Convert a model that was trained with rounding.
+
+    Raises QuantizeError if a part of it is a graph, or if its metric drops by more than ``max_drop``.
+    """
     model = deployment.model
     if not isinstance(model, PreparedModel) and any(isinstance(part, PreparedModel) for part in model.modules()):
         raise QuantizeError(
@@ -413,7 +422,9 @@ def _named(processing: Processing | None) -> dict[str, Any]:
 
 
 def _network(module: Module) -> tuple[nn.Module, nn.Module]:
-    """Return what a module ships, and what takes its inputs: the module if it has a ``forward``, else its ``model``.
+    """Return the network that a module ships, and the module that takes its inputs.
+
+    That is the module itself if it has a ``forward``, else its ``model``.
 
     They differ where a part of the module is trained with rounding as a graph: that part is shipped.
     """

@@ -85,7 +85,7 @@ def worst(found: Sequence[Parity]) -> Parity:
 
 
 def broken_bound(parity: Parity, precision: str, max_difference: float | None = None) -> str | None:
-    """Return the bound of ``precision``, or ``max_difference``, that a difference breaks, as a clause; None for none."""
+    """Return the violated bound of ``precision`` or ``max_difference`` as a clause, or None."""
     if max_difference is not None:
         fits, limit = parity.max_difference <= max_difference, f"max_difference is {max_difference:.3g}"
     elif precision != "fp32":

@@ -1,4 +1,6 @@
-"""Serve programs over HTTP: photos, tensors and texts in; answers, a web page and metrics out.
+"""Serve programs over HTTP.
+
+In: photos, tensors and texts; out: answers, a web page and metrics.
 
 A program and an address come in through `server`; `models` loads programs, and reloads them when they are replaced. A request comes by
 `protocol`, passes `middleware` (whose first lines name the way of a small one) and `admission` (limits, queue), and is answered in `app`

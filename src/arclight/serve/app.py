@@ -151,7 +151,9 @@ def build_app(
     request_log: str | Path | None = None,
     add_routes: Callable[[FastAPI, Service], None] | None = None,
 ) -> Application:
-    """Build the application of several models; ``/detect`` and the page are those of the first detector.
+    """Build the application of several models.
+
+    ``/detect`` and the page are those of the first detector.
 
     With ``load``, which loads the program that is at the path of a model now, programs that are replaced on disk are loaded again.
     ``request_log`` as for `create_app`; raises OSError if it cannot be written.

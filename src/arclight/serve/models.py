@@ -82,7 +82,9 @@ def load(
     runtime: Runtime | FastestRuntime | None = None,
     old: ServedModel | None = None,
 ) -> ServedModel:
-    """Load a program by its task, in ``runtime`` as for `Program.load`; raises ProgramError, for a ``lone`` one also if it takes tensors only.
+    """Load a program by its task, in ``runtime`` as for `Program.load`.
+
+    Raises ProgramError, for a ``lone`` one also if it takes tensors only.
 
     Where it takes the place of ``old``, nothing is timed, since requests go on meanwhile: it has that one's runtime and share of the cores.
     """
@@ -132,14 +134,20 @@ def load(
 def _measured(
     program: Program, pool: Pool | None, limits: Limits, load_s: float, old: ServedModel | None
 ) -> tuple[Program, Pool | None]:
-    """Return the program with the share of the cores that gives the most requests per second, unless that was decided before."""
+    """Return the program with the share of cores that gives the most requests per second.
+
+    A share that was decided before is kept.
+    """
     if pool is not None or limits.threads or old is not None:
         return program, pool
     return pooled(program, workers=limits.workers, cores=available_cores(), load_s=load_s)
 
 
 def requests_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits, pool: Pool | None = None) -> int | None:
-    """Return how many requests a program computes at once, as set or as measured of the one before it (``pool``); None for no bound."""
+    """Return how many requests a program computes at once; None for no bound.
+
+    As set, or as measured of the program before it (``pool``).
+    """
     if metadata.get("task") == "language" or runtime not in POOLED:
         return None
     return limits.requests or (None if pool is None else pool.requests)
@@ -164,7 +172,10 @@ def threads_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits, po
 
 
 def proof(model: ServedModel) -> list[str]:
-    """Return what was measured of a model's program when it was exported, parity, metric, speed, and of another runtime at its load, a sentence each."""
+    """Return what was measured of a model's program, a sentence each.
+
+    Parity, metric and speed of its export, and of another runtime at its load.
+    """
     from arclight.deploy.parity import parity_summary, speed_summary
     from arclight.deploy.programs.session import NAMES
     from arclight.serve.admission import one_sentence
@@ -313,7 +324,9 @@ class Models:
         load: Callable[[ServedModel], ServedModel] | None = None,
         batch: Callable[[str, int], None] = lambda _name, _requests: None,
     ) -> None:
-        """``load`` loads the program that is at the path of a model now. ``batch`` gets the name of a model, and how many requests one call of
+        """Hold ``models``, and observe their batches.
+
+        ``load`` loads the program that is at the path of a model now. ``batch`` gets the name of a model, and how many requests one call of
         its program has computed, from any thread.
         """
         self._models = dict(models)

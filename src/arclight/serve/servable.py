@@ -78,7 +78,9 @@ class Reply:
 
 
 class ServableModuleValidator(Callback):
-    """Serve a copy of the module when training starts, send it its own payload, and compare the answer.
+    """Serve a copy of the module when training starts, and compare its answer.
+
+    It is sent its own payload.
 
     ``port`` 0 takes a free one; ``timeout`` is in seconds. With ``exit_on_failure`` a module that cannot answer ends the run
     with MisconfigurationError. Raises MissingExtraError without the extra ``serve``.

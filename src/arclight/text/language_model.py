@@ -55,7 +55,7 @@ VOCABULARY_MULTIPLE = 64
 
 @runtime_checkable
 class RoundsOperands(Protocol):
-    """A layer that is trained with rounding, and gives what it multiplies to a loss that does so itself."""
+    """Layer that is trained with rounding, for a loss that multiplies by itself."""
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``x`` and the weight, rounded."""

@@ -395,7 +395,9 @@ class HyperparametersMixin:
         replaced_by: Sequence[ReplacesLayers] = (),
         **kwargs: Any,
     ) -> Any:
-        """Return a new instance from a checkpoint: built with the arguments that were kept, with its weights or its state.
+        """Build a new instance from a checkpoint, with the arguments that it keeps.
+
+        The instance gets the checkpoint's weights or state.
 
         ``checkpoint_path``: a checkpoint folder, a file of Lightning's or ours, its URL, or a binary file object;
         ``map_location``: where tensors go (default: where they were if that device is here, else the CPU);

@@ -149,7 +149,10 @@ def _candidates(
 
 
 def _runtimes(source: str, named: Sequence[Any] | None) -> list[tuple[str, Any]]:
-    """Return the runtimes of a program, each with the name of its row; UsageError for one that is named twice."""
+    """Return the runtimes of a program, each with the name of its row.
+
+    Raises UsageError for one that is named twice.
+    """
     if named is None:
         return [(source, None)]
     if len(set(named)) < len(named):

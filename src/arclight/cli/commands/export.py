@@ -149,7 +149,9 @@ def formats(text: str) -> str | list[str]:
 def _ship(
     parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quantization | None, said: Sequence[str] = ()
 ) -> None:  # fmt: skip
-    """Write the program that ``options`` ask for; UsageError or ExportError, before any work, for what cannot be written.
+    """Write the program that ``options`` ask for.
+
+    Raises UsageError or ExportError before any work if it cannot be written.
 
     said: the flags that say something of the recipe. A model that was trained with rounding has one of its own.
     """

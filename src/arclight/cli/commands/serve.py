@@ -107,7 +107,7 @@ def _keys(file: Path) -> list[str]:
 
 
 def _runtimes(named: list[str] | None, programs: Path | dict[str, Path]) -> Any:
-    """Return what ``--runtime`` names: None, one runtime of all programs, or runtimes by the names of models."""
+    """Return what ``--runtime`` names: None, one runtime for all, or runtimes by model name."""
     found: dict[str | None, str] = {}
     for word in named or ():
         name, _, runtime = word.rpartition("=")

@@ -65,7 +65,10 @@ def _compare(
 
 
 def _runtimes(sources: tuple[str, str], named: list[str] | None) -> tuple[str | None, str | None]:
-    """Return the runtimes of A and B; UsageError for more than two, and for one of what is no program."""
+    """Return the runtimes of A and B.
+
+    Raises UsageError for more than two, and for the runtime of a checkpoint.
+    """
     if named is None:
         return None, None
     programs = [is_program(Path(source)) for source in sources]

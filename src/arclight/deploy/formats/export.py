@@ -653,7 +653,7 @@ class _Sizes:
         return {"sizes": {name: free_sizes(batch, self.free) for name, batch in self.batches.items()}}
 
     def probed(self) -> list[Inputs]:
-        """Return the batches whose sizes and ranges are those of inputs on which runtimes are compared later."""
+        """Return the batches whose shapes and ranges are recorded for comparing runtimes later."""
         return list(self.batches.values())[: PROBES if self.free is not None else 1]
 
     def one(self, inputs: Inputs) -> Inputs:

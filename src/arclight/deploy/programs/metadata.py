@@ -1,4 +1,6 @@
-"""Append metadata to an ONNX program and read it: JSON under the key ``arclight``, with a checksum.
+"""Append metadata to an ONNX program and read it back.
+
+It is JSON under the key ``arclight``, with a checksum.
 
 The exporter calls `check` and `seal`, `Program.load` calls `unseal` before any runtime reads the file. This is a file format: a change
 needs a new `FORMAT`, and programs of the format before must load for one more release.

@@ -39,7 +39,9 @@ def check_bfloat16() -> None:
 
 
 class OpenVinoSession:
-    """One compiled model; ``bfloat16`` says what float32 operators compute in, which OpenVINO would choose itself.
+    """Compiled model of OpenVINO.
+
+    ``bfloat16``: whether float32 operators compute in bfloat16, which OpenVINO would choose by itself.
 
     ``requests`` calls are computed at once, each on ``threads`` CPU threads (None: all cores for all of them); others wait for their turn.
     Raises ProgramError for a file that OpenVINO cannot run.

@@ -1,4 +1,6 @@
-"""Run a program in another runtime than its exporter compared it in: compare the two, and time runtimes where the fastest is wanted.
+"""Run a program in another runtime than the one it was exported for.
+
+The two are compared first, and timed if the fastest is asked for.
 
 `Program.load` calls `chosen` for a runtime that the caller names. The inputs are drawn: the exporter records sizes and ranges of its own
 (`described_probe`), never their values, which are somebody's data.
@@ -73,7 +75,10 @@ class RuntimeChoice:
 
     @property
     def sqnr_db(self) -> float | None:
-        """Return the least signal-to-noise ratio of any output, infinite for equal ones; None where nothing was compared."""
+        """Return the least signal-to-noise ratio of the outputs, or None if none were compared.
+
+        Infinite for equal ones.
+        """
         return min((one.sqnr_db for one in self.parity.values()), default=None)
 
     def summary(self, runtime: Runtime) -> str:
@@ -109,7 +114,7 @@ def described_probe(batches: Sequence[Sequence[Tensor]]) -> list[list[dict[str, 
 
 
 def drawn(program: Opened) -> list[list[Array]]:
-    """Draw inputs as the description has them, always the same; none where it has no such record.
+    """Draw inputs of the recorded shapes and ranges, always the same; none without a record.
 
     Raises ProgramError for a description that does not fit the program.
     """
@@ -139,7 +144,9 @@ def drawn(program: Opened) -> list[list[Array]]:
 
 
 def chosen(wanted: Runtime, exported_for: Runtime, opened: Callable[[Runtime], P]) -> tuple[P, RuntimeChoice]:
-    """Open a program in ``wanted``, and compare it with itself in ``exported_for``, which is closed before.
+    """Open a program in the runtime ``wanted`` and compare it with ``exported_for``.
+
+    The latter is closed before.
 
     A program of an older arclight is not compared, with a warning. Raises ProgramError if an output differs by more than the bound of its
     precision.
@@ -162,7 +169,7 @@ def fastest(
     exported_for: Runtime,
     opened: Callable[[Runtime], P],
 ) -> tuple[P, RuntimeChoice]:
-    """Open a program in the runtime that takes the least time for a call here, compared as by `chosen`.
+    """Open a program in the runtime that is fastest here, compared as by `chosen`.
 
     The first drawn inputs are timed in turns; runtimes that cannot run the program, or compute something else, are left out with a warning.
     Raises ProgramError for a program that does not say what inputs it takes.
@@ -214,7 +221,9 @@ def _outputs(program: Opened, call: Sequence[Array]) -> list[Array]:
 def _compared(
     program: Opened, calls: Sequence[Sequence[Array]], expected: Sequence[Sequence[Array]], exported_for: Runtime
 ) -> dict[str, Parity]:
-    """Compare outputs with those of the exporter's runtime; ProgramError beyond the bound of the program's precision.
+    """Compare outputs with those of the exporter's runtime.
+
+    Raises ProgramError beyond the bound of the program's precision.
 
     Each place of a last dimension of up to `COLUMNS` is compared by itself, too: boxes in pixels would hide scores beside them.
     """
@@ -247,7 +256,10 @@ def _compared(
 
 
 def _rounding_db(metadata: Mapping[str, Any], output: str) -> float:
-    """Return the ratio of a quantized program's output to its distance from the float model, as its exporter measured it; infinite without one."""
+    """Return the recorded signal-to-noise ratio of a quantized output to the float model.
+
+    Infinite if the exporter recorded none.
+    """
     try:
         return float(metadata["quantization"]["against_float"]["outputs"][output]["sqnr_db"])
     except (KeyError, TypeError, ValueError):
@@ -263,7 +275,10 @@ def _pair(wanted: Array, given: Array) -> tuple[Tensor, Tensor]:
 
 
 def _broken_column(reference: Tensor, output: Tensor, precision: str) -> str | None:
-    """Return the bound that a place of the last dimension breaks, of an output of three dimensions or more; None for none."""
+    """Return the bound that an index of the last dimension violates, or None.
+
+    For outputs of three dimensions or more.
+    """
     if reference.dim() < 3 or reference.shape[-1] > COLUMNS:
         return None
     from arclight.deploy.parity import distance

@@ -93,7 +93,9 @@ class Program:
         parity: bool = True,
         requests: int | Callable[[Runtime, dict[str, Any]], int | None] | None = None,
     ) -> Program:
-        """Load the program at ``path``, a folder or an .onnx file, on ``threads`` CPU threads (default: all cores).
+        """Load the program at ``path``, a folder or an .onnx file.
+
+        threads: CPU threads; default: all cores.
 
         ``requests``: most calls that are computed at once, each on ``threads``, while others wait (default: any number; in OpenVINO one).
         Both may be functions that give them for the program's runtime and metadata.
@@ -140,7 +142,7 @@ class Program:
         return found
 
     def with_requests(self, requests: int) -> Program:
-        """Return the same program, which computes ``requests`` calls at once while others wait; it is not opened again."""
+        """Return the same program, limited to ``requests`` calls at once; it is not reopened."""
         found = copy.copy(self)
         found.requests, found._turns = requests, threading.Semaphore(requests)
         return found
@@ -274,7 +276,9 @@ class Program:
         return free
 
     def with_threads(self, threads: int, requests: int | None = None) -> Program:
-        """Open the same program on ``threads`` CPU threads, for ``requests`` calls at once, on the same device.
+        """Open the same program on ``threads`` CPU threads, for ``requests`` calls at once.
+
+        The device stays.
 
         Raises ProgramError where its files were replaced since it was loaded.
         """
@@ -430,7 +434,7 @@ def _session(
 
 
 def _check_runtime(file: Path, form: str, runtime: str, device: Device) -> None:
-    """Raise ProgramError for a runtime that is not known, or does not run the format, or not on the device."""
+    """Raise ProgramError for a runtime that is unknown or does not run format or device."""
     if runtime not in get_args(Runtime):
         raise ProgramError(
             f"{file} runs in {runtime!r}, which this arclight does not know: there are {', '.join(get_args(Runtime))}"

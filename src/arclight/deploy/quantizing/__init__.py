@@ -1,4 +1,4 @@
-"""Quantization of captured graphs: which tensors become integers, in which ranges, with or without training.
+"""Quantize captured graphs, with or without training.
 
 A model comes in with calibration batches (`ptq`) or to be trained (`qat`, and `callback` for a whole run); a `QuantizedModel`
 goes out, which keeps the float model's state-dict names. `placement` decides where integers begin and end, `observers` find the ranges,

@@ -1,4 +1,7 @@
-"""Turn a run of any Module into quantization-aware training; a checkpoint says how it was trained, see `trained`."""
+"""Turn a run of any Module into quantization-aware training.
+
+A checkpoint records how it was trained, see `trained`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ if TYPE_CHECKING:
 
 
 class QuantizationAwareTraining(Callback):
-    """Train ``pl_module.<attribute>`` with rounded weights and activations; validate and test it as the model of the program.
+    """Train ``pl_module.<attribute>`` with rounded weights and activations.
+
+    It is validated and tested as the model of the program.
 
     ``recipe`` and ``target``: as in `prepare_qat`; the table ``[qat]`` of a recipe builds this callback.
     ``attribute``: the submodule that is trained and deployed; it must be there when the callback's ``setup`` is called, or for recipes
@@ -76,7 +81,10 @@ class QuantizationAwareTraining(Callback):
 
     @property
     def has_ranges(self) -> bool:
-        """Return True where ranges of activations are trained, in a graph; else linear layers round by themselves."""
+        """Return True if ranges of activations are trained in a graph.
+
+        Else linear layers round by themselves.
+        """
         return self.recipe.needs_calibration
 
     def prepared(self, pl_module: Module) -> PreparedModel:
@@ -105,7 +113,7 @@ class QuantizationAwareTraining(Callback):
             self.replace_layers(pl_module)
 
     def replace_layers(self, pl_module: Module) -> None:
-        """Put a prepared model in the place of the module's, unless one of a stage before or what is deployed is there."""
+        """Replace the module's model by a prepared one, unless it is prepared or deployed already."""
         model = getattr(pl_module, self.attribute, None)
         if isinstance(model, PreparedModel | QuantizedModel):
             return
@@ -138,7 +146,7 @@ class QuantizationAwareTraining(Callback):
         )
 
     def _example(self, pl_module: Module) -> Any:
-        """Return the inputs that were given, or those that the module or its data have, the same on all ranks."""
+        """Return example inputs: given ones, else those of module or data; equal on all ranks."""
         if self.example_inputs is not None:
             return self.example_inputs
         if pl_module.example_input_array is not None:
@@ -177,7 +185,7 @@ class QuantizationAwareTraining(Callback):
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> QuantizationAwareTraining:
-        """Return the callback that had this ``state``, for a module that is loaded; its example inputs are zeros."""
+        """Rebuild the callback of ``state`` for a module that is loaded, with zeros as inputs."""
         example = [torch.zeros(one["shape"], dtype=getattr(torch, one["dtype"])) for one in state["example"]]
         made = cls(
             _recipe_of(state["recipe"]), target=state["target"], attribute=state["attribute"], example_inputs=example or None,
@@ -187,7 +195,10 @@ class QuantizationAwareTraining(Callback):
         return made
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Refuse weights that were trained otherwise; read the bits of weights in a checkpoint of when they were this callback's state."""
+        """Refuse weights that were trained otherwise.
+
+        Also reads bits of weights that former checkpoints hold in this callback's state.
+        """
         former = self._generate_state_key(attribute=self.attribute)
         states = checkpoint.get("callbacks", {})
         state = states.get(self.state_key) or states.get(former) or {}
@@ -207,7 +218,7 @@ class QuantizationAwareTraining(Callback):
             )
 
     def _check_asked_alike(self, state: Mapping[str, Any], *, resumed: bool) -> None:
-        """Raise MisconfigurationError where the run that had ``state`` rounds otherwise than this one, or froze at other steps."""
+        """Raise MisconfigurationError if the run of ``state`` rounds or freezes otherwise."""
         compared = [*(_STEPS if resumed else ()), "target", "attribute"]
         here = {**_described(self._settled or self.recipe), **{name: getattr(self, name) for name in compared}}
         before = {**state["recipe"], **{name: state[name] for name in compared}}
@@ -223,7 +234,7 @@ class QuantizationAwareTraining(Callback):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def check_reached(self, steps: float) -> None:
-        """Raise MisconfigurationError for a step at which something is to be frozen and that a run of ``steps`` steps does not reach."""
+        """Raise MisconfigurationError for a freeze step that a run of ``steps`` does not reach."""
         for name in _STEPS:
             at = getattr(self, name)
             if at and at >= steps:
@@ -331,7 +342,7 @@ def _recipe_of(described: Mapping[str, Any]) -> Quantization:
 
 
 def _check_strategy(strategy: Strategy, *, graph: bool) -> None:
-    """Raise MisconfigurationError for a strategy that rounded layers, or a graph of them, cannot be trained under."""
+    """Raise MisconfigurationError for a strategy that cannot train rounded layers or graphs."""
     if isinstance(strategy, ShardedStrategy) and not isinstance(strategy, FSDPStrategy):
         raise MisconfigurationError(
             f"QuantizationAwareTraining does not work with {type(strategy).__name__}: its {'graph' if graph else 'rounding'} reads the weights of layers "

@@ -118,7 +118,9 @@ def shared_copy(graph: GraphModule) -> GraphModule:
 
 
 def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
-    """Store quantized weights of a converted graph as integers; return its tensors by their names in the model.
+    """Store quantized weights of a converted graph as integers.
+
+    Returns its tensors by their names in the model.
 
     An integer weight takes the name of the float one, which is ``NAME_1`` where something else reads it, too; beside it are ``NAME_scale`` and
     ``NAME_zero_point``. torchao's own folding calls them ``_frozen_param0``, ``_scale_0``. The graph is left without tensors: a NamedGraphs

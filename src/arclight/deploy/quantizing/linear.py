@@ -76,7 +76,7 @@ def linear_grouped(
 
 
 def round_groups(x: Tensor, groups: int) -> Tensor:
-    """Return what activations (..., K) are as 8-bit integers with a scale for each of ``groups``."""
+    """Return activations (..., K) as 8-bit integers with a scale for each of ``groups``."""
     grouped = x.unflatten(-1, (groups, -1))
     unit = grouped.abs().amax(-1, keepdim=True) / LARGEST
     unit = torch.where(unit > 0, unit, 1.0)
@@ -99,7 +99,9 @@ GROUPED = torch.ops.arclight.linear_grouped.default
 def quantize_linears(
     graph: GraphModule, recipe: DynamicInt8 | WeightOnly | LowBit, trained: Collection[str] | None = None
 ) -> tuple[list[str], list[str]]:  # fmt: skip
-    """Replace linear layers of ``graph`` in place; return the names of layers that run on integers and that stay in float.
+    """Replace linear layers of ``graph`` in place.
+
+    Returns the names of layers that run on integers, and of those that stay in float.
 
     A weight that something else reads as well, such as a tied embedding, stays in float everywhere. ``trained``: modules that were trained with
     rounding; all others stay in float. Raises QuantizeError for one of these that computes something else in the graph.
@@ -161,7 +163,7 @@ def unpack(integers: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def _own(name: str) -> str:
-    """Return the name that a module has; torch.export adds a number to that of one that is called again."""
+    """Return the name of a module without the number that torch.export adds to repeated calls."""
     return re.sub(r"@\d+", "", name)
 
 
@@ -171,7 +173,10 @@ def weight_bits(recipe: WeightOnly | LowBit) -> tuple[int, bool]:
 
 
 def dynamic_weight(weight: Tensor, *, reduced: bool) -> tuple[Tensor, Tensor]:
-    """Round ``weight`` (N, K) to 8 bits, or to 7 if ``reduced``; return the integers (N, K) int8 and a scale (N,) for each output."""
+    """Round ``weight`` (N, K) to 8 bits, or to 7 if ``reduced``.
+
+    Returns the integers (N, K) int8 and a scale (N,) for each output.
+    """
     values = weight.float()
     scale = values.abs().amax(1) / (LARGEST // 2 if reduced else LARGEST)
     scale = torch.where(scale > 0, scale, 1.0)
@@ -179,7 +184,10 @@ def dynamic_weight(weight: Tensor, *, reduced: bool) -> tuple[Tensor, Tensor]:
 
 
 def _weights(graph: GraphModule, chosen: Callable[[str], bool]) -> dict[Node, list[Node]]:
-    """Map each weight that linear layers alone read, all in modules that are ``chosen`` by name, to these layers."""
+    """Map each weight that only linear layers read to these layers.
+
+    All of them must be in modules that are ``chosen`` by name.
+    """
     reads: dict[int, list[Node]] = {}  # a tied parameter may be read under several names
     for node in graph.graph.find_nodes(op="get_attr"):
         reads.setdefault(stored_tensor(graph, node).data_ptr(), []).append(node)

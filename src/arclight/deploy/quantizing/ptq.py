@@ -345,7 +345,10 @@ def _within(source: _Source, quantized: QuantizedModel, metric: Metric, max_drop
 
 @torch.no_grad()
 def judge(quantized: QuantizedModel, metric: Metric, max_drop: float) -> None:
-    """Score a model that was trained with rounding, and the float model of its weights; QuantizeError where it drops by more than ``max_drop``."""
+    """Score a model that was trained with rounding beside the float model of its weights.
+
+    Raises QuantizeError if it drops by more than ``max_drop``.
+    """
     before, after = _scored(metric, quantized.reference), _scored(metric, quantized)
     _check_finite(before, "float model")
     _check_finite(after, "trained model")

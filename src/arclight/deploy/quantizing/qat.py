@@ -373,7 +373,10 @@ def prepare_qat(
 def with_fake_quantization(
     model: nn.Module, inputs: Inputs | None, recipe: Quantization, target: Target, *, settled: Quantization
 ) -> nn.Module:  # fmt: skip
-    """Return ``model``, which is changed, with the fake quantization of ``recipe``; only recipes of fixed ranges need ``inputs``."""
+    """Insert the fake quantization of ``recipe`` into ``model``, which is changed.
+
+    Only recipes of fixed ranges need ``inputs``.
+    """
     if isinstance(settled, DynamicInt8 | WeightOnly | LowBit) and not settled.needs_calibration:
         return round_linears(model, settled)
     assert inputs is not None
@@ -396,7 +399,9 @@ def convert(
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     parts: Parts | None = None,
 ) -> QuantizedModel:
-    """Convert a trained model: batch norms folded, weights as integers, ranges as training left them.
+    """Convert a trained model, with ranges as training left them.
+
+    Batch norms are folded and weights become integers.
 
     ``prepared`` itself is not changed, and can be trained further. Where FSDP shards it every rank has to call this, and each gets
     the whole model. The ratio of the noisiest output, or part, against the trained float model is measured on ``example_inputs``, by default those of

@@ -1,4 +1,6 @@
-"""Train linear layers with the rounding of recipes that need no calibration: of weights, in groups, and of each call's activations.
+"""Train linear layers with the rounding of recipes that need no calibration.
+
+Weights are rounded in groups, and activations of each call by their own range.
 
 `round_linears` puts a `RoundedLinear` in the place of each layer, which computes what the recipe's kernel will, with gradients as if
 nothing was rounded; weights keep their names and values. `trained_linears` finds them in what is deployed, and `quantize_trained` gives
@@ -52,7 +54,10 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class RoundedLinear(nn.Linear):
-    """A linear layer that computes as the kernel of its recipe will, with gradients; its state is that of an ``nn.Linear``."""
+    """Linear layer that computes as the kernel of its recipe will, with gradients.
+
+    Its state is that of an ``nn.Linear``.
+    """
 
     recipe: LinearRecipe
     _packed: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None
@@ -84,7 +89,9 @@ class RoundedLinear(nn.Linear):
         return linear_grouped(input, integers, scale, self.bias, bits, integer)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``x`` (..., K) and the weight (N, K) as the kernel multiplies them, with gradients as of what they were before.
+        """Return ``x`` (..., K) and the weight (N, K) as the kernel multiplies them.
+
+        Gradients pass straight through the rounding.
 
         For a loss that multiplies them itself, in parts.
         """
@@ -108,7 +115,10 @@ class RoundedLinear(nn.Linear):
         return self
 
     def _integers(self) -> tuple[Tensor, Tensor]:
-        """Return integers and scales of the weight, made once where its changes are counted: those of sharded weights are not."""
+        """Return integers and scales of the weight.
+
+        They are kept until the weight changes, which is not counted for sharded weights.
+        """
         state = self.weight.data_ptr(), 0 if self.weight.is_inference() else self.weight._version
         if self._packed is not None and self._packed[0] == state and not torch.distributed.is_initialized():
             return self._packed[1]
@@ -128,7 +138,9 @@ class RoundedLinear(nn.Linear):
 
 
 def round_linears(model: nn.Module, recipe: LinearRecipe) -> nn.Module:
-    """Put rounded layers in the place of the linear layers of ``model``; return it, or the layer in the place of one that is linear itself.
+    """Replace the linear layers of ``model`` by rounded ones, and return it.
+
+    If the model is a linear layer itself, its rounded layer is returned.
 
     Those whose weight something else reads as well, such as a tied embedding, stay as they are, as in `quantize`. Raises QuantizeError
     where there are none, for a ``skip`` that names nothing, and for groups that do not divide a layer's inputs.
@@ -161,7 +173,7 @@ def round_linears(model: nn.Module, recipe: LinearRecipe) -> nn.Module:
 
 
 def trained_linears(model: nn.Module) -> tuple[LinearRecipe | None, list[str]]:
-    """Return the recipe that layers of ``model`` were trained for, and their names; None without any."""
+    """Return the recipe and names of layers of ``model`` trained with rounding; else None."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, RoundedLinear)}
     return next((layer.recipe for layer in found.values()), None), list(found)
 
@@ -173,7 +185,9 @@ def quantize_trained(
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     parts: Parts | None = None,
 ) -> QuantizedModel:
-    """Return the model of the program that the `RoundedLinear` layers of ``model`` were trained for; all else stays in float.
+    """Return the model of the program that `RoundedLinear` layers were trained for.
+
+    All else stays in float.
 
     Arguments are those of `quantize`. Raises QuantizeError for a layer that the captured graph does not compute as a linear layer, and for an output that is
     noisier than the recipe's ``min_sqnr_db``.

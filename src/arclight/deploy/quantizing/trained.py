@@ -1,4 +1,6 @@
-"""Tell whether a checkpoint was trained with rounding, and open it as the run had it; what rounds is imported only if it was.
+"""Detect checkpoints that were trained with rounding, and open them as the run had them.
+
+What rounds is imported only if needed.
 
 ``Module.load_from_checkpoint(path, replaced_by=trained_by(path))`` gives the module with its rounded layers, for
 ``convert(module.model, example_inputs=...)``.
@@ -23,7 +25,10 @@ CALLBACK = "QuantizationAwareTraining"
 
 
 def trained_by(path: str | Path) -> list[QuantizationAwareTraining]:
-    """Return the callbacks that trained the weights of a checkpoint with rounding; none for float ones, and where weights alone were kept."""
+    """Return the callbacks that trained the weights of a checkpoint with rounding.
+
+    None for float weights, and if weights alone were kept.
+    """
     place = to_path(path)
     if not place.is_dir():
         return callbacks_of(read(path).get("callbacks", {}))
@@ -33,7 +38,7 @@ def trained_by(path: str | Path) -> list[QuantizationAwareTraining]:
 
 
 def callbacks_of(states: Mapping[str, Any]) -> list[QuantizationAwareTraining]:
-    """Return the callbacks of quantization-aware training among the states of callbacks in a checkpoint."""
+    """Return the callbacks of quantization-aware training among a checkpoint's states."""
     found = [state for key, state in states.items() if key.startswith(CALLBACK) and "recipe" in state]
     if not found:  # those of earlier versions do not say what was trained
         return []
@@ -51,7 +56,10 @@ class FreezesAtSteps(Protocol):
 
 
 def check_steps(callbacks: Iterable[Callback], steps: Callable[[], float]) -> None:
-    """Raise MisconfigurationError where one of ``callbacks`` freezes something at a step that a run of ``steps()`` steps does not reach."""
+    """Raise MisconfigurationError for callbacks whose freeze steps the run does not reach.
+
+    The run has ``steps()`` steps.
+    """
     for callback in callbacks:
         if isinstance(callback, FreezesAtSteps):
             callback.check_reached(steps())

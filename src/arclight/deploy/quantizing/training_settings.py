@@ -1,4 +1,7 @@
-"""Settings of quantization-aware training, the table ``[qat]`` of a recipe (no torch here: a recipe is read without it)."""
+"""Settings of quantization-aware training, the table ``[qat]`` of a recipe.
+
+No torch here: a recipe is read without it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Checked):
-    """Settings of any run with rounding: the submodule that is rounded, and which parts of it are not."""
+    """Settings of any run with rounding: the submodule, and which parts stay in float."""
 
     attribute: str = "model"
     """Submodule of the module that is trained with rounding, and that is exported."""
@@ -41,7 +44,10 @@ class Training(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class _FixedRanges(Training):
-    """Settings of trained ranges of activations: the runtime they are for, and when they and batch norms are frozen."""
+    """Settings of trained activation ranges.
+
+    The runtime they are for, and when they and batch norms are frozen.
+    """
 
     target: Target | None = None
     """Runtime that integers are placed for: onnxruntime (none), openvino, inductor, executorch or tensorrt."""
@@ -61,7 +67,10 @@ class _FixedRanges(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Training(_FixedRanges):
-    """Train with activations and weights of every layer rounded to 8 bits, in ranges that training moves."""
+    """Train with activations and weights of every layer rounded to 8 bits.
+
+    Training moves their ranges.
+    """
 
     recipe_kind: ClassVar[str] = "int8"
     in_place_of: ClassVar[Mapping[str, str]] = {
@@ -82,7 +91,7 @@ class Int8Training(_FixedRanges):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOnlyTraining(Training):
-    """Train with weights of linear layers rounded to 8 or 4 bits, a scale for each group of inputs."""
+    """Train with weights of linear layers rounded to 8 or 4 bits in groups of inputs."""
 
     recipe_kind: ClassVar[str] = "weightonly"
 
@@ -120,7 +129,10 @@ class DynamicInt8Training(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class LowBitTraining(_FixedRanges):
-    """Train with weights of 4 bits and activations of 8 (W4A8, linear layers) or of 4 (W4A4, every layer, which no kernel computes)."""
+    """Train with weights of 4 bits and activations of 8 or 4.
+
+    W4A8 rounds linear layers; W4A4 rounds every layer, which no kernel computes.
+    """
 
     recipe_kind: ClassVar[str] = "lowbit"
 

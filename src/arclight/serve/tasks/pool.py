@@ -1,4 +1,6 @@
-"""Divide the cores among requests to one program: one on all of them, or several on fewer each, by requests per second.
+"""Divide the cores among requests to one program by requests per second.
+
+One request on all cores, or several on fewer each.
 
 `models` measures each program once, as it loads it for the first time; a program that replaces another takes over what was found.
 """
@@ -64,7 +66,10 @@ class Pool:
 
 
 def shares(workers: int, cores: int) -> list[Share]:
-    """Return one request on all cores, as many at once as there are workers, at most one on each core, and what is between them."""
+    """Return the shares to measure, from one request on all cores to one on each core.
+
+    There are at most as many at once as workers.
+    """
     most = min(workers, cores)
     between = [2**power for power in range(1, most.bit_length()) if 2**power < most]
     return [(count, cores // count) for count in dict.fromkeys((1, most, *between))]
@@ -78,7 +83,9 @@ def pooled(
     load_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Program, Pool | None]:
-    """Return ``program``, opened again where another share of the cores gives more requests per second, and what was measured.
+    """Return ``program`` with the best share of the cores, and what was measured.
+
+    It is opened again if another share gives more requests per second.
 
     ``program`` is open as without a measurement, which took ``load_s`` seconds. It stays so, without a `Pool`, where one core or one
     worker leaves no choice, where a call is so short that the event loop computes it, or opening it again and calling it would take longer than
@@ -132,7 +139,10 @@ def measure(
     rounds: int,
     clock: Callable[[], float],
 ) -> dict[Share, float]:
-    """Return the median requests per second of each share; a round has ``calls`` of each request at once."""
+    """Return the median requests per second of each share.
+
+    A round has ``calls`` of each request at once.
+    """
     found: dict[Share, list[float]] = {share: [] for share in opened}
     with ExitStack() as stack:
         threads = {share: stack.enter_context(ThreadPoolExecutor(share[0])) for share in opened}

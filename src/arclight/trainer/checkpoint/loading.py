@@ -16,10 +16,13 @@ from arclight.trainer.fabric.checkpoint_io import from_tree
 
 @runtime_checkable
 class ReplacesLayers(Protocol):
-    """A callback that puts other layers in the place of the module's, so that the names of its weights may change."""
+    """Callback that replaces layers of the module, so that names of weights may change."""
 
     def replace_layers(self, pl_module: Any) -> None:
-        """Replace them, unless that is done: after ``configure_model``, in a process that only launches others, and where a checkpoint is opened."""
+        """Replace the layers, unless that is done.
+
+        Called after ``configure_model``, in a process that only launches others, and where a checkpoint is opened.
+        """
 
 
 class WeightsMisfitError(checkpoints.CheckpointError, RuntimeError):

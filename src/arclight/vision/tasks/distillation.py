@@ -85,7 +85,10 @@ def refuse(path: Path, what: str, given: object, wanted: object) -> None:
 
 
 def checkpoint_at(path: Path, setting: str, failure: type[Exception]) -> Path:
-    """Return ``path``, or the best checkpoint of the run that it is, the newest where none was ranked; ``failure`` names the ``setting``."""
+    """Return ``path``, or the best checkpoint of the run folder that it is.
+
+    The newest if none was ranked; ``failure`` names the ``setting``.
+    """
     if not path.exists():
         raise failure(f"{setting} = {path}: there is nothing of that name, give a checkpoint or a run")
     if not (path / "checkpoints").is_dir():

@@ -194,7 +194,9 @@ class VisionModule(Module, abc.ABC):
         return dataclasses.replace(shipped, metric=score, evaluation=self.evaluation(data))
 
     def configure_example(self, data: Any) -> Tensor:
-        """Return a few training images of ``data``, a `VisionData` (default: its own), as the network takes them.
+        """Return a few training images as the network takes them.
+
+        data: a `VisionData`; default: its own.
 
         Raises MisconfigurationError where batches have several sizes: a graph, of a model that is trained with rounding, has one.
         """
@@ -264,14 +266,16 @@ class VisionModule(Module, abc.ABC):
         )
 
     def _shipped_network(self) -> nn.Module:
-        """Fold batch norms of the network; one that is quantized, or trained to be, is shipped as it is."""
+        """Fold batch norms of the network; one that is or trains quantized is shipped as it is."""
         return fuse(self.model) if isinstance(self.model, Yolo) else self.model
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Open a checkpoint of this task; ``VisionModule.load`` opens one of any vision task. What was trained with rounding rounds.
+        """Open a checkpoint of this task; ``VisionModule.load`` opens one of any vision task.
+
+        What was trained with rounding rounds.
 
         Raises CheckpointError for a file that cannot be read so, or that is of another task.
         """

@@ -197,7 +197,9 @@ def load_detector_program(
     tasks: Sequence[str] = ("detect",),
     **thresholds: Any,
 ) -> Program:
-    """Load the program of a detector; ``thresholds`` replace fields of its `DetectionProcessing`. trusted, runtime: as for `Program.load`.
+    """Load the program of a detector.
+
+    ``thresholds`` replace fields of its `DetectionProcessing`. trusted, runtime: as for `Program.load`.
 
     ``tasks`` are those of programs that will do. Raises ProgramError for the program of another.
     """
@@ -218,7 +220,10 @@ def load_vision_program(
     runtime: Runtime | FastestRuntime | None = None,
     **changes: Any,
 ) -> Program:
-    """Load the program of any vision task; ``changes`` replace fields of its processing, see `with_fields`. trusted, runtime: as for `Program.load`."""
+    """Load the program of any vision task.
+
+    ``changes`` replace fields of its processing, see `with_fields`. trusted, runtime: as for `Program.load`.
+    """
     from arclight.deploy import Program, ProgramError
 
     program = Program.load(path, trusted=trusted, runtime=runtime)
