@@ -173,7 +173,7 @@ def test_the_program_is_the_trained_one(own: Path, typed: Typed, monkeypatch: py
             assert (program(images) - module.model.float_model(images)).abs().max() > 1e-4  # it is rounded
 
 
-def test_what_trained_otherwise_is_no_program_of_it(own: Path, typed: Typed) -> None:
+def test_programs_of_other_training_are_refused(own: Path, typed: Typed) -> None:
     assert typed(train("Convolutions", INT8))[0] == 0
     for words, said in {
         "quantize {} --out a.onnx --recipe weightonly": "was trained with rounding for int8, and --recipe weightonly would",
@@ -221,7 +221,7 @@ def test_validation_is_of_what_is_exported(own: Path, typed: Typed) -> None:
 
 
 def state(run: str) -> dict[str, Any]:
-    """What a resume goes by: weights, ranges, moments, random states."""
+    """Return all that a resume restores: weights, ranges, moments, random states."""
     return load_checkpoint(last(run), only=["model", "optimizers", "rng", "callbacks"])
 
 
@@ -278,9 +278,7 @@ def test_a_killed_run_resumes_with_the_same_bits(own: Path, model: str, flags: s
         ("--qat.kind lowbit --qat.freeze_observers_at 3", "freeze_observers_at is of ranges that stay"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_the_first_step(
-    own: Path, typed: Typed, flags: str, said: str
-) -> None:
+def test_impossible_training_is_refused_before_the_first_step(own: Path, typed: Typed, flags: str, said: str) -> None:
     status, _, err = typed(train("Convolutions", flags))
     assert (status, said in err.replace('"int4"', "int4").replace("'int4'; ", "int4: ")) == (2, True), err
     assert not list(own.glob("runs/*/*/checkpoints/*"))

@@ -1,4 +1,4 @@
-"""How requests to a program share the cores: measured once at its load, within a budget, unless a setting says it."""
+"""Shares of the cores for requests to a program: measured once at its load, within a budget, unless set."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ RATES: dict[Share, float] = {(1, 4): 100.0, (2, 2): 100.0, (4, 1): 100.0}
 @pytest.mark.usefixtures("_slow")
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 @pytest.mark.parametrize("best", [(1, 4), (2, 2), (4, 1)])
-def test_what_gives_the_most_requests_per_second_is_taken(path, runtime, best, monkeypatch):
+def test_the_share_with_most_requests_per_second_is_chosen(path, runtime, best, monkeypatch):
     opened = rated(monkeypatch, RATES | {best: 150.0})
     threads = 1 if runtime == "onnxruntime" else None
     program, found = pooled(Program.load(path, runtime=runtime, threads=threads), workers=4, cores=4, load_s=0.01)

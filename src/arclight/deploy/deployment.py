@@ -227,9 +227,7 @@ def ship(
 ) -> Program | dict[Format, Program]:
     """Write ``deployment`` as a program at ``path``, in float32 or quantized by ``recipe``.
 
-    Quantized programs are for the runtime of ``format``.
-
-    A model that was trained with rounding is converted, for the target that it was trained for; it takes no recipe.
+    Quantized programs are for the runtime of ``format``. A model that was trained with rounding is converted for its target, and takes no recipe.
 
     ``batch_size`` fixes the first dimension, which may else be of any size. ``max_drop``: how much less the quantized model and its program may
     score than the float model by the deployment's metric. ``format``, ``candidates`` and ``sign`` as in `export`; several formats, and those among which

@@ -454,7 +454,7 @@ def test_a_blob_that_nobody_takes_does_not_hold_its_connection(
     assert "Traceback" not in caplog.text
 
 
-def test_who_begins_no_handshake_is_left(tmp_path: Path) -> None:
+def test_clients_without_a_handshake_are_closed(tmp_path: Path) -> None:
     made = make_certificate(tmp_path / "keys", ["127.0.0.1"], extra="federated")
     (tmp_path / "nodes").write_text("")
     listening = Listening(
