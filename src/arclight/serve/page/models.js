@@ -20,8 +20,8 @@ export async function showModels(section, list) {
 // How requests share the cores, in a sentence.
 function sharing({ requests, threads, measured }) {
   const cores = threads === 1 ? "one thread each" : `${threads} threads each`;
-  const rates = measured.map((one) => `${one.requests_per_s} of ${one.requests} at once`).join(", ");
-  return `Computes ${requests === 1 ? "one request" : `${requests} requests`} at once, on ${cores}${rates ? `; requests per second: ${rates}` : ""}.`;
+  const rates = measured.map((one) => `${one.requests_per_s} with ${one.requests} at once`).join(", ");
+  return `Computes ${requests === 1 ? "one request" : `${requests} requests`} at once, on ${cores}${rates ? ` (requests per second: ${rates})` : ""}.`;
 }
 
 function card({ name, version, task, precision, runtime, proof, pool, batch }) {
