@@ -154,6 +154,28 @@ def test_outputs_are_put_together_as_is_said() -> None:
         merge_outputs([torch.ones(2)] * 2, "max", [1, 1])
 
 
+class Averaged(nn.Module):
+    """Gives the mean of its samples, which lie along dimension 1; the table is for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, table: Tensor, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(x).tanh() * table.mean(0)).mean()
+        return found
+
+
+def test_means_of_outputs_are_weighted_by_the_samples_that_were_cut() -> None:
+    """Micro-batches of 3 and 2 samples: neither the table's rows nor the first dimension count them."""
+    model, table, x = Averaged().double(), torch.randn(4, WIDTH).double(), torch.randn(3, 5, WIDTH).double()
+    runner = split(copy.deepcopy(model), (table, x), stages=2).on(
+        schedule="GPipe", micro_batches=2, chunks={0: "replicate", 1: 1}, outputs="mean"
+    )
+    torch.testing.assert_close(runner.evaluate(table, x).outputs, model(table, x).detach(), rtol=1e-12, atol=0)
+
+
 # -- losses --------------------------------------------------------------------------------------------------------
 
 

@@ -41,9 +41,8 @@ def split_arguments(
 
     This cuts what a model is called with. A whole batch of a user, in whatever containers, is cut by `arclight.fabric.batches.split_batch`.
     """
-    args, kwargs, targets = split
-    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items(), ("targets", targets)]
-    specs = chunks or {}
+    args, kwargs, _ = split
+    named, specs = _named(split), chunks or {}
     known = [key for key, _ in named]
     unknown = [key for key in specs if key not in known]
     if unknown:
@@ -61,6 +60,18 @@ def split_arguments(
         )
         for i in range(count)
     ], reason
+
+
+def samples_in(micro_batch: Split, chunks: Mapping[int | str, Spec] | None = None) -> int:
+    """Count the samples of a micro-batch that `split_arguments` cut, in the first argument that is cut; 1 if none is."""
+    specs = chunks or {}
+    leaves = (leaf for key, value in _named(micro_batch) for leaf in _leaves(str(key), value, specs.get(key, 0)))
+    return next((leaf.shape[dim] for _, leaf, dim in leaves if dim is not None), 1)
+
+
+def _named(split: Split) -> list[tuple[int | str, Any]]:
+    args, kwargs, targets = split
+    return [*enumerate(args), *kwargs.items(), ("targets", targets)]
 
 
 def _leaves(name: str, value: Any, spec: Spec) -> Iterator[tuple[str, Any, int | None]]:

@@ -19,7 +19,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.pipeline.call_graph import CallGraph
-from arclight.parallel.pipeline.runtime.batch_splitting import Spec, detached, merge_outputs, split_arguments
+from arclight.parallel.pipeline.runtime.batch_splitting import (
+    Spec,
+    detached,
+    merge_outputs,
+    samples_in,
+    split_arguments,
+)
 from arclight.parallel.pipeline.runtime.consistency_check import PipelineFingerprint, digest
 from arclight.parallel.pipeline.runtime.engine import Engine
 from arclight.parallel.pipeline.runtime.loss_reduction import LossReduction, ReductionKind, no_loss
@@ -187,9 +193,8 @@ class PipeRunner:
         loss = total if self.reduction.kind == "sum" else total / count
         found, last = None, self.engine.last
         if last is not None and last.outputs is not None:
-            found = merge_outputs(
-                [detached(output) for output in last.outputs], self.options.outputs, list(map(_samples, micro_batches))
-            )
+            counts = [samples_in(micro_batch, self.options.chunks) for micro_batch in micro_batches]
+            found = merge_outputs([detached(output) for output in last.outputs], self.options.outputs, counts)
             last.outputs = None
         if outputs == "everywhere" and self.topology.group is not None:
             found = self._to_all(found)
@@ -325,7 +330,3 @@ def _device(stages: list[Any]) -> torch.device:
 def _names(pipe: SplitModel) -> tuple[str, ...]:
     """Return the first names of the parameters that the model uses."""
     return tuple(sorted(pipe.graph.used))
-
-
-def _samples(micro_batch: Split) -> int:
-    return next((x.shape[0] for x in tree_flatten(micro_batch)[0] if isinstance(x, Tensor) and x.ndim), 1)
