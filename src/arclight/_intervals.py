@@ -90,7 +90,7 @@ T = TypeVar("T")
 
 
 def former_names(**renamed: str) -> Callable[[type[T]], type[T]]:
-    """Accept a dataclass's fields under their former names too, with a warning.
+    """Accept a class's arguments under their former names too, also fields in a pickle, with a warning.
 
     renamed: former name to the present one.
     """
@@ -107,8 +107,14 @@ def former_names(**renamed: str) -> Callable[[type[T]], type[T]]:
                 given[renamed[former]] = given.pop(former)
             init(self, *args, **given)
 
+        def translated(state: dict[str, Any]) -> dict[str, Any]:
+            for former in renamed.keys() & state.keys():
+                warnings.warn(renaming_message(cls, former), FutureWarning, stacklevel=3)
+            return {renamed.get(name, name): value for name, value in state.items()}
+
         cls.__init__ = taking  # type: ignore[method-assign, assignment]
         cls._former_names = renamed  # type: ignore[attr-defined]
+        _restore_by(cls, translated)
         return cls
 
     def renaming_message(cls: type[T], former: str) -> str:
@@ -146,19 +152,33 @@ def former_values(**renamed: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
                     given[name] = today
             init(self, *args, **given)
 
-        def restore(self: T, state: dict[str, Any]) -> None:
-            for name in renamed.keys() & state.keys():  # pickled by a version that had the former value
+        def translated(state: dict[str, Any]) -> dict[str, Any]:
+            for name in renamed.keys() & state.keys():
                 if (today := todays_value(cls, name, state[name])) != state[name]:
-                    warnings.warn(renamed_value(f"{cls.__name__}.{name}", state[name], today), FutureWarning, 2)
+                    warnings.warn(renamed_value(f"{cls.__name__}.{name}", state[name], today), FutureWarning, 3)
                     state = {**state, name: today}
-            self.__dict__.update(state)
+            return state
 
         cls.__init__ = taking  # type: ignore[method-assign, assignment]
-        cls.__setstate__ = restore  # type: ignore[attr-defined]
         cls._former_values = renamed  # type: ignore[attr-defined]
+        _restore_by(cls, translated)
         return cls
 
     return accept
+
+
+def _restore_by(cls: type, translated: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Translate the states of pickles that versions with former names or values wrote."""
+    known: Callable[[Any, dict[str, Any]], None] | None = getattr(cls, "__setstate__", None)
+
+    def restore(self: Any, state: dict[str, Any]) -> None:
+        state = translated(state)
+        if known is None:
+            self.__dict__.update(state)
+        else:
+            known(self, state)
+
+    cls.__setstate__ = restore  # type: ignore[attr-defined]
 
 
 def todays_value(cls: type, name: str, value: Any) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,28 @@ def test_a_former_name_is_read_with_a_warning() -> None:
         made = Waiting(beat_every=2.0, retries=3)  # type: ignore[call-arg]
     assert made == Waiting(heartbeat_interval_s=2.0, retries=3)
     assert made.silence_s == 6.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "former", "today", "value"),
+    [
+        (Waiting(retries=3), "join", "join_timeout_s", 5.0),
+        (Federation(clients=3), "journal_every", "checkpoint_every_steps", 7),
+    ],
+    ids=["waiting", "federation"],
+)
+def test_a_pickle_with_a_former_name_is_read_with_a_warning(
+    settings: Any, former: str, today: str, value: float
+) -> None:
+    """Its field had today's default, silently."""
+    old = copy.copy(settings)
+    old.__dict__[former] = value  # as versions with the former name pickled it
+    del old.__dict__[today]
+    pickled = pickle.dumps(old)
+    with pytest.warns(FutureWarning, match=f"{type(settings).__name__}.{former} is called {today} now"):
+        restored = pickle.loads(pickled)
+    assert restored == replace(settings, **{today: value})
+    assert pickle.loads(pickle.dumps(settings)) == settings
 
 
 def test_both_names_of_a_field_are_refused() -> None:
