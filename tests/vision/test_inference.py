@@ -208,9 +208,24 @@ def test_multi_scale_passes_keep_the_best_of_equal_boxes() -> None:
     (found,) = multi_scale(network, [64, 128, 64], processing)([photo])
     (alone,) = multi_scale(network, [128], processing)([photo])
     assert sides(alone) == sides(passes[1])
-    assert sides(found) == sides(suppressed(concatenated(passes), 0.5))
-    assert 0 < len(found) < sum(map(len, passes))
+    merged = suppressed(concatenated(passes), 0.5)
+    assert sides(found) == sides(merged)[:20]
+    assert 0 < len(merged) < sum(map(len, passes))
+    assert len(multi_scale(network, [64, 128], replace(processing, max_det=5))([photo])[0]) == 5
     assert multi_scale(network, [64])([]) == []
+
+
+def test_multi_scale_passes_suppress_other_classes_as_their_processing_does() -> None:
+    task = DetectionTask(data=Path("data.yaml"), model="yolov5n", image_size=64)
+
+    class Alternating(Detector):
+        def predict(self, images, processing=None):
+            return [boxes_of([0, 0, 40, 40, 0.9, float(processing.image_size == 128)]) for _ in images]
+
+    network = Alternating(task, ["code", "logo"])
+    processing = replace(network.processing, agnostic=True)
+    (found,) = multi_scale(network, [64, 128], processing)([np.zeros((64, 64, 3), np.uint8)])
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(("sizes", "message"), [([], "got none"), ([320, 100], "of 32 .*, got 100"), ([0], "got 0")])

@@ -66,8 +66,8 @@ def multi_scale(
     """Return a detector that predicts at several input sizes and keeps the best of equal boxes.
 
     sizes: sides of the square input in pixels, one pass each; small ones show large objects as in training on small images, large
-    ones small objects. processing: in place of the detector's own, but for its size. agnostic: boxes suppress those of other
-    classes, too. Raises ValueError for sizes that are not multiples of the detector's largest stride.
+    ones small objects. processing: in place of the detector's own, but for its size; its ``max_det`` is of all passes together. agnostic:
+    boxes suppress those of other classes, too, also if processing says so. Raises ValueError for sizes that are not multiples of the detector's largest stride.
     """
     coarsest = int(detector.model.stride[-1])
     if not sizes or (wrong := [size for size in sizes if size <= 0 or size % coarsest]):
@@ -81,7 +81,10 @@ def multi_scale(
 
     def detect(images: Sequence[Image]) -> list[Detections]:
         answers = zip(*(look(images) for look in passes), strict=True)
-        return [suppressed(concatenated(parts), iou_threshold, agnostic=agnostic) for parts in answers]
+        return [
+            suppressed(concatenated(parts), iou_threshold, agnostic=agnostic or used.agnostic)[: used.max_det]
+            for parts in answers
+        ]
 
     return detect
 
