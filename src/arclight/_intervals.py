@@ -90,7 +90,9 @@ T = TypeVar("T")
 
 
 def former_names(**renamed: str) -> Callable[[type[T]], type[T]]:
-    """Accept a class's arguments under their former names too, also fields in a pickle, with a warning.
+    """Accept a class's arguments under their former names too, with a warning.
+
+    So are fields of a dataclass in a pickle.
 
     renamed: former name to the present one.
     """
@@ -130,7 +132,10 @@ def todays_name(cls: type, name: str) -> str:
 
 
 def former_table(settings: Any) -> dict[str, Any]:
-    """Return a dataclass's fields under their former names."""
+    """Return a dataclass's fields under their former names.
+
+    Other releases read them in messages and digests.
+    """
     former = {today: name for name, today in getattr(type(settings), "_former_names", {}).items()}
     return {former.get(name, name): value for name, value in dataclasses.asdict(settings).items()}
 

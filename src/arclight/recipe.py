@@ -451,7 +451,10 @@ class Setting(NamedTuple):
 
 
 def explain(schema: Any, path: str = "", kind: str = "", base: Any = None) -> list[Setting]:
-    """List every field that a recipe of ``schema`` may have, in order."""
+    """List every field that a recipe of ``schema`` may have, in order.
+
+    Each kind of a table starts with its ``kind``.
+    """
     docs, about = _field_docs(schema), (inspect.getdoc(schema) or "").partition("\n")[0]
     settings = [Setting(f"{path}.kind", kind, kind, MISSING, about)] if kind else []
     for name, (hint, default) in _fields(schema).items():

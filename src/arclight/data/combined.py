@@ -266,7 +266,7 @@ def is_loader(item: Any) -> bool:
 
 
 def holds_loaders(source: Any) -> bool:
-    """Return True for a non-empty tree of loaders."""
+    """Return True for a non-empty tree of loaders; not for one loader, nor a list of batches."""
     if isinstance(source, dict):
         parts: Any = source.values()
     elif isinstance(source, (list, tuple)):

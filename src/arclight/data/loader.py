@@ -206,7 +206,10 @@ class ResumableLoader:
         self._snapshots.clear()
 
     def close(self) -> None:
-        """End all workers; the next `batches` starts others."""
+        """End all workers; the next `batches` starts others.
+
+        Passes that failed or were left end too, and cannot be read on.
+        """
         # The error of a batch holds its pass in a circle. Left to the garbage collector, a worker costs 5 s: its queue is closed
         # before it is told to end.
         for unfinished in self._passes or ():

@@ -23,7 +23,10 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  
 
 
 def keys_of(*parts: int | npt.NDArray[Any]) -> Keys:
-    """Return a 64-bit key for each combination of integers; arrays broadcast."""
+    """Return a 64-bit key for each combination of integers; arrays broadcast.
+
+    Always an array of at least one dimension.
+    """
     key = np.zeros(1, np.uint64)
     for part in parts:
         word = np.atleast_1d(np.asarray(part)).astype(np.uint64)

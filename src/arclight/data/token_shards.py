@@ -320,7 +320,10 @@ class TokenShards:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the shards' own, in order."""
+        """SHA-256 over the shards' own, in order.
+
+        It is the same for the same tokens in the same documents.
+        """
         return hashlib.sha256("".join(facts.sha256 for facts in self.facts).encode()).hexdigest()
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:

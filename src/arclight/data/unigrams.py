@@ -46,7 +46,7 @@ class Unigrams:
 
     @property
     def entropy(self) -> float:
-        """Entropy of the unigram distribution, in nats per token."""
+        """Entropy of the unigram distribution in nats per token: the loss of a model of it."""
         found = self.counts[self.counts > 0].astype(np.float64)
         shares = found / found.sum()
         return float(-(shares * np.log(shares)).sum()) if found.size else 0.0

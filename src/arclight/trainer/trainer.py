@@ -510,7 +510,10 @@ class Trainer:
         self.reporter.log_step()
 
     def check_finite(self) -> None:
-        """Raise NonFiniteLossError if the newest loss is NaN or infinite."""
+        """Raise NonFiniteLossError if the newest loss is NaN or infinite.
+
+        It names the batch and the module where that began.
+        """
         if not self.behavior.stop_on_nonfinite:
             return
         problem = nonfinite_loss(self.run_state, self.log_every_n_steps)
@@ -524,7 +527,10 @@ class Trainer:
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """Newest value of every logged name."""
+        """Newest value of every logged name.
+
+        In training it is the step's, from the epoch's end on the epoch's.
+        """
         return self.run_state.metrics.update(self.run_state.logged).callback
 
     @property
@@ -828,7 +834,10 @@ class Trainer:
         return self.should_stop and self.may_stop()
 
     def may_stop(self) -> bool:
-        """Return True if the minimum of epochs and steps is reached."""
+        """Return True if the minimum of epochs and steps is reached.
+
+        Else log, once, that training continues.
+        """
         run, progress = self.run_state, self.progress
         enough = (not self.min_epochs or progress.epoch >= self.min_epochs) and (
             not self.min_steps or progress.global_step >= self.min_steps

@@ -207,7 +207,10 @@ def _assign(
 
 
 def merge_entries(first: Any, other: Any) -> Any:
-    """Merge two processes' JSON values: dicts and lists of names are united."""
+    """Merge two processes' JSON values: dicts and lists of names are united.
+
+    In all else the first counts.
+    """
     if isinstance(first, dict) and isinstance(other, dict):
         kinds = first.get("$"), other.get("$")
         if kinds == (None, None):

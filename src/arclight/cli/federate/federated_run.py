@@ -436,7 +436,7 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
 
 
 def is_unfinished(folder: RunFolder) -> bool:
-    """Return True if a run was started and has not ended."""
+    """Return True if a run was started and has not ended: killed, interrupted or still running."""
     from arclight.federated.coordination.records import RunEnded, RunOpened
     from arclight.federated.coordination.run_database import RunDatabaseError, read_journal
     from arclight.federated.coordination.run_state import StateSaved

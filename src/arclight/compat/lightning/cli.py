@@ -424,7 +424,10 @@ class LightningCLI:
         """Override to run something when everything is made and nothing run."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Build the trainer, with all callbacks."""
+        """Build the trainer, with all callbacks.
+
+        They are those that the parser was told of, the defaults', and the one that saves the configuration.
+        """
         parser = self._parser(self.subcommand)
         config = {**self._get(self.config_init, "trainer", default={}), **kwargs}
         if "callbacks" not in config:

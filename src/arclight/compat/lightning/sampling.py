@@ -74,7 +74,10 @@ class DistributedSamplerWrapper(DistributedSampler[int]):
 
 
 class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
-    """Divide any sampler of known length among ranks without padding."""
+    """Divide any sampler of known length among ranks without padding.
+
+    The first ranks may have one index more.
+    """
 
     def __init__(self, sampler: Sampler[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(_Indices(sampler), *args, **kwargs)

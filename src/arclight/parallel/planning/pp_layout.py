@@ -54,7 +54,10 @@ def _links_of_ranks(chain: Chain, plan: Plan) -> tuple[LinkKinds, ...]:
 
 
 def max_in_flight(plan: Plan, process: int, micro_batches: int) -> int:
-    """Return the most passes (micro-batch, stage) whose activations a process holds at once."""
+    """Return the most passes (micro-batch, stage) whose activations a process holds at once.
+
+    See `ScheduleKind.max_in_flight`; 1 without a pipeline.
+    """
     return schedule_kind(plan.schedule).max_in_flight(plan.pp, process, micro_batches) if plan.pp > 1 else 1
 
 

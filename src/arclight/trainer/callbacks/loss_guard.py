@@ -399,7 +399,10 @@ class LossGuard(Callback):
                 file.write(json.dumps(asdict(event), default=str) + "\n")
 
     def _roll_back(self, trainer: Trainer, module: Module, event: Event) -> None:
-        """Restore weights, optimizers, schedules, the step count and the loggers' rows."""
+        """Restore weights, optimizers, schedules, the step count and the loggers' rows.
+
+        Data, random draws and callbacks go on from where they are.
+        """
         self.rollbacks += 1
         if self.rollbacks >= self.patience:
             self._end(event, f"; it is number {self.rollbacks} for which training would have gone back")

@@ -133,7 +133,10 @@ class ValidationSchedule:
         return self.at_epoch_end and self.is_due(progress) and progress.validated_at != progress.batch
 
     def is_due_before_stop(self, progress: Progress) -> bool:
-        """Return True if this batch can still be validated before a stop."""
+        """Return True if this batch can still be validated before a stop.
+
+        It has not been, and the end of its epoch will not do it.
+        """
         at_end = self.at_epoch_end and progress.batch == self.total
         return self.is_due(progress) and not at_end and progress.validated_at != progress.batch
 

@@ -264,7 +264,11 @@ class ManagedOptimizer:
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Require gradients of this optimizer's parameters only."""
+        """Require gradients of this optimizer's parameters only, in the block.
+
+        sync_grad: False to leave out the all-reduce of gradients in the block, as while they accumulate.
+        Raises RuntimeError outside of a Trainer.
+        """
         if self._strategy is None or self._run is None:
             raise RuntimeError("this optimizer is not in use by a Trainer")
         module = self._module

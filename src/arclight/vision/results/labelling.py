@@ -21,6 +21,8 @@ DOUBT_FLOOR = 0.05
 def uncertainty(found: Detections) -> float:
     """Sum the binary entropy, in bits, of the confidences of at least 0.05.
 
+    It is how much labels of the image would tell.
+
     A box of confidence 0.5 counts 1, one of 0.99 or 0.05 little; an image with many doubtful boxes comes before one with few.
     Entropy sampling (Settles 2009, "Active Learning Literature Survey", section 3.1), summed over the boxes of an image
     (Brust et al. 2019, "Active Learning for Deep Object Detection", section 4). Objects that leave no doubtful box are not seen.

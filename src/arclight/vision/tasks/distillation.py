@@ -63,7 +63,7 @@ class Teacher:
 def check_fit(path: Path, teacher: Yolo, student: Yolo) -> None:
     """Raise TeacherError if the outputs of teacher and student mean different things.
 
-    Image sizes are checked elsewhere.
+    Image sizes, which are no part of a network, are compared by the caller.
     """
     refuse(path, "the head", type(teacher.head).__name__, type(student.head).__name__)
     refuse(path, "the classes", list(teacher.names), list(student.names))

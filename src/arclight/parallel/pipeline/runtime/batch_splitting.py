@@ -63,7 +63,10 @@ def split_arguments(
 
 
 def samples_in(micro_batch: Split, chunks: Mapping[int | str, Spec] | None = None) -> int:
-    """Count the samples of a micro-batch that `split_arguments` cut, in the first argument that is cut; 1 if none is."""
+    """Count the samples of a micro-batch that `split_arguments` cut.
+
+    They are counted in the first argument that is cut; 1 if none is.
+    """
     specs = chunks or {}
     leaves = (leaf for key, value in _named(micro_batch) for leaf in _leaves(str(key), value, specs.get(key, 0)))
     return next((leaf.shape[dim] for _, leaf, dim in leaves if dim is not None), 1)

@@ -120,7 +120,7 @@ class LearningRateMonitor(Callback):
 
 
 def updates(trainer: Trainer) -> int:
-    """Count the batches after which optimizers stepped."""
+    """Count the batches after which optimizers stepped, once for several optimizers."""
     counted = len(trainer.optimizers) if trainer.behavior.count_optimizer_steps else 1
     return trainer.progress.global_step // max(1, counted)
 
