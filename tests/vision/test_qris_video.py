@@ -165,6 +165,15 @@ def test_tracks_of_endless_cameras_stay_small(monkeypatch: pytest.MonkeyPatch) -
     assert (track.to_json()["frames"], track.to_json()["sightings"]) == ([2, 3, 4, 5], 6)
 
 
+def test_a_screen_that_changes_its_code_has_the_sighting_of_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each text is read once: the first, which stands, is not the one that leaves."""
+    monkeypatch.setattr(video, "MAX_TEXTS", 2)
+    (track,) = scan_video(seen(table(text), 0, 0) for text in (TEXTS[0], TEXTS[1], TEXTS[2]))
+    assert dict(track.texts) == {TEXTS[0]: 1, TEXTS[2]: 1}
+    assert track.best is not None
+    assert track.text == track.best.text == TEXTS[0]
+
+
 def test_a_box_in_which_nothing_is_read_is_a_track_without_text() -> None:
     blank = seen(table(), 0, 0)
     (track,) = scan_video([blank] * 3, box_of(100, 100, 220, 220))

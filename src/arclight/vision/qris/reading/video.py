@@ -68,7 +68,8 @@ MAX_TRACKS = 1000
 MAX_FRAMES = 10_000
 """Numbers of frames that a track keeps, the latest ones."""
 MAX_TEXTS = 16
-"""Different texts that a track keeps. A further one takes the place of the one that was read least."""
+"""Different texts that a track keeps. A further one takes the place of the one that was read least, never of the
+one that was read most."""
 
 
 @dataclass
@@ -282,7 +283,8 @@ class VideoScanner:
 
     def _note(self, track: CodeTrack, read: DecodedCode, box: DetectorBox | None) -> None:
         if read.text not in track.texts and len(track.texts) == MAX_TEXTS:
-            del track.texts[min(track.texts, key=track.texts.__getitem__)]
+            others = [text for text in track.texts if text != track.text]  # what `best` was read as stays
+            del track.texts[min(others, key=track.texts.__getitem__)]
         track.texts[read.text] += 1
         code = code_of(read, box)
         known = track.best
