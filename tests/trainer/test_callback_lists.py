@@ -48,7 +48,7 @@ class Keeps(al.Callback):
         return f"Keeps-{self.name}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"name": self.name}
+        return {"name": self.name, "needed": 3}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.loaded = True
@@ -70,6 +70,7 @@ def test_two_states_cannot_share_a_name(make_trainer: Any, fit: Any, scripted: A
 
 
 def test_a_callback_that_a_resume_lacks_is_named(fit: Any, tmp_path: Path) -> None:
+    """A key of its state is the user's: none of its names refuses the checkpoint."""
     trainer = fit({"val/score": [1.0]}, Keeps("a"), Keeps("b"))
     trainer.save_checkpoint(tmp_path / "saved")
     there = Keeps("b")

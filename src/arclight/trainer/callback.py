@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
-NEEDED = "needed"
+NEEDED = "arclight.needed"
 """Key of a callback's state: why a trainer that lacks the callback refuses the checkpoint, as its weights mean something else then."""
 
 
