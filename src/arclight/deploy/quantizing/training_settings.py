@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from arclight._intervals import Checked, FiniteFloat, Interval, NonNegativeInt
+from arclight._intervals import Checked, FiniteFloat, NonNegativeInt
 from arclight.deploy.settings import DynamicInt8, Int8, LowBit, Quantization, Target, WeightOnly
 
 if TYPE_CHECKING:
@@ -95,9 +95,9 @@ class WeightOnlyTraining(Training):
 
     recipe_kind: ClassVar[str] = "weightonly"
 
-    bits: Annotated[int, Interval(ge=4, le=8)] = 8
+    bits: int = 8
     """Bits of a weight, 8 or 4."""
-    group_size: Annotated[int, Interval(ge=16, le=256)] = 32
+    group_size: int = 32
     """Inputs that share a scale: 16, 32, 64, 128 or 256."""
     min_sqnr_db: FiniteFloat = 15.0
     """Refuse a program one of whose outputs has a smaller signal-to-noise ratio against the trained float model than this, decibels."""
@@ -136,9 +136,9 @@ class LowBitTraining(_FixedRanges):
 
     recipe_kind: ClassVar[str] = "lowbit"
 
-    activation_bits: Annotated[int, Interval(ge=4, le=8)] = 8
+    activation_bits: int = 8
     """Bits of an activation, 8 or 4."""
-    group_size: Annotated[int, Interval(ge=16, le=256)] = 32
+    group_size: int = 32
     """Inputs that share a scale of their weights and activations in W4A8; W4A4 has one scale per output."""
     min_sqnr_db: FiniteFloat = 5.0
     """Refuse a program one of whose outputs has a smaller signal-to-noise ratio against the trained float model than this, decibels."""
