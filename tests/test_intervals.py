@@ -18,6 +18,7 @@ from arclight._intervals import Interval, describe, fits
 from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.cli.schema import Recipe
 from arclight.data.sites import IID, Dirichlet, Size
+from arclight.deploy.quantizing.training_settings import LowBitTraining, WeightOnlyTraining
 from arclight.deploy.settings import Int8
 from arclight.federated.privacy.settings import Noise
 from arclight.federated.simulation.fleet import Fleet
@@ -41,6 +42,10 @@ from arclight.vision.tasks.settings import (
 
 ROOTS = (FederatedRecipe, Fleet, Listening, Int8, Outer)
 WHOLE_LINE = {
+    (WeightOnlyTraining, "bits"): "one of two, which its recipe says: 8 or 4",
+    (WeightOnlyTraining, "group_size"): "one of the sizes of kernels, which its recipe says",
+    (LowBitTraining, "activation_bits"): "one of two, which its recipe says: 8 or 4",
+    (LowBitTraining, "group_size"): "one of the sizes of kernels, which its recipe says",
     (IID, "seed"): "any integer names another division",
     (Dirichlet, "seed"): "any integer names another division",
     (Size, "seed"): "any integer names another division",
