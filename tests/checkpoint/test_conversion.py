@@ -84,7 +84,7 @@ def test_files_without_weights(tmp_path) -> None:
         with pytest.raises(CheckpointError, match=found):
             convert(tmp_path / "a.pt", tmp_path / "out")
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(CheckpointError, match=r"none of \.pt"):
+    with pytest.raises(CheckpointError, match=r"must end in one of \.pt"):
         convert(tmp_path / "a.txt", tmp_path / "out")
     with pytest.raises(CheckpointError, match="nothing has that name"):
         convert(tmp_path / "absent.pt", tmp_path / "out")

@@ -80,9 +80,7 @@ def test_splits_are_lists_beside_a_data_yaml(typed: Typed, scenes: Path) -> None
     assert "train: 4 images\nval: 2 images\ntest: 2 images" in out
     assert typed("data check lists")[0] == 0
     assert typed("data split scenes --to other --fractions 1")[0] == 2
-    assert typed("data split scenes --to other --group nothing")[2].startswith(
-        "arclight: 'nothing' is found in no path"
-    )
+    assert typed("data split scenes --to other --group nothing")[2].startswith("arclight: 'nothing' matches no path")
 
 
 def test_folders_of_classes_are_divided_class_by_class(typed: Typed, scenes: Path) -> None:

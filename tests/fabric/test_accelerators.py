@@ -210,7 +210,7 @@ def test_a_registry_makes_what_a_name_stands_for() -> None:
     with pytest.raises(TypeError, match="must be text"):
         names.register(3, Grill)  # type: ignore[arg-type]
     names.remove("grill")
-    with pytest.raises(KeyError, match="no registered accelerator; there are: toaster"):
+    with pytest.raises(KeyError, match="not a registered accelerator; there are: toaster"):
         names.get("grill")
 
 

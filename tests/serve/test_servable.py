@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import arclight as al
 from arclight.compat.lightning.pytorch.demos.boring_classes import BoringModel
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.serving import running
 from arclight.serve.servable import ServableModule, ServableModuleValidator
 
 
@@ -102,7 +104,12 @@ def test_a_module_is_tried_at_an_address_of_ipv6(tmp_path: Path) -> None:
     assert callback.successful
 
 
-def test_a_server_that_does_not_start_in_time_ends_the_run(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_in_time_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_started(server: Any, *_: Any, **__: Any) -> None:
+        while not server.should_exit:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(running, "run_server", never_started)
     threads = threading.active_count()
     with pytest.raises(TimeoutError, match="The server didn't start within 0 seconds"):
         fit(Doubling(), ServableModuleValidator(timeout=0), tmp_path)

@@ -89,7 +89,7 @@ def test_paths_and_precisions_that_are_not_known_are_refused() -> None:
         SwitchHeadConfig(experts=4, path="cvmm")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"moe.precision = 'fp8' is not known; choose full, e4m3, int8"):
         MoEConfig(experts=4, top_k=1, hidden=8, path="triton", precision="fp8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r'moe.precision = "e4m3" is of the Triton path alone'):
+    with pytest.raises(ValueError, match=r'moe.precision = "e4m3" needs the Triton path'):
         MoEConfig(experts=4, top_k=1, hidden=8, precision="e4m3")
 
 

@@ -136,7 +136,7 @@ def test_sources_without_images_are_errors_at_once(folder: Path) -> None:
     for source, message in (
         (folder / "empty", "no image or video in"),
         ([], "the list of sources is empty"),
-        ("ftp://example.com/a.jpg", "of addresses rtsp, rtsps, http, https are read"),
+        ("ftp://example.com/a.jpg", "addresses start with rtsp, rtsps, http, https"),
         (7.0, "float is not a source"),
         (True, "bool is not a source"),
         (np.zeros((4, 4, 3), np.float32), "type float32: give uint8"),

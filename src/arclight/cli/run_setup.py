@@ -176,9 +176,13 @@ def evaluating_callbacks(recipe: TrainingRun, checkpoint: str | Path | None) -> 
 
     Weights that were trained with rounding are evaluated with rounding.
     """
+    from arclight.checkpoint.remote import to_path
     from arclight.deploy.quantizing.trained import trained_by
 
-    trained: list[Callback] = [] if checkpoint is None or checkpoint == "last" else [*trained_by(checkpoint)]
+    missing = (
+        checkpoint is None or checkpoint == "last" or not to_path(checkpoint).exists()
+    )  # which the trainer reports
+    trained: list[Callback] = [] if missing else [*trained_by(checkpoint)]
     return trained or ([] if recipe.qat is None else [recipe.qat.build()])
 
 

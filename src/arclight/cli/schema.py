@@ -56,11 +56,11 @@ class TrainingRun(Checked):
     ema: EMA | None = None
     """Keep an exponential moving average of the weights and evaluate with it."""
     guard: Guard | None = None
-    """Skip updates whose loss or gradients are NaN or infinite, or whose loss is a spike."""
+    """Skip updates of NaN or infinite losses or gradients, and of loss spikes."""
     diloco: Diloco | None = None
-    """Train replicas independently and exchange pseudo-gradients every sync_every steps."""
+    """Train replicas apart; exchange pseudo-gradients every sync_every steps."""
     qat: QAT | None = None
-    """Quantization-aware training: round as the program will, which arclight export and quantize then write; none trains in float."""
+    """Quantization-aware training: round as the exported program will."""
     timeline: Timeline | None = None
     """Draw a training step of the pipeline, as plots/pipeline.html."""
     monitors: tuple[Activations | Curvature | Experts, ...] = ()

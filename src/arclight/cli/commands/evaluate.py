@@ -61,9 +61,9 @@ def evaluate(stage: str, arguments: list[str]) -> None:
             raise UsageError("name a checkpoint with --checkpoint, or give a run folder instead of the recipe")
         checkpoint = newest_checkpoint(run)
     module, data = build_task(recipe)
+    page = report_place(stage, options, checkpoint, recipe, module)
     parts = evaluating_callbacks(recipe, checkpoint)
     trainer = make_trainer(recipe, callbacks=parts, logger=False, enable_checkpointing=False)
-    page = report_place(stage, options, checkpoint, recipe, module)
     if page is not None:
         cast("Detector", module).keep_records()
     results = getattr(trainer, stage)(module, datamodule=data, ckpt_path=checkpoint)
@@ -78,9 +78,7 @@ def evaluate(stage: str, arguments: list[str]) -> None:
 def report_place(
     stage: str, options: argparse.Namespace, checkpoint: Path, recipe: Recipe, module: Module
 ) -> Path | None:
-    """Return the path of a detector's page, by default in the checkpoint's run; or None.
-
-    None for no page.
+    """Return the path of a detector's page, by default in the run; None for no page.
 
     Raises UsageError for a page of something that is no detector, and for one whose numbers would take the place of another file.
     """
