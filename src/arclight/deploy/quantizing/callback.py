@@ -6,18 +6,17 @@ A checkpoint records how it was trained, see `trained`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from arclight._intervals import NonNegativeInt, check, kind_of
-from arclight.deploy.deployment import configured_example
+from arclight.deploy.deployment import configured_example, trained_recipe
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing.ptq import QuantizedModel, chosen_target, for_processor
 from arclight.deploy.quantizing.qat import RANGES, WEIGHT_BITS, PreparedModel, inputs_on, with_fake_quantization
-from arclight.deploy.quantizing.rounded_linear import trained_linears
 from arclight.deploy.settings import BFloat16, Int8, Quantization, Target
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.seeding import isolate_rng
@@ -113,9 +112,12 @@ class QuantizationAwareTraining(Callback):
             self.replace_layers(pl_module)
 
     def replace_layers(self, pl_module: Module) -> None:
-        """Replace the module's model by a prepared one, unless it is prepared or deployed already."""
+        """Put a prepared model in the place of the module's, unless one of a stage before or what is deployed is there.
+
+        Raises MisconfigurationError where that of a stage before rounds otherwise.
+        """
         model = getattr(pl_module, self.attribute, None)
-        if isinstance(model, PreparedModel | QuantizedModel):
+        if isinstance(model, QuantizedModel):
             return
         if not isinstance(model, nn.Module):
             raise MisconfigurationError(
@@ -123,13 +125,12 @@ class QuantizationAwareTraining(Callback):
                 "__init__ or configure_model, or name another with QuantizationAwareTraining(attribute=...), which is attribute of [qat]"
             )
         settled = self._settled or for_processor(self.recipe, self.target)
+        if (before := trained_recipe(model)) is not None:
+            self._check_rounds_alike(pl_module, settled, *before)
+            return
         if not self.has_ranges:
-            if trained_linears(model)[0] is None:
-                setattr(
-                    pl_module,
-                    self.attribute,
-                    with_fake_quantization(model, None, self.recipe, self.target, settled=settled),
-                )
+            rounded = with_fake_quantization(model, None, self.recipe, self.target, settled=settled)
+            setattr(pl_module, self.attribute, rounded)
             return
         example = self._example(pl_module)
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
@@ -144,6 +145,17 @@ class QuantizationAwareTraining(Callback):
         setattr(
             pl_module, self.attribute, with_fake_quantization(model, inputs, self.recipe, self.target, settled=settled)
         )
+
+    def _check_rounds_alike(
+        self, pl_module: Module, settled: Quantization, recipe: Quantization, target: Target
+    ) -> None:  # fmt: skip
+        """Raise MisconfigurationError unless ``recipe`` for ``target`` rounds as this callback."""
+        here, there = {**_described(settled), "target": self.target}, {**_described(recipe), "target": target}
+        if told := _differing(there, here, _NOT_TRAINED):
+            raise MisconfigurationError(
+                f"{type(pl_module).__name__}.{self.attribute} rounds already, as a run before has left it, and otherwise: {told}; give "
+                "QuantizationAwareTraining what that run had, or a module in float"
+            )
 
     def _example(self, pl_module: Module) -> Any:
         """Return example inputs: given ones, else those of module or data; equal on all ranks."""
@@ -224,9 +236,7 @@ class QuantizationAwareTraining(Callback):
         before = {**state["recipe"], **{name: state[name] for name in compared}}
         # of graphs the bits of weights are on record, and told with a way out
         left_out = {*_NOT_TRAINED, *(("reduce_range",) if self.has_ranges else ())}
-        differing = [name for name in {**before, **here} if here.get(name) != before.get(name) and name not in left_out]
-        if differing:
-            told = ", ".join(f"{name} = {before.get(name)}, here {here.get(name)}" for name in differing)
+        if told := _differing(before, here, left_out):
             raise MisconfigurationError(
                 f"the run was trained with another rounding: {told}; give the [qat] that it was begun with"
             )
@@ -324,6 +334,12 @@ def _described(recipe: Quantization) -> dict[str, Any]:
         name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(recipe).items()
     }
     return {"kind": kind_of(type(recipe)), **fields}
+
+
+def _differing(before: Mapping[str, Any], here: Mapping[str, Any], left_out: Collection[str]) -> str:
+    """Describe the fields that are not alike, but for those ``left_out``; empty where all are."""
+    names = [name for name in {**before, **here} if here.get(name) != before.get(name) and name not in left_out]
+    return ", ".join(f"{name} = {before.get(name)}, here {here.get(name)}" for name in names)
 
 
 def _recipe_of(described: Mapping[str, Any]) -> Quantization:

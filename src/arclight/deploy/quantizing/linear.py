@@ -41,9 +41,11 @@ def linear_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 
     x: (..., K); weight: (N, K) int8; scale: (N,) of each output; all samples of a batch share the range.
     """
-    rounded, unit = _dynamic(x)
-    product: Tensor = rounded @ weight.to(x.dtype).T * (unit * scale)
-    return product if bias is None else product + bias
+    wide = torch.promote_types(x.dtype, torch.float32)  # sums of products of integers are no float16
+    with torch.autocast(x.device.type, enabled=False):
+        rounded, unit = _dynamic(x.to(wide))
+        product: Tensor = rounded @ weight.to(wide).T * (unit * scale)
+        return (product if bias is None else product + bias).to(x.dtype)
 
 
 def round_dynamic(x: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ the program's model: the same weights through the same rounding (`linear.pack`),
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -53,6 +55,14 @@ class _StraightThrough(torch.autograd.Function):
         return gradient, None
 
 
+_CALLED = -1
+"""Key of `_keep_called` among the hooks of a layer, whose own are counted from 0."""
+
+
+def _keep_called(module: nn.Module, args: Any, output: Any) -> None:
+    """Keep torch's fused layers, which heed hooks, from reading weights of a layer uncalled."""
+
+
 class RoundedLinear(nn.Linear):
     """Linear layer that computes as the kernel of its recipe will, with gradients.
 
@@ -67,7 +77,8 @@ class RoundedLinear(nn.Linear):
     def of(cls, layer: nn.Linear, recipe: LinearRecipe) -> RoundedLinear:
         """Return a layer with the tensors, hooks and mode of ``layer``."""
         made = cls.__new__(cls)
-        made.__dict__.update(layer.__dict__, recipe=recipe, _packed=None)
+        hooks = OrderedDict([*layer._forward_hooks.items(), (_CALLED, _keep_called)])
+        made.__dict__.update(layer.__dict__, recipe=recipe, _packed=None, _forward_hooks=hooks)
         return made
 
     def plain(self) -> nn.Linear:
@@ -76,6 +87,7 @@ class RoundedLinear(nn.Linear):
         made.__dict__.update(
             {name: value for name, value in self.__dict__.items() if name not in ("recipe", "_packed")}
         )
+        made._forward_hooks = OrderedDict((key, hook) for key, hook in self._forward_hooks.items() if key != _CALLED)
         return made
 
     def forward(self, input: Tensor) -> Tensor:
@@ -84,7 +96,8 @@ class RoundedLinear(nn.Linear):
             return F.linear(x, weight, self.bias)
         integers, scale = self._integers()
         if isinstance(self.recipe, DynamicInt8):
-            return linear_dynamic(input, integers, scale, self.bias)
+            output, device = linear_dynamic(input, integers, scale, self.bias), input.device.type
+            return output.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else output
         bits, integer = weight_bits(self.recipe)
         return linear_grouped(input, integers, scale, self.bias, bits, integer)
 
@@ -153,7 +166,7 @@ def round_linears(model: nn.Module, recipe: LinearRecipe) -> nn.Module:
                 f"skip names {prefix!r}, and {type(model).__name__} has no module of that name"
                 + "".join(f"; did you mean {name!r}?" for name in near)
             )
-    others = [module for module in names.values() if type(module) is not nn.Linear]
+    others = [module for name, module in names.items() if type(module) is not nn.Linear or inside(name, recipe.skip)]
     shared = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
     chosen = {
         name: module
@@ -173,9 +186,19 @@ def round_linears(model: nn.Module, recipe: LinearRecipe) -> nn.Module:
 
 
 def trained_linears(model: nn.Module) -> tuple[LinearRecipe | None, list[str]]:
-    """Return the recipe and names of layers of ``model`` trained with rounding; else None."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, RoundedLinear)}
+    """Return the recipe that layers of ``model`` were trained for, and all their names.
+
+    None without any.
+    """
+    modules = model.named_modules(remove_duplicate=False)
+    found = {name: module for name, module in modules if isinstance(module, RoundedLinear)}
     return next((layer.recipe for layer in found.values()), None), list(found)
+
+
+def _rounding(layer: nn.Module) -> LinearRecipe:
+    """Return the recipe of a rounded layer without what changes no bit of it."""
+    assert isinstance(layer, RoundedLinear)
+    return replace(layer.recipe, skip=(), min_sqnr_db=0.0)
 
 
 def quantize_trained(
@@ -195,6 +218,12 @@ def quantize_trained(
     start = time.perf_counter()
     recipe, layers = trained_linears(model)
     assert recipe is not None
+    rounding = {name: _rounding(model.get_submodule(name)) for name in layers}
+    if others := [name for name, one in rounding.items() if one != rounding[layers[0]]]:
+        raise QuantizeError(
+            f"{layers[0]} was trained for {rounding[layers[0]]}, and {others[0]} for {rounding[others[0]]}: a program is of one recipe, so train both "
+            "for the same, or export each part by itself"
+        )
     inputs = in_float32(as_inputs(example))
     reference = _plain(frozen_copy(model))
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)

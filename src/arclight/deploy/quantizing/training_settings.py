@@ -150,7 +150,8 @@ class LowBitTraining(_FixedRanges):
             for name in ("freeze_observers_at", "freeze_batch_norm_at", "target")
             if getattr(self, name) is not None
         ]
-        if given and not self.recipe.needs_calibration:
+        recipe = self.recipe  # which refuses what it has no kernels for
+        if given and not recipe.needs_calibration:
             raise ValueError(
                 f"{given[0]} is of ranges that stay, and with activation_bits = 8 each call has its own: leave it out, or set activation_bits = 4"
             )
