@@ -228,7 +228,9 @@ def test_metadata_comes_back(fp32_program: Program) -> None:
     assert json.loads(stored["arclight"]) == metadata
 
 
-@pytest.mark.parametrize("metadata", [{"sha256": "0"}, {"parity": {}}, {"a": {1, 2}}, {"a": float("nan")}])
+@pytest.mark.parametrize(
+    "metadata", [{"sha256": "0"}, {"parity": {}}, {"a": {1, 2}}, {"a": float("nan")}, {"a": "\udcff"}], ids=ascii
+)
 def test_metadata_that_cannot_be_stored_is_refused(affine: nn.Module, metadata: dict, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="metadata"):
         export(affine, tmp_path / "p.onnx", example_inputs=torch.randn(3, 4), metadata=metadata)

@@ -174,6 +174,7 @@ def test_inputs_are_drawn_in_the_ranges_of_the_exporters_and_hold_none_of_theirs
         "text", [["text"]], [[{"shape": [3, 6], "low": 0, "high": 1}]], [[{"shape": [3], "low": 0, "high": 1}] * 2],
         [[{"shape": [1 << 20, 1 << 20], "low": 0, "high": 1}] * 2], [[{"shape": [3, 6], "low": 0, "high": math.inf}] * 2],
         [[{"shape": [3, -6], "low": 0, "high": 1}] * 2], [[{"shape": [3, 6], "low": 5, "high": 1}] * 2],
+        [[{"shape": [0, 6], "low": 0, "high": 1}] * 2],
     ],
     ids=str,
 )  # fmt: skip
@@ -182,6 +183,18 @@ def test_a_description_of_other_inputs_is_refused(tags: Path, wrong: Any) -> Non
     program.metadata["probe"] = wrong
     with pytest.raises(ProgramError, match=r"describes a probe that its inputs do not take .*: export it again"):
         other_runtime.drawn(program)
+
+
+def test_inputs_are_bounded_together(tags: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program.load(tags)
+    program.metadata["probe"] = [[{"shape": [3, 6], "low": 0, "high": 1}] * 2] * 3
+    monkeypatch.setattr(other_runtime, "LARGEST_PROBE", 3 * 2 * 18)
+    assert len(other_runtime.drawn(program)) == 3
+    assert len(other_runtime.described_probe([[torch.zeros(3 * 2 * 18)]])) == 1
+    monkeypatch.setattr(other_runtime, "LARGEST_PROBE", 3 * 2 * 18 - 1)
+    with pytest.raises(ProgramError, match="describes a probe that its inputs do not take"):
+        other_runtime.drawn(program)
+    assert other_runtime.described_probe([[torch.zeros(3 * 2 * 18)]]) == []
 
 
 def test_older_programs_and_those_from_elsewhere_are_not_compared(

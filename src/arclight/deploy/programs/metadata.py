@@ -46,7 +46,7 @@ def check(metadata: dict[str, Any], *, reserved: set[str]) -> None:
     if taken:
         raise ExportError(f"metadata must not hold {', '.join(taken)}: the exporter writes these itself")
     try:
-        size = len(json.dumps(metadata, allow_nan=False))
+        size = len(json.dumps(metadata, allow_nan=False, ensure_ascii=False).encode())
     except (TypeError, ValueError) as error:
         raise ExportError(f"metadata must be plain JSON: {error}") from error
     if size > MAX_DESCRIPTION_BYTES // 2:

@@ -38,8 +38,8 @@ COLUMNS = 256
 """Longest last dimension whose places are compared one by one, too."""
 FLOAT_COLUMN_SQNR_DB, COLUMN_SQNR_DB = 30.0, 6.0
 """Least ratio of such a place in float32 and in other programs: less is another value, as a score of 0 beside boxes in pixels is."""
-LARGEST_PROBE = 1 << 28
-"""Elements of a drawn input beyond which a description is refused."""
+LARGEST_PROBE = 1 << 27
+"""Elements of all drawn inputs beyond which a description is refused, and not written: a gigabyte as they are drawn."""
 
 
 class Opened(Protocol):
@@ -100,7 +100,12 @@ class RuntimeChoice:
 
 
 def described_probe(batches: Sequence[Sequence[Tensor]]) -> list[list[dict[str, Any]]]:
-    """Describe inputs by shape, and the least and greatest of their finite values."""
+    """Describe inputs by shape, and the least and greatest of their finite values.
+
+    None are described if there are more than could be drawn, so that the program is not compared later.
+    """
+    if sum(value.numel() for batch in batches for value in batch) > LARGEST_PROBE:
+        return []
     found = []
     for batch in batches:
         inputs = []
@@ -118,7 +123,7 @@ def drawn(program: Opened) -> list[list[Array]]:
 
     Raises ProgramError for a description that does not fit the program.
     """
-    random, calls = np.random.default_rng(0), []
+    random, calls, drawn_elements = np.random.default_rng(0), [], 0
     described = program.metadata.get("probe", [])
     try:
         for inputs in described:
@@ -126,12 +131,15 @@ def drawn(program: Opened) -> list[list[Array]]:
             for spec, one in zip(program.inputs, inputs, strict=True):
                 shape, dtype = tuple(int(size) for size in one["shape"]), np.dtype(spec.dtype)
                 low, high = float(one["low"]), float(one["high"])
-                if math.prod(shape) > LARGEST_PROBE or min(shape, default=0) < 0 or not math.isfinite(high - low):
+                drawn_elements += math.prod(shape)
+                if drawn_elements > LARGEST_PROBE or min(shape, default=0) < 0 or not math.isfinite(high - low):
                     raise ValueError(f"{shape}, {low} to {high}")
                 whole = dtype.kind != "f"
                 made = random.integers(int(low), int(high) + 1, shape) if whole else random.uniform(low, high, shape)
                 values.append(np.asarray(made).astype(dtype))
                 spec.check(values[-1])
+            if not any(value.size for value in values):
+                raise ValueError("all of its inputs are empty")
             calls.append(values)
     except (ProgramError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise ProgramError(
