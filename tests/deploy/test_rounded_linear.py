@@ -149,6 +149,18 @@ def test_a_model_that_rounds_is_not_trained_by_another_recipe(
     assert task.model is rounded
 
 
+class Replacing(Task):
+    """Puts other layers in the place of those that round, as `Float8` precision does."""
+
+    def on_fit_start(self) -> None:
+        self.model = Two()
+
+
+def test_layers_that_were_replaced_are_not_trained_as_rounded(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationError, match=r"Replacing\.model has none of the layers that round any more"):
+        fit(Replacing(), WeightOnly(), tmp_path)
+
+
 def test_settings_of_a_run_refuse_bits_and_groups_without_kernels() -> None:
     with pytest.raises(ValueError, match="group_size must be one of"):
         LowBitTraining(activation_bits=8, group_size=7)

@@ -17,6 +17,7 @@ from arclight.deploy.deployment import configured_example, trained_recipe
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing.ptq import QuantizedModel, chosen_target, for_processor
 from arclight.deploy.quantizing.qat import RANGES, WEIGHT_BITS, PreparedModel, inputs_on, with_fake_quantization
+from arclight.deploy.quantizing.rounded_linear import trained_linears
 from arclight.deploy.settings import BFloat16, Int8, Quantization, Target
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.seeding import isolate_rng
@@ -256,6 +257,11 @@ class QuantizationAwareTraining(Callback):
         self._frozen, self._warned = None, False
         if self.has_ranges:
             self.prepared(pl_module).synchronize(trainer.world_size > 1)
+        elif trained_linears(getattr(pl_module, self.attribute))[0] is None:
+            raise MisconfigurationError(
+                f"{type(pl_module).__name__}.{self.attribute} has none of the layers that round any more: something has put others in their place since "
+                "setup, as precisions of 8 bits and fewer do; leave that out, or QuantizationAwareTraining ([qat])"
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         if self.has_ranges:
