@@ -113,9 +113,9 @@ class QuantizationAwareTraining(Callback):
             self.replace_layers(pl_module)
 
     def replace_layers(self, pl_module: Module) -> None:
-        """Put a prepared model in the place of the module's, unless one of a stage before or what is deployed is there.
+        """Replace the module's model by a prepared one, unless it is prepared or deployed already.
 
-        Raises MisconfigurationError where that of a stage before rounds otherwise.
+        Raises MisconfigurationError if a model that is prepared rounds otherwise.
         """
         model = getattr(pl_module, self.attribute, None)
         if isinstance(model, QuantizedModel):
