@@ -179,10 +179,10 @@ def evaluating_callbacks(recipe: TrainingRun, checkpoint: str | Path | None) -> 
     from arclight.checkpoint.remote import to_path
     from arclight.deploy.quantizing.trained import trained_by
 
-    missing = (
-        checkpoint is None or checkpoint == "last" or not to_path(checkpoint).exists()
-    )  # which the trainer reports
-    trained: list[Callback] = [] if missing else [*trained_by(checkpoint)]
+    trained: list[Callback] = []
+    # a checkpoint that is missing is left to the trainer's error
+    if checkpoint is not None and checkpoint != "last" and to_path(checkpoint).exists():
+        trained = [*trained_by(checkpoint)]
     return trained or ([] if recipe.qat is None else [recipe.qat.build()])
 
 
