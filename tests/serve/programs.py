@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from arclight.deploy import export
+from arclight.deploy.settings import Quantization
 from arclight.parallel import initialize
 from arclight.text import build_model
 from arclight.text.data.tokenizer import ByteTokenizer
@@ -61,9 +62,9 @@ def language_model() -> Decoder:
     return model
 
 
-def write_language_program(path: Path) -> None:
+def write_language_program(path: Path, recipe: Quantization | None = None) -> None:
     texts = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(0))
-    export_language_model(language_model(), path, [texts], tokenizer=ByteTokenizer())
+    export_language_model(language_model(), path, [texts], recipe, tokenizer=ByteTokenizer())
 
 
 def write_embedding_program(path: Path) -> None:

@@ -13,10 +13,12 @@ import psutil
 import pytest
 from starlette.testclient import TestClient
 from tests.serve.conftest import LOOPBACK, running
+from tests.serve.programs import write_language_program
 from tests.serve.test_tensors import SERVE
+from tests.shared import made_once
 from tests.waiting import wait_until
 
-from arclight.deploy import Program, ProgramError
+from arclight.deploy import DynamicInt8, Program, ProgramError
 from arclight.serve import Limits
 from arclight.serve.admission import Refusal
 from arclight.serve.app import ServedModel, build_app
@@ -439,6 +441,32 @@ def test_least_recently_used_prompts_leave_a_full_prefix_cache(program, read, he
     answered(texts, prompts)
     texts.scheduler.close()
     assert read == lengths
+
+
+def test_a_prompt_beyond_the_prefix_cache_drives_no_other_out(program, read):
+    texts = Texts(program, prefix_cache_bytes=70 * token_bytes(program))
+    answered(texts, ["y" * 60, "y" * 60 + "z" * 20, "y" * 65])
+    texts.scheduler.close()
+    assert read == [60, 20, 5]
+
+
+@pytest.fixture(scope="module")
+def dynamic(tmp_path_factory) -> Program:
+    path = made_once(tmp_path_factory, "lm-dynamic.onnx", lambda path: write_language_program(path, DynamicInt8()))
+    return Program.load(path, threads=1)
+
+
+def test_texts_of_a_program_that_rounds_them_together_do_not_depend_on_each_other(dynamic, read):
+    prompts = [*PROMPTS, "y" * 60 + "abc", "y" * 60 + "dz"]
+    want = [expected(dynamic, prompt) for prompt in prompts]
+    del read[:]
+    texts = Texts(dynamic, streams=len(prompts))
+    for prompt in prompts:
+        texts.ask(prompt)
+    wait_until(texts.ended, "all have been generated")
+    texts.scheduler.close()
+    assert ["".join(piece.text for piece in pieces) for pieces in texts.told] == want
+    assert sorted(read) == sorted(len(prompt) for prompt in prompts if len(prompt) > 1)
 
 
 def test_a_fault_of_the_prefix_cache_ends_a_text_and_not_the_scheduler(texts, program, monkeypatch):

@@ -6,7 +6,8 @@ Each joins and leaves the batch on its own.
 One thread calls the program. The KV caches of texts in progress are batched in the program's arrays, padded at the left as
 `arclight.text.generate` pads prompts; a text that would need much padding gets a batch of its own. A new prompt is read in chunks
 (chunked prefill) between decoding steps of the others; the tokens with which an earlier prompt began, too, are not read again (prefix
-sharing). A text must not depend on which others are in the batch, which a test compares.
+sharing). A text must not depend on which others are in the batch, nor on earlier prompts, which tests compare: texts of programs that round
+all tokens of a call by one range (`ROUNDED_TOGETHER`) are computed apart, and share no prefixes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ MAX_PREFIXES = 64
 """Prompts held for their prefixes, each of which is compared with every new prompt."""
 MAX_PADDING = 2048
 """Tokens of padding in a batch, over all texts: more cost more to copy and attend over than another call, which reads the weights again."""
+ROUNDED_TOGETHER = "dynamic int8"
+"""Precision of programs that round the activations of a call by their largest value, whichever text has it."""
 Array = np.ndarray[Any, Any]
 
 
@@ -97,7 +100,8 @@ class Scheduler:
         self._is_closed = False
         self._starts_waiting = False
         self._batches: list[_Batch] = []
-        self._prefixes = _PrefixCache(prefix_cache_bytes)
+        self._is_apart = program.precision == ROUNDED_TOGETHER
+        self._prefixes = _PrefixCache(0 if self._is_apart else prefix_cache_bytes)
         self._answers: dict[Generation, AnswerText] = {}
         self._thread = threading.Thread(target=self._work, name="arclight-text", daemon=True)
 
@@ -198,9 +202,9 @@ class Scheduler:
         return True
 
     def _join(self, generation: Generation, past: list[Array]) -> None:
-        """Add a text to the batch it fits best, or to a new one if padding would cost too much."""
-        length = past[0].shape[2]
-        best = min(self._batches, key=lambda batch: batch.padding_with(length), default=None)
+        """Add a text to the batch it fits best, or to a new one if padding would cost too much, or texts would change each other."""
+        length, open_to_all = past[0].shape[2], [] if self._is_apart else self._batches
+        best = min(open_to_all, key=lambda batch: batch.padding_with(length), default=None)
         if best is None or best.padding_with(length) > MAX_PADDING:
             best = _Batch(self.program)
             self._batches.append(best)
@@ -297,16 +301,21 @@ class _PrefixCache:
     def add(self, prompt: list[int], past: list[Array]) -> None:
         """Hold a prompt that has been read, in the place of those that it begins with."""
         tokens = np.array(prompt, np.int64)
-        if len(tokens) < MIN_SHARED:
+        if (
+            len(tokens) < MIN_SHARED or _bytes(past) > self._limit_bytes
+        ):  # a longer one would drive out all others for nothing
             return
         for key in [key for key, (held, _) in self._held.items() if _shared(tokens, held) == len(held)]:
             del self._held[key]
         self._held[tokens.tobytes()] = tokens, past
-        while len(self._held) > MAX_PREFIXES or self._held_bytes() > self._limit_bytes:
+        while (
+            len(self._held) > MAX_PREFIXES or sum(_bytes(held) for _, held in self._held.values()) > self._limit_bytes
+        ):
             self._held.popitem(last=False)
 
-    def _held_bytes(self) -> int:
-        return sum(cache.nbytes for _, past in self._held.values() for cache in past)
+
+def _bytes(past: list[Array]) -> int:
+    return sum(cache.nbytes for cache in past)
 
 
 def _shared(first: Array, second: Array) -> int:
