@@ -178,6 +178,14 @@ def test_a_head_of_single_bytes_ends_with_its_connection(serve_with, before):
     assert server.get("/health").status_code == 200
 
 
+def test_a_head_that_begins_with_the_request_before_it_ends_with_its_connection(serve_with):
+    server = serve_with(head_s=0.5, keep_alive_s=60)
+    with server.connect() as connection:
+        connection.sendall(HEAD + b"\r\n" + HEAD + b"X-Slow: ")
+        assert read_answer(connection)[0] == 200
+        assert connection.recv(1) == b""
+
+
 def test_a_connection_without_a_request_is_closed(serve_with):
     server = serve_with(head_s=0.5, keep_alive_s=60)
     with server.connect() as connection:

@@ -160,6 +160,8 @@ class Bounded(OneByOne):
     _head_bytes = 0
     """Bytes parsed since the last head or part of a body was complete."""
     _head_timer: Any = None
+    _is_in_head = False
+    """Whether a head has begun among what was parsed, and has not ended."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -175,14 +177,25 @@ class Bounded(OneByOne):
         elif self._head_timer is None:  # part of a further request's head
             self._head_timer = self.loop.call_later(self.head_s, self.transport.close)
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if (
+            self._is_in_head and self._head_timer is None and self.cycle.response_complete
+        ):  # it has come with the request that was answered
+            self._head_timer = self.loop.call_later(self.head_s, self.transport.close)
+
     def _parse(self, piece: Any) -> None:
         self._head_bytes += len(piece)
         super()._parse(piece)
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The request's headers exceed {MAX_HEAD_BYTES} bytes; send shorter ones.")
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head = True
+
     def on_headers_complete(self) -> None:
-        self._head_bytes = 0
+        self._head_bytes, self._is_in_head = 0, False
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
