@@ -104,6 +104,15 @@ def test_a_module_is_tried_at_an_address_of_ipv6(tmp_path: Path) -> None:
     assert callback.successful
 
 
+def test_no_proxy_gets_the_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # where nothing listens
+    callback = ServableModuleValidator()
+    fit(Doubling(), callback, tmp_path)
+    assert callback.successful
+
+
 def test_a_server_that_does_not_start_in_time_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never_started(server: Any, *_: Any, **__: Any) -> None:
         while not server.should_exit:
