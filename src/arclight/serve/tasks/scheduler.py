@@ -202,7 +202,10 @@ class Scheduler:
         return True
 
     def _join(self, generation: Generation, past: list[Array]) -> None:
-        """Add a text to the batch it fits best, or to a new one if padding would cost too much, or texts would change each other."""
+        """Add a text to the batch it fits best, or to a new one.
+
+        A new one if padding would cost too much, or if texts of a batch would change each other.
+        """
         length, open_to_all = past[0].shape[2], [] if self._is_apart else self._batches
         best = min(open_to_all, key=lambda batch: batch.padding_with(length), default=None)
         if best is None or best.padding_with(length) > MAX_PADDING:
