@@ -230,7 +230,7 @@ def test_a_setting_decides_without_a_measurement(path, runtime, monkeypatch):
     monkeypatch.setattr(models, "pooled", fail)
     cores(monkeypatch, 8)
     for limits, expected in (
-        (Settings(requests=2), (2, 4)), (Settings(requests=16), (16, 1)), (Settings(requests=2, threads=3), (2, 3)),
+        (Settings(requests=2), (2, 4)), (Settings(requests=16, workers=16), (16, 1)), (Settings(requests=2, threads=3), (2, 3)),
     ):  # fmt: skip
         model = models.load("net", path, limits, runtime=runtime)
         assert model.pool == Pool(requests=expected[0], threads=expected[1])
@@ -285,3 +285,8 @@ def test_the_loop_computes_nothing_that_would_wait_for_its_turn(path, monkeypatc
         ends.set()
         call.result()
     assert service.is_quick(model, 100)
+
+
+def test_more_requests_at_once_than_workers_are_refused():
+    with pytest.raises(ValueError, match=r"limits\.requests \(4\) at once are more than limits\.workers \(1\)"):
+        Settings(requests=4, workers=1)

@@ -83,6 +83,10 @@ class Limits:
                 f"limits.buffered_bytes ({self.buffered_bytes}) must hold at least one body of "
                 f"limits.body_bytes ({self.body_bytes})"
             )
+        if self.requests > self.workers:
+            raise ValueError(
+                f"limits.requests ({self.requests}) at once are more than limits.workers ({self.workers}) can work on: raise workers too"
+            )
 
 
 def check_keys(api_key: str | Sequence[str] | None) -> tuple[str, ...]:
