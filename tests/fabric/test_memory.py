@@ -38,7 +38,7 @@ def count(answer: Connection, serves: bool) -> None:
 
 @pytest.mark.parametrize("serves", [False, True])
 def test_a_process_that_trains_keeps_what_it_frees_and_a_server_gives_it_back(serves: bool) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a forked copy has the heap of whatever was tested before
     here, there = context.Pipe()
     process = context.Process(target=count, args=(there, serves))
     process.start()
