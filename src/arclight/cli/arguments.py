@@ -16,10 +16,11 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
 
 import arclight
 from arclight.cli.schema import Recipe
+from arclight.deploy.settings import FastestRuntime, Runtime
 from arclight.recipe import RecipeError, explain, read
 
 if TYPE_CHECKING:
@@ -315,7 +316,7 @@ def trusted(options: argparse.Namespace) -> list[str] | None:
     return sorted({key for named in options.trust for key in trusted_keys(named)})
 
 
-RUNTIMES = ("onnxruntime", "openvino", "openvino-bf16", "torch", "inductor", "fastest")
+RUNTIMES: tuple[str, ...] = (*get_args(Runtime), *get_args(FastestRuntime))
 """What ``--runtime`` takes: the runtimes, and the one of them that is measured to be fastest."""
 
 

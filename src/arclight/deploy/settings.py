@@ -18,6 +18,12 @@ PLACEMENTS: Mapping[Target, Placement] = {
 """Which tensors become integers for a target; `quantizing.placement` has each."""
 
 
+Runtime = Literal["onnxruntime", "openvino", "openvino-bf16", "torch", "inductor"]
+"""What runs a program: ONNX Runtime, OpenVINO in float32 or in bfloat16, torch's operators, or code that AOTInductor compiled."""
+FastestRuntime = Literal["fastest"]
+"""In place of a runtime: the one that takes the least time here."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Int8(Checked):
     """Settings of post-training quantization: 8-bit activations and weights, per channel.

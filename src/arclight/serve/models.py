@@ -25,7 +25,7 @@ from arclight.serve.tasks.tensors import zeros
 if TYPE_CHECKING:
     from arclight.deploy import Program
     from arclight.deploy.programs.folder import Mark, Trusted
-    from arclight.deploy.programs.session import FastestRuntime, Runtime
+    from arclight.deploy.settings import FastestRuntime, Runtime
     from arclight.serve.tasks.scheduler import Scheduler
     from arclight.text.embedding_program import Embedder
 

@@ -20,7 +20,7 @@ from arclight.serve.settings import Limits, check_keys, is_loopback
 
 if TYPE_CHECKING:
     from arclight.deploy.programs.folder import Trusted
-    from arclight.deploy.programs.session import FastestRuntime, Runtime
+    from arclight.deploy.settings import FastestRuntime, Runtime
     from arclight.serve.app import Application
     from arclight.serve.draining import DrainingServer
     from arclight.serve.models import ServedModel

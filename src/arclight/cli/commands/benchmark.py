@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import (
+    RUNTIMES,
     Parser,
     UsageError,
     add_trust,
@@ -67,8 +68,7 @@ def _parser() -> Parser:
     add_trust(parser)
     parser.add_argument(
         "--runtime", type=runtimes, metavar="NAME,NAME",
-        help="run each program in each of these (onnxruntime, openvino, openvino-bf16, torch, inductor, or fastest), compared with what it was exported "
-        "for (default: that one)",
+        help=f"run each program in each of these ({', '.join(RUNTIMES)}), compared with what it was exported for (default: that one)",
     )  # fmt: skip
     parser.add_argument(
         "--batch", type=counts, default=[1], metavar="N,N", help="samples per call, one number or several (default: 1)"

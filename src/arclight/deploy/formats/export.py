@@ -73,9 +73,9 @@ from arclight.deploy.programs.other_runtime import described_probe
 from arclight.deploy.programs.processing import check_name
 from arclight.deploy.programs.processor import instruction_sets, overflows
 from arclight.deploy.programs.program import Program
-from arclight.deploy.programs.session import NAMES, Runtime
+from arclight.deploy.programs.session import NAMES
 from arclight.deploy.quantizing.ptq import QuantizedModel
-from arclight.deploy.settings import BFloat16, DynamicInt8, Int8, LowBit, Quantization, WeightOnly
+from arclight.deploy.settings import BFloat16, DynamicInt8, Int8, LowBit, Quantization, Runtime, WeightOnly
 from arclight.fabric.atomic_replace import DISK_FULL
 from arclight.fabric.extras import MissingExtraError, require
 from arclight.fabric.signing import SigningError, SigningKey

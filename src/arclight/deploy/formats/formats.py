@@ -19,8 +19,8 @@ from arclight.deploy.capture import FreeDimensions, quiet
 from arclight.deploy.errors import ExportError
 from arclight.deploy.formats import onnx_graph
 from arclight.deploy.programs.folder import NAME, RUNTIMES, foreign_files
-from arclight.deploy.programs.session import Runtime, TensorSpec, dtype_name
-from arclight.deploy.settings import Target
+from arclight.deploy.programs.session import TensorSpec, dtype_name
+from arclight.deploy.settings import Runtime, Target
 from arclight.fabric.extras import require
 
 Format = Literal["onnx", "openvino", "pt2", "aoti"]

@@ -35,7 +35,8 @@ _MAX_PATH_BYTES = 4096  # as on Linux
 # of ModelProto, metadata_props; entries of it and of TensorProto.external_data have a key, field 1, and a value, field 2.
 _SIZE = rb"([\x80-\xff]{0,9}[\x00-\x7f])"
 _RECORD = re.compile(b"r" + _SIZE + rb"\Z")
-_ENTRY = re.compile(b"\n\x08arclight\x12" + _SIZE)
+_ENTRY_KEY = b"\n\x08arclight\x12"
+_ENTRY = re.compile(_ENTRY_KEY + _SIZE)
 _LOCATION = re.compile(b"\n\x08location\x12" + _SIZE)
 _SEALED = re.compile(r'(?s)(.*), "sha256": "([0-9a-f]{64})"}')
 
@@ -156,7 +157,7 @@ def _last_record(file: BinaryIO) -> tuple[int, str] | None:
         file.seek(size - window)
         tail = file.read(window)
         # JSON escapes control characters, so the last key is not inside the text
-        at = tail.rfind(b"\n\x08arclight\x12")
+        at = tail.rfind(_ENTRY_KEY)
         entry = _ENTRY.match(tail, at) if at >= 0 else None
         record = _RECORD.search(tail, max(0, at - 11), at) if entry is not None else None
         if entry is not None and record is not None:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from arclight.deploy.errors import ProgramError
-from arclight.deploy.programs.session import NAMES, Array, Runtime, TensorSpec
+from arclight.deploy.programs.session import NAMES, Array, TensorSpec
+from arclight.deploy.settings import Runtime
 from arclight.fabric.extras import MissingExtraError
 
 if TYPE_CHECKING:

@@ -30,8 +30,9 @@ from arclight.deploy.programs.openvino import OpenVinoSession
 from arclight.deploy.programs.other_runtime import RuntimeChoice, chosen, fastest
 from arclight.deploy.programs.processing import Processing, check_name, resolve
 from arclight.deploy.programs.processor import check_processor
-from arclight.deploy.programs.session import NAMES, FastestRuntime, Runtime, Session
+from arclight.deploy.programs.session import NAMES, Session
 from arclight.deploy.programs.torch_runtime import TorchSession
+from arclight.deploy.settings import FastestRuntime, Runtime
 from arclight.fabric.extras import require
 
 TIMED: tuple[Runtime, ...] = ("onnxruntime", "openvino")

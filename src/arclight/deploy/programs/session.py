@@ -16,10 +16,6 @@ import numpy as np
 from arclight.deploy.errors import ProgramError
 
 Array = np.ndarray[Any, Any]
-Runtime = Literal["onnxruntime", "openvino", "openvino-bf16", "torch", "inductor"]
-"""What runs a program: ONNX Runtime, OpenVINO in float32 or in bfloat16, torch's operators, or code that AOTInductor compiled."""
-FastestRuntime = Literal["fastest"]
-"""In place of a runtime: the one that takes the least time here."""
 NAMES: Mapping[str, str] = {
     "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "openvino-bf16": "OpenVINO", "torch": "torch", "inductor": "AOTInductor",
 }  # fmt: skip

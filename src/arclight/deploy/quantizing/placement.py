@@ -10,7 +10,7 @@ That is the profile of ONNX Runtime; `PROFILES` has those of other runtimes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -348,9 +348,18 @@ def inside(name: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def check_names(graph: GraphModule, skip: tuple[str, ...]) -> None:
+    """Raise QuantizeError for a name in ``skip`` in which the graph computes nothing."""
     names = {str(path) for node in graph.graph.nodes for path, _ in node.meta.get("nn_module_stack", {}).values()}
+    check_skip(skip, names, "the model computes nothing in a module of that name")
+
+
+def check_skip(skip: tuple[str, ...], names: Collection[str], otherwise: str) -> None:
+    """Raise QuantizeError for a name in ``skip`` that is not among ``names`` of modules.
+
+    otherwise: what the error says of it.
+    """
     for prefix in skip:
         if not any(inside(name, (prefix,)) for name in names):
             near = get_close_matches(prefix, sorted(names), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise QuantizeError(f"skip names {prefix!r}, but the model computes nothing in a module of that name{hint}")
+            raise QuantizeError(f"skip names {prefix!r}, but {otherwise}{hint}")

@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from arclight.deploy.quantizing.linear import (
     unpack,
     weight_bits,
 )
-from arclight.deploy.quantizing.placement import inside
+from arclight.deploy.quantizing.placement import check_skip, inside
 from arclight.deploy.quantizing.ptq import QuantizedModel, accept, distances
 from arclight.deploy.settings import DynamicInt8, LowBit, WeightOnly
 
@@ -109,14 +108,13 @@ class RoundedLinear(nn.Linear):
         For a loss that multiplies them itself, in parts.
         """
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            integers, scale = self._round_weight()
             if isinstance(self.recipe, DynamicInt8):
-                integers, scale = dynamic_weight(self.weight, reduced=bool(self.recipe.reduce_range))
                 weight, rounded = integers * scale[:, None], round_dynamic(x.float())
             else:
                 bits, integer = weight_bits(self.recipe)
-                packed = pack(self.weight, bits, self.recipe.group_size)
-                weight = unpack(*packed, bits)
-                rounded = round_groups(x.float(), packed[0].shape[1]) if integer else x
+                weight = unpack(integers, scale, bits)
+                rounded = round_groups(x.float(), integers.shape[1]) if integer else x
         kept: Tensor = _StraightThrough.apply(self.weight, weight.to(self.weight.dtype))
         taken: Tensor = x if rounded is x else _StraightThrough.apply(x, rounded.to(x.dtype))
         return taken, kept
@@ -136,12 +134,14 @@ class RoundedLinear(nn.Linear):
         if self._packed is not None and self._packed[0] == state and not torch.distributed.is_initialized():
             return self._packed[1]
         with torch.autocast(self.weight.device.type, enabled=False):
-            if isinstance(self.recipe, DynamicInt8):
-                made = dynamic_weight(self.weight, reduced=bool(self.recipe.reduce_range))
-            else:
-                made = pack(self.weight, weight_bits(self.recipe)[0], self.recipe.group_size)
+            made = self._round_weight()
         self._packed = state, made
         return made
+
+    def _round_weight(self) -> tuple[Tensor, Tensor]:
+        if isinstance(self.recipe, DynamicInt8):
+            return dynamic_weight(self.weight, reduced=bool(self.recipe.reduce_range))
+        return pack(self.weight, weight_bits(self.recipe)[0], self.recipe.group_size)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_packed": None}
@@ -159,13 +159,7 @@ def round_linears(model: nn.Module, recipe: LinearRecipe) -> nn.Module:
     where there are none, for a ``skip`` that names nothing, and for groups that do not divide a layer's inputs.
     """
     names = dict(model.named_modules())
-    for prefix in recipe.skip:
-        if not any(inside(name, (prefix,)) for name in names):
-            near = get_close_matches(prefix, sorted(names), n=1)
-            raise QuantizeError(
-                f"skip names {prefix!r}, and {type(model).__name__} has no module of that name"
-                + "".join(f"; did you mean {name!r}?" for name in near)
-            )
+    check_skip(recipe.skip, names, f"{type(model).__name__} has no module of that name")
     others = [module for name, module in names.items() if type(module) is not nn.Linear or inside(name, recipe.skip)]
     shared = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
     chosen = {

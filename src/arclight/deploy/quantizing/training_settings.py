@@ -24,6 +24,8 @@ class Training(Checked):
     """Submodule of the module that is trained with rounding, and that is exported."""
     skip: tuple[str, ...] = ()
     """Modules of it kept in float32, by name: `head` keeps `head` and everything inside it."""
+    min_sqnr_db: FiniteFloat = 15.0
+    """Refuse a program one of whose outputs has a smaller signal-to-noise ratio against the trained float model than this, decibels."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,8 +83,6 @@ class Int8Training(_FixedRanges):
     """Kinds that are refused in a recipe, with the reason and what to take."""
     reduce_range: bool | None = None
     """Weights of 7 bits, for x86 processors without VNNI, where sums of 8-bit products overflow. None: if this one has none."""
-    min_sqnr_db: FiniteFloat = 15.0
-    """Refuse a program one of whose outputs has a smaller signal-to-noise ratio against the trained float model than this, decibels."""
 
     @property
     def recipe(self) -> Int8:
@@ -99,8 +99,6 @@ class WeightOnlyTraining(Training):
     """Bits of a weight, 8 or 4."""
     group_size: int = 32
     """Inputs that share a scale: 16, 32, 64, 128 or 256."""
-    min_sqnr_db: FiniteFloat = 15.0
-    """Refuse a program one of whose outputs has a smaller signal-to-noise ratio against the trained float model than this, decibels."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,8 +117,6 @@ class DynamicInt8Training(Training):
 
     reduce_range: bool | None = None
     """Weights of 7 bits, for x86 processors without VNNI, where sums of 8-bit products overflow. None: if this one has none."""
-    min_sqnr_db: FiniteFloat = 15.0
-    """Refuse a program one of whose outputs has a smaller signal-to-noise ratio against the trained float model than this, decibels."""
 
     @property
     def recipe(self) -> DynamicInt8:

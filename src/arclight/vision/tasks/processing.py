@@ -20,7 +20,7 @@ from arclight.vision.rotated import OrientedBoxes, hulls_of
 if TYPE_CHECKING:
     from arclight.deploy import Program
     from arclight.deploy.programs.folder import Trusted
-    from arclight.deploy.programs.session import FastestRuntime, Runtime
+    from arclight.deploy.settings import FastestRuntime, Runtime
 
 
 PROGRAM_TASKS = ("detect", "segment", "pose", "corners", "obb", "classify")
