@@ -21,7 +21,7 @@ def test_a_description_is_sound(name: str) -> None:
     described = public_corpora()[name]
     assert described.licence
     assert described.files
-    assert described.revision is None or re.fullmatch("[0-9a-f]{40}", described.revision)
+    assert re.fullmatch("[0-9a-f]{40}", described.revision)
     assert ("text" in described.columns) == bool(described.sources)
     for source in described.sources:
         assert any(pattern == source or fnmatch(pattern, f"{source}/*") for pattern in described.files)
@@ -35,6 +35,7 @@ def test_the_steps_are_shell_that_verifies_every_file(name: str) -> None:
     for pattern in described.files:
         assert sum(pattern in line for line in commands) == 2
     assert sum("sha256sum -c" in line for line in commands) == len(described.files)
+    assert sum(f"git checkout {described.revision}" in line for line in commands) == 1
 
 
 def test_pointers_listed_by_git_lfs_become_lines_for_sha256sum(tmp_path) -> None:

@@ -1,8 +1,8 @@
 """Describe public corpora: licence, files, columns and checksums.
 
-Nothing is ever fetched: the steps are printed. The facts are in public_corpora.json, as the publishers state them; one
-that is not known is null. Each is a Git repository whose large files are Git LFS pointers: these hold the SHA-256 of
-every file, with which what arrives is compared.
+Nothing is ever fetched: the steps are printed. The facts are in public_corpora.json, as the publishers state them; a size
+that is not known is null. Each is a Git repository at a fixed commit, whose large files are Git LFS pointers: these hold
+the SHA-256 of every file, with which what arrives is compared.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class PublicCorpus:
     """Number of documents by part, where known."""
     repository: str
     """Git repository with the files, large ones as Git LFS pointers."""
-    revision: str | None
-    """Commit that is described; None: the newest."""
+    revision: str
+    """Commit that is described: by it the checksums are fixed, too."""
     files: tuple[str, ...]
     """Patterns of the files to fetch, in the repository."""
     columns: tuple[str, ...]
@@ -46,11 +46,10 @@ class PublicCorpus:
 
     def fetch_step(self) -> list[str]:
         """Return shell commands that fetch and verify the corpus in a folder of its name."""
-        commands = [f"GIT_LFS_SKIP_SMUDGE=1 git clone {shlex.quote(self.repository)} {self.name} && cd {self.name}"]
-        if self.revision is None:
-            commands.append("# no revision is described here: note the one that you fetch, git rev-parse HEAD")
-        else:
-            commands.append(f"GIT_LFS_SKIP_SMUDGE=1 git checkout {self.revision}")
+        commands = [
+            f"GIT_LFS_SKIP_SMUDGE=1 git clone {shlex.quote(self.repository)} {self.name} && cd {self.name}",
+            f"GIT_LFS_SKIP_SMUDGE=1 git checkout {self.revision}",
+        ]
         for pattern in self.files:
             commands.append(f"git lfs pull --include {shlex.quote(pattern)}")
             commands.append(
