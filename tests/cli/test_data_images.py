@@ -74,6 +74,23 @@ def test_labels_travel_to_coco_and_back(typed: Typed, scenes: Path) -> None:
     assert typed("data import scenes/images --names code --symlink --to x")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("annotations/instances_train.json --names code", "--names does nothing for COCO's json, which annotations/"),
+        ("annotations --difficult", "--difficult does nothing for COCO's json"),
+        ("scenes/images --names code --keypoints", "--keypoints does nothing for images without labels"),
+        ("scenes/images --names code,code", "--names code,code: a class is named twice"),
+    ],
+)
+def test_import_refuses_options_that_would_do_nothing(typed: Typed, scenes: Path, words: str, message: str) -> None:
+    typed("data export scenes --to annotations")
+    status, _, err = typed(f"data import {words} --to imported")
+    assert status == 2
+    assert message in err
+    assert not Path("imported").exists()
+
+
 def test_splits_are_lists_beside_a_data_yaml(typed: Typed, scenes: Path) -> None:
     status, out, _ = typed("data split scenes --to lists --fractions 0.5 0.25 0.25 --seed 3")
     assert status == 0

@@ -173,6 +173,86 @@ def test_a_box_is_read_whatever_its_outline_is(tmp_path: Path, outline: Any) -> 
     assert not found.skipped
 
 
+def test_ids_of_one_name_are_one_class_in_all_files(tmp_path: Path) -> None:
+    """Files may number a class differently, and some tools list it as its own superclass, too."""
+    box = {"bbox": [10, 8, 20, 40]}
+    coco_set(tmp_path, [box | {"category_id": 2}], categories=[{"id": 0, "name": "code"}, {"id": 2, "name": "code"}])
+    train = coco_set(
+        tmp_path / "other", [box | {"category_id": 5}], categories=[{"id": 1, "name": "cat"}, {"id": 5, "name": "code"}]
+    )
+    train.rename(tmp_path / "annotations/instances_train2017.json")
+    (tmp_path / "train2017").mkdir()
+    (tmp_path / "other/val2017/0.jpg").rename(tmp_path / "train2017/0.jpg")
+    found = read_coco(tmp_path)
+    assert found.names == ["code", "cat"]
+    assert {split: images[0].annotations[0].label for split, images in found.splits.items()} == {"train": 0, "val": 0}
+
+
+def test_keypoints_are_counted_or_become_rows(tmp_path: Path) -> None:
+    marks = [10, 8, 2, 30, 48, 1, 0, 0, 0, 99, 90, 2]  # the last one lies below the image
+    file = coco_set(
+        tmp_path,
+        [{"bbox": [10, 8, 20, 40], "keypoints": marks, "num_keypoints": 3}, {"bbox": [50, 8, 20, 40]}],
+        categories=[{"id": 3, "name": "cat", "keypoints": ["nose", "tail", "ear", "paw"]}],
+    )
+    boxes = read_coco(file)
+    assert boxes.passed_over == {"objects' keypoints (--keypoints imports them)": 1}
+    assert boxes.keypoints is None
+    found = read_coco(file, keypoints=True)
+    assert (found.passed_over, found.skipped) == ({}, [])
+    spec = read_data_yaml(write_yolo(found, tmp_path / "out"))
+    assert spec.pose_shape().count == 4
+    assert (tmp_path / "out/labels/val/0.txt").read_text().splitlines() == [
+        "0 0.2 0.35 0.2 0.5 0.1 0.1 2 0.3 0.6 1 0 0 0 0 0 0",
+        "0 0.6 0.35 0.2 0.5 0 0 0 0 0 0 0 0 0 0 0 0",
+    ]
+    again = read_coco(
+        write_coco(read_yolo(spec), tmp_path / "again")[0], images=tmp_path / "out/images/val", keypoints=True
+    )
+    assert [image.annotations for image in again.splits["val"]] == [image.annotations for image in found.splits["val"]]
+    with pytest.raises(DatasetError, match="rows have outlines or 4 keypoints of 3 numbers, not both"):
+        write_yolo(found, tmp_path / "outlines", polygons=True)
+
+
+@pytest.mark.parametrize(
+    ("marks", "reason"),
+    [
+        ([10, 8, 2], "its keypoints are [10, 8, 2], not x, y and visibility of each of 2"),
+        ([10, 8, 2, "x", 8, 2], "its keypoints are [10, 8, 2, 'x', 8, 2], not x, y and visibility of each of 2"),
+        ([10, 8, 3, 10, 8, 2], "a keypoint has visibility 3: it is 0, 1 or 2"),
+        ([10, 8, 2, float("nan"), 8, 2], "a keypoint has a coordinate that is NaN or infinite"),
+    ],
+)
+def test_keypoints_that_cannot_be_read_are_named(tmp_path: Path, marks: list[Any], reason: str) -> None:
+    objects = [{"bbox": [10, 8, 20, 40], "keypoints": marks}, {"bbox": [10, 8, 20, 40]}]
+    categories = [{"id": 3, "name": "cat", "keypoints": ["nose", "tail"]}]
+    found = read_coco(coco_set(tmp_path, objects, categories=categories), keypoints=True)
+    assert [problem.reason for problem in found.skipped] == [f"annotations[0] of 0.jpg: {reason}"]
+    assert len(found.splits["val"][0].annotations) == 1
+
+
+@pytest.mark.parametrize(
+    ("lists", "objects", "found"),
+    [
+        ([["nose"], ["nose", "tail"]], [], "objects of 1 and of 2 keypoints"),
+        ([None, None], [{"bbox": [1, 1, 9, 9]}], "no keypoints"),
+    ],
+)
+def test_keypoints_that_no_row_can_have_are_refused(tmp_path: Path, lists: Any, objects: Any, found: str) -> None:
+    categories = [{"id": n, "name": str(n), "keypoints": names} for n, names in enumerate(lists, 3)]
+    with pytest.raises(DatasetError, match=f"there are {found}, and rows of YOLO have one number of them"):
+        read_coco(coco_set(tmp_path, objects, categories=categories), keypoints=True)
+
+
+def test_an_image_without_an_ending_gets_one_by_which_it_is_found(tmp_path: Path) -> None:
+    image = {"id": 40, "file_name": "photo.v2", "width": 100, "height": 80}
+    file = coco_set(tmp_path, [{"bbox": [10, 8, 20, 40]}], images=[image])
+    (tmp_path / "val2017/0.jpg").rename(tmp_path / "val2017/photo.v2")
+    yaml = write_yolo(read_coco(file), tmp_path / "out")
+    assert [image.name for image in read_data_yaml(yaml).images("val")] == ["photo.v2.jpeg"]
+    assert rows_of(yaml, "val") == [[pytest.approx([0, 0.2, 0.35, 0.2, 0.5])]]
+
+
 def test_a_mask_of_a_huge_image_is_refused_before_it_is_allocated() -> None:
     side = 100_000
     with pytest.raises(ValueError, match=r"100000 x 100000 pixels is too large: at most 50 million are read"):
@@ -183,7 +263,9 @@ def test_a_mask_of_a_huge_image_is_refused_before_it_is_allocated() -> None:
         decode_mask({"size": [2, 2], "counts": "0" * 1000 + "4"}, 2, 2)
 
 
-@pytest.mark.parametrize("name", ["../x.jpg", "/etc/x.jpg", "a/../../x.jpg", "..\\x.jpg", "C:\\x.jpg", "", 7, "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../x.jpg", "/etc/x.jpg", "a/../../x.jpg", "..\\x.jpg", "C:\\x.jpg", "", 7, "a\0b", ".", "./"]
+)
 def test_names_that_leave_the_folder_are_refused(tmp_path: Path, name: Any) -> None:
     file = coco_set(tmp_path, [])
     document = json.loads(file.read_text())

@@ -88,6 +88,9 @@ def _add_import(verb: Any) -> None:
         "--images", type=Path, metavar="DIR", help="folder of the images; default: searched around SOURCE"
     )
     verb.add_argument("--polygons", action="store_true", help="rows are outlines, also of masks, instead of boxes")
+    verb.add_argument(
+        "--keypoints", action="store_true", help="COCO: rows have keypoints behind their boxes, for kind = pose"
+    )
     verb.add_argument("--crowds", action="store_true", help="COCO: import crowd regions as objects; default: skip them")
     verb.add_argument("--difficult", action="store_true", help="VOC: import difficult objects too; default: skip them")
     verb.add_argument("--names", metavar="A,B,...", help="classes in order, for VOC and images; default: those found")
@@ -285,19 +288,36 @@ def import_(options: Namespace) -> int:
     source, names = options.source, [name.strip() for name in options.names.split(",")] if options.names else []
     if not all(names):
         raise UsageError(f"--names {options.names}: a class has no name; write names between commas, such as cat,dog")
+    if len(set(names)) < len(names):
+        raise UsageError(f"--names {options.names}: a class is named twice, and nothing could tell the two apart")
     if not source.exists():
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
     if is_coco(source):
-        found = read_coco(source, images=options.images, masks=options.polygons, keep_crowds=options.crowds)
+        _refuse_options(options, source, "COCO's json", ("names", "difficult"))
+        found = read_coco(
+            source,
+            images=options.images,
+            masks=options.polygons,
+            keep_crowds=options.crowds,
+            keypoints=options.keypoints,
+        )
     elif is_voc(source):
+        _refuse_options(options, source, "VOC's xml", ("crowds", "keypoints"))
         found = read_voc(source, images=options.images, names=names, keep_difficult=options.difficult)
     else:
+        _refuse_options(options, source, "images without labels", ("images", "crowds", "difficult", "keypoints"))
         found = read_images(source, names)
     print(found)
     with counted("writing images") as progress:
         file = write_yolo(found, options.to, polygons=options.polygons, symlink=options.symlink, progress=progress)
     print(f"wrote {file}: {len(found.names)} classes. Check it: arclight data lint {file}")
     return 0
+
+
+def _refuse_options(options: Namespace, source: Path, what: str, names: tuple[str, ...]) -> None:
+    """Raise UsageError for an option that says nothing about such a source."""
+    if given := [name for name in names if getattr(options, name)]:
+        raise UsageError(f"--{given[0]} does nothing for {what}, which {source} holds: leave it out")
 
 
 def export(options: Namespace) -> int:

@@ -86,6 +86,8 @@ def safe_name(text: object, place: str) -> PurePosixPath:
     if not isinstance(text, str) or not text or "\0" in text:
         raise DatasetError(f"{place}: {str(text)[:80]!r} is not the name of a file")
     path = PurePosixPath(text.replace("\\", "/"))
+    if not path.parts:
+        raise DatasetError(f"{place}: {text[:80]!r} is a folder, not the name of a file")
     if path.is_absolute() or ".." in path.parts or ":" in path.parts[0]:
         raise DatasetError(f"{place}: {text[:80]!r} leaves the folder of images: names are relative and have no ..")
     return path
@@ -139,11 +141,15 @@ def write_yolo(
 ) -> Path:
     """Write a YOLO data set into the new folder ``to``; return its data.yaml.
 
-    polygons: rows are outlines, a box's being its corners; else boxes. symlink: refer to the images instead of copying them.
-    The folder appears complete or not at all. Raises DatasetError where it holds something.
+    polygons: rows are outlines, a box's being its corners; else boxes, with keypoints if the objects have them. symlink: refer to the images
+    instead of copying them.
+    The folder appears complete or not at all. Raises DatasetError where it holds something, and for outlines of objects with
+    keypoints: a row has one or the other.
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise DatasetError(f"{to} holds something already; name a folder that is empty or does not exist")
+    if polygons and found.keypoints is not None:
+        raise DatasetError(f"rows have outlines or {found.keypoints}, not both: import one of them")
     if not found.names or not any(found.splits.values()):
         raise DatasetError(f"there are {len(found.names)} classes and no image: nothing to write into {to}")
     total, done = sum(map(len, found.splits.values())), 0
@@ -153,21 +159,23 @@ def write_yolo(
         for split, images in found.splits.items():
             taken: dict[PurePosixPath, PurePosixPath] = {}
             for image in images:
-                label = image.name.with_suffix(".txt")
+                name = _name_to_find(image)
+                label = name.with_suffix(".txt")
                 if label in taken:
                     raise DatasetError(
                         f"{split}: {taken[label]} and {image.name} would share the label file {label}: rename one"
                     )
                 taken[label] = image.name
-                target = folder / "images" / split / image.name
+                target = folder / "images" / split / name
                 _write_image(image, target, symlink)
-                _write_labels(image, label_path(target), polygons)
+                _write_labels(image, label_path(target), polygons, found.keypoints)
                 done += 1
                 if progress is not None and (done % 64 == 0 or done == total):
                     progress(done, total)
-        write_data_yaml(
-            folder, found.names, {split: f"images/{split}" for split, images in found.splits.items() if images}
-        )
+        places: dict[str, str | list[str]] = {
+            split: f"images/{split}" for split, images in found.splits.items() if images
+        }
+        write_data_yaml(folder, found.names, places, found.keypoints)
         if to.exists():
             to.rmdir()
         folder.replace(to)
@@ -182,7 +190,14 @@ def _write_image(image: AnnotatedImage, target: Path, symlink: bool) -> None:
         shutil.copyfile(image.file, target)
 
 
-def _write_labels(image: AnnotatedImage, target: Path, polygons: bool) -> None:
+def _name_to_find(image: AnnotatedImage) -> PurePosixPath:
+    """Return the name of an image with an ending by which data sets find images."""
+    if image.name.suffix.lower() in SUFFIXES:
+        return image.name
+    return image.name.with_name(f"{image.name.name}.{file_header(image.file).format.lower()}")
+
+
+def _write_labels(image: AnnotatedImage, target: Path, polygons: bool, keypoints: KeypointShape | None) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     size = np.array([image.width, image.height], np.float64)
     rows = []
@@ -194,6 +209,9 @@ def _write_labels(image: AnnotatedImage, target: Path, polygons: bool) -> None:
             values = np.clip(outline / size, 0, 1).ravel()
         else:
             values = np.array([(left + right) / 2, (top + bottom) / 2, right - left, bottom - top]) / np.tile(size, 2)
+        if keypoints is not None:
+            marks = np.array(annotation.keypoints, np.float64) / (*size, 1.0)
+            values = np.concatenate((values, marks[:, : keypoints.dims].ravel()))
         rows.append(f"{annotation.label} {' '.join(f'{value:.7g}' for value in values)}\n")
     target.write_text("".join(rows), "utf-8")
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arclight.fabric.extras import require
+from arclight.vision.data.data_yaml import MAX_KEYPOINTS
 from arclight.vision.data.formats.annotations import (
     AnnotatedImage,
     AnnotatedSet,
@@ -62,13 +63,19 @@ def split_of(file: Path) -> str | None:
 
 
 def read_coco(
-    source: Path, *, images: Path | None = None, masks: bool = False, keep_crowds: bool = False
+    source: Path,
+    *,
+    images: Path | None = None,
+    masks: bool = False,
+    keep_crowds: bool = False,
+    keypoints: bool = False,
 ) -> AnnotatedSet:
     """Read a COCO file, or a folder of them, one per split (instances_val2017.json).
 
     A file whose name has no split is train.
     images: the folder that names of images are relative to; searched around the file where not given. masks: trace outlines of
-    run-length masks, too. keep_crowds: take crowds for objects. Class ids may have gaps: classes are numbered in their order.
+    run-length masks, too. keep_crowds: take crowds for objects. keypoints: read keypoints; without it they are counted as passed
+    over. Class ids may have gaps: classes are numbered in their order, and ids of one name are one class.
 
     Raises DatasetError for a file that is not COCO's, names that leave the folder, and where no image is found. Annotations
     that cannot be read are listed in ``skipped``.
@@ -87,9 +94,9 @@ def read_coco(
             )
         documents[split] = file, _document(file)
     numbers, names = _categories(dict(documents.values()))
-    result = AnnotatedSet(names, {})
+    result = AnnotatedSet(names, {}, keypoints=_keypoint_shape(dict(documents.values())) if keypoints else None)
     for split, (file, document) in documents.items():
-        reader = _Reader(file, numbers, masks, keep_crowds, result.skipped)
+        reader = _Reader(file, numbers, masks, keep_crowds, result.keypoints, result.skipped)
         result.splits[split] = list(reader.images(document, images))
         result.passed_over = dict(Counter(result.passed_over) + Counter(reader.passed_over))
     return result
@@ -112,7 +119,11 @@ def _document(file: Path) -> dict[str, Any]:
 
 
 def _categories(documents: Mapping[Path, dict[str, Any]]) -> tuple[dict[int, int], list[str]]:
-    """Return number by id, and names: the classes of all files, in the order of their ids."""
+    """Return number by id, and names: the classes of all files, in the order of their ids.
+
+    Ids of one name are one class: files of a data set may number it differently, and some tools list it as its own
+    superclass, too.
+    """
     known: dict[int, tuple[str, Path]] = {}
     for file, document in documents.items():
         for place, category in enumerate(document["categories"]):
@@ -124,7 +135,28 @@ def _categories(documents: Mapping[Path, dict[str, Any]]) -> tuple[dict[int, int
                 raise DatasetError(f"{file}: category {number} is {name!r}, and {before!r} in {other}")
             known[number] = name, file
     order = sorted(known)
-    return {number: place for place, number in enumerate(order)}, [known[number][0] for number in order]
+    names = list(dict.fromkeys(known[number][0] for number in order))
+    places = {name: place for place, name in enumerate(names)}
+    return {number: places[known[number][0]] for number in order}, names
+
+
+def _keypoint_shape(documents: Mapping[Path, dict[str, Any]]) -> KeypointShape:
+    """Return the keypoints of all files, as their classes list them or else their annotations have them.
+
+    Raises DatasetError for none, and for several numbers of them.
+    """
+    listed = [category.get("keypoints") for document in documents.values() for category in document["categories"]]
+    counts = {len(names) for names in listed if isinstance(names, list) and names}
+    if not counts:
+        given = [entry.get("keypoints") for document in documents.values() for entry in document["annotations"]]
+        counts = {len(marks) // 3 for marks in given if isinstance(marks, list) and len(marks) >= 3}
+    if len(counts) != 1 or max(counts) > MAX_KEYPOINTS:
+        found = f"objects of {' and of '.join(map(str, sorted(counts)))} keypoints" if counts else "no keypoints"
+        raise DatasetError(
+            f"{', '.join(map(str, documents))}: there are {found}, and rows of YOLO have one number of them, at most "
+            f"{MAX_KEYPOINTS}: import boxes, without keypoints"
+        )
+    return KeypointShape(counts.pop(), 3)
 
 
 @dataclass
@@ -135,6 +167,7 @@ class _Reader:
     numbers: dict[int, int]
     masks: bool
     keep_crowds: bool
+    keypoints: KeypointShape | None
     skipped: list[FileProblem]
     passed_over: dict[str, int] = field(default_factory=dict)
 
@@ -193,7 +226,7 @@ class _Reader:
             if owner not in images:
                 continue  # said once, of the image
             if entry.get("iscrowd") in (1, True) and not self.keep_crowds:
-                self.passed_over["crowds"] = self.passed_over.get("crowds", 0) + 1
+                self._pass_over("crowds")
                 continue
             _, _, width, height = images[owner]
             try:
@@ -229,7 +262,38 @@ class _Reader:
             left, top, right, bottom = (float(edge) for edge in (*points.min(0), *points.max(0)))
         else:
             left, top, right, bottom = (float(box[0]), float(box[1]), float(box[0] + box[2]), float(box[1] + box[3]))
-        return Annotation(self.numbers[category], box_in_image(left, top, right, bottom, width, height), polygons)
+        points = self._keypoints(entry.get("keypoints"), width, height)
+        return Annotation(
+            self.numbers[category], box_in_image(left, top, right, bottom, width, height), polygons, points
+        )
+
+    def _keypoints(self, marks: Any, width: int, height: int) -> tuple[tuple[float, float, int], ...]:
+        """Read the keypoints of one annotation, zeros for those that are not labelled or not in the image.
+
+        Raises ValueError.
+        """
+        if self.keypoints is None:
+            if isinstance(marks, list) and any(marks[2::3]):
+                self._pass_over("objects' keypoints (--keypoints imports them)")
+            return ()
+        if not marks:
+            return ((0.0, 0.0, 0),) * self.keypoints.count
+        if not (isinstance(marks, list) and len(marks) == 3 * self.keypoints.count and all(map(_is_number, marks))):
+            raise ValueError(
+                f"its keypoints are {str(marks)[:60]}, not x, y and visibility of each of {self.keypoints.count}"
+            )
+        if not np.isfinite(marks).all():
+            raise ValueError("a keypoint has a coordinate that is NaN or infinite")
+        found = []
+        for x, y, visible in zip(marks[::3], marks[1::3], marks[2::3], strict=True):
+            if visible not in (0, 1, 2):
+                raise ValueError(f"a keypoint has visibility {str(visible)[:40]}: it is 0, 1 or 2")
+            inside = visible > 0 and 0 <= x <= width and 0 <= y <= height
+            found.append((float(x), float(y), int(visible)) if inside else (0.0, 0.0, 0))
+        return tuple(found)
+
+    def _pass_over(self, what: str) -> None:
+        self.passed_over[what] = self.passed_over.get(what, 0) + 1
 
     def _skip(self, reason: str) -> None:
         self.skipped.append(FileProblem(str(self.file), 0, reason))
