@@ -57,6 +57,10 @@ def test_names(tmp_path: Path, text: str, names: tuple[str, ...]) -> None:
         ("names: [a]\ntrain: {a: b}", "train must be a folder"),
         ("- a\n- b", "must have the keys names"),
         ("names: [a\nb: }", "is not YAML"),
+        ("names: {0: a, 1: b, 1: c}", r"data\.yaml:1: names has the number 1 twice"),
+        ("names: [a]\ntrain: x\ntrain: y", r"data\.yaml:3: there is the key train twice"),
+        ("names: [a]\npath: [x]", r"path must be one folder, not \['x'\]"),
+        ("names: " + 3000 * "[", "is not YAML: maximum recursion depth"),
         ("!!python/object/apply:os.system ['echo ran > ran']", "must have the keys names"),
     ],
 )
@@ -66,6 +70,17 @@ def test_bad_yaml_is_named(tmp_path: Path, text: str, message: str, monkeypatch:
     with pytest.raises(DatasetError, match=message):
         read_data_yaml(tmp_path / "data.yaml")
     assert not (tmp_path / "ran").exists()
+
+
+def test_references_in_yaml_are_not_written_out(tmp_path: Path) -> None:
+    """Twelve lines of references to the line before stand for a text of 10**12 words."""
+    lines = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 10 if n else ['y'] * 10)}]" for n in range(12)]
+    for key in ("names", "path", "train", "kpt_shape", "flip_idx"):
+        rest = {"names": "[a]", "kpt_shape": "[4, 2]"} | {key: "*x11"}
+        (tmp_path / "data.yaml").write_text("\n".join([*lines, *(f"{name}: {value}" for name, value in rest.items())]))
+        with pytest.raises(DatasetError) as error:
+            read_data_yaml(tmp_path / "data.yaml")
+        assert len(str(error.value)) < 1000 + len(str(tmp_path))
 
 
 def test_a_missing_yaml_or_split_is_named_with_what_is_there(data: Path) -> None:

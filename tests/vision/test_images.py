@@ -113,6 +113,41 @@ def test_a_transparent_palette_colour_is_white() -> None:
     assert [int(image[row, 0, 0]) for row in (0, 10, 20, 30)] == [255, 50, 100, 150]
 
 
+@pytest.mark.parametrize("animated", [False, True])
+def test_a_transparent_colour_of_a_gif_is_white(animated: bool) -> None:
+    """A code in black on a transparent colour that is black, too, would be black throughout."""
+    ink = Pillow.fromarray(np.repeat(np.array([0, 1], np.uint8), 800).reshape(40, 40), "P")
+    ink.putpalette([0, 0, 0, 0, 0, 0])
+    frames = {"save_all": True, "append_images": [Pillow.fromarray(smooth(40, 40))]} if animated else {}
+    data = encode("GIF", ink, transparency=0, optimize=False, **frames)
+    image = decode_image(data)
+    assert (int(image[0, 0, 0]), int(image[39, 39, 0])) == (255, 0)
+    assert read_header(data).alpha
+    assert not read_header(SAMPLES["gif"]).alpha
+
+
+def tiff_with_alpha(colours: np.ndarray, meaning: int) -> bytes:
+    """A TIFF image of (H, W, 4) colours and alpha, whose meaning is 0 (not said), 1 (associated) or 2 (not)."""
+    height, width, _ = colours.shape
+    bits, pixels = 8 * colours.dtype.itemsize, colours.tobytes()
+    tags = [
+        (256, 3, 1, width), (257, 3, 1, height), (258, 3, 4, 8 + len(pixels)), (259, 3, 1, 1), (262, 3, 1, 2), (273, 4, 1, 8),
+        (277, 3, 1, 4), (278, 3, 1, height), (279, 4, 1, len(pixels)), (284, 3, 1, 1), (338, 3, 1, meaning),
+    ]  # fmt: skip
+    directory = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", *tag) for tag in tags) + bytes(4)
+    return b"II*\0" + struct.pack("<I", 16 + len(pixels)) + pixels + struct.pack("<4H", *[bits] * 4) + directory
+
+
+@pytest.mark.parametrize("meaning", [0, 1, 2])
+@pytest.mark.parametrize("depth", [np.uint8, np.uint16])
+def test_alpha_of_tiff_is_read_as_the_file_says(meaning: int, depth: type) -> None:
+    straight = np.array([200, 100, 0, 128], np.float64)
+    stored = np.append(straight[:3] * straight[3] / 255, straight[3]) if meaning == 1 else straight
+    scaled = (stored * (257 if depth is np.uint16 else 1)).round().astype(depth)
+    image = decode_image(tiff_with_alpha(np.tile(scaled, (6, 5, 1)), meaning))
+    np.testing.assert_allclose(image[3, 3], 127 + straight[:3] * 128 / 255, atol=1.5)
+
+
 # Too large, incomplete, something else
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 from arclight.fabric.extras import require
 from arclight.vision.data.images import SUFFIXES
 from arclight.vision.data.labels import DatasetError, Geometry, KeypointShape, TaskGeometry
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxlevel = 2  # a few lines of references to lists of references stand for more text than memory holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,24 +89,48 @@ def read_data_yaml(path: str | Path) -> DataSpec:
     if file.is_dir():
         file /= "data.yaml"
     try:
+        text = file.read_text("utf-8-sig")
         # All scalars as text: a class called `no` stays "no", and nothing but text, lists and mappings can come out.
-        content = yaml.load(file.read_text("utf-8-sig"), Loader=yaml.BaseLoader)
+        content = yaml.load(text, Loader=yaml.BaseLoader)
+        _refuse_repeated_keys(file, yaml.compose(text, Loader=yaml.BaseLoader))
     except OSError as error:
         raise DatasetError(f"{file}: {error.strerror or error}{did_you_mean(file)}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise DatasetError(f"{file} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise DatasetError(f"{file} must have the keys names, train and val; it holds {type(content).__name__}")
     names = _names(file, content)
-    root = file.parent / str(content.get("path") or "")
+    path_of_splits = content.get("path") or ""
+    if not isinstance(path_of_splits, str):
+        raise DatasetError(f"{file}: path must be one folder, not {_SHOWN.repr(path_of_splits)}")
+    root = file.parent / path_of_splits
     splits = {}
     for split in ("train", "val", "test"):
         entries = content.get(split) or []
         entries = [entries] if isinstance(entries, str) else entries
         if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-            raise DatasetError(f"{file}: {split} must be a folder, a .txt list, or several of those, not {entries!r}")
+            raise DatasetError(
+                f"{file}: {split} must be a folder, a .txt list, or several of those, not {_SHOWN.repr(entries)}"
+            )
         splits[split] = tuple(root / entry for entry in entries)
     return DataSpec(file=file, names=names, keypoints=_keypoint_shape(file, content), **splits)
+
+
+def _refuse_repeated_keys(file: Path, root: Any) -> None:
+    """Raise DatasetError for a key of the file, or a number of a class, that is given twice: one would be lost.
+
+    root: the file's YAML node.
+    """
+    if root is None or root.id != "mapping":
+        return
+    classes = [value for key, value in root.value if key.value == "names" and value.id == "mapping"]
+    for mapping in (root, *classes):
+        seen: set[str] = set()
+        for key, _ in mapping.value:
+            if key.value in seen:
+                what = "names has the number" if mapping is not root else "there is the key"
+                raise DatasetError(f"{file}:{key.start_mark.line + 1}: {what} {key.value[:40]} twice: leave one out")
+            seen.add(key.value)
 
 
 MAX_KEYPOINTS = 1000
@@ -116,7 +144,9 @@ def _keypoint_shape(file: Path, content: dict[str, Any]) -> KeypointShape | None
             raise DatasetError(f"{file}: flip_idx says how keypoints are mirrored, and there is no kpt_shape")
         return None
     if not (isinstance(shape, list) and len(shape) == 2 and all(isinstance(n, str) and n.isdecimal() for n in shape)):
-        raise DatasetError(f"{file}: kpt_shape must be [keypoints, 2 or 3], for example [17, 3]; it is {shape!r}")
+        raise DatasetError(
+            f"{file}: kpt_shape must be [keypoints, 2 or 3], for example [17, 3]; it is {_SHOWN.repr(shape)}"
+        )
     count, dims = map(int, shape)
     if dims not in (2, 3) or not 1 <= count <= MAX_KEYPOINTS:
         raise DatasetError(
@@ -128,7 +158,7 @@ def _keypoint_shape(file: Path, content: dict[str, Any]) -> KeypointShape | None
     numbers = [int(n) if isinstance(n, str) and n.isdecimal() else -1 for n in given]
     if sorted(numbers) != list(range(count)) or any(numbers[numbers[n]] != n for n in numbers):
         raise DatasetError(
-            f"{file}: flip_idx must pair the keypoints 0 to {count - 1} that a mirror exchanges, each once; it is {flip!r}"
+            f"{file}: flip_idx must pair the keypoints 0 to {count - 1} that a mirror exchanges, each once; it is {_SHOWN.repr(flip)}"
         )
     return KeypointShape(count, dims, tuple(numbers))
 
@@ -162,7 +192,9 @@ def _names(file: Path, content: dict[str, Any]) -> tuple[str, ...]:
             raise DatasetError(f"{file}: names must number the classes 0 to {len(names) - 1}, not {', '.join(names)}")
         names = [names[number] for number in numbers]
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
-        raise DatasetError(f"{file}: names must list the classes, for example `names: [qr_code]`; it is {names!r}")
+        raise DatasetError(
+            f"{file}: names must list the classes, for example `names: [qr_code]`; it is {_SHOWN.repr(names)}"
+        )
     count = content.get("nc")
     if count is not None and count != str(len(names)):
         raise DatasetError(f"{file}: nc is {count} but names has {len(names)} classes; nc may be left out")

@@ -42,6 +42,8 @@ class ImageHeader:
     """Inks instead of light: cyan, magenta, yellow and black."""
     several: bool = False
     """An animation, or several pages."""
+    associated_alpha: bool | None = None
+    """Whether colours are stored multiplied by alpha (TIFF 6.0, section 18); None where the file does not say."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -235,27 +237,30 @@ def _webp(data: Data) -> ImageHeader:
 def _gif(data: Data) -> ImageHeader:
     width, height = _unpack("<HH", data, 6)
     truncated = not bytes(data[-64:]).rstrip(b"\0").endswith(b";")
-    return ImageHeader("GIF", width, height, truncated=truncated, several=_gif_has_several(data))
+    alpha, several = _gif_pictures(data)
+    return ImageHeader("GIF", width, height, alpha=alpha, truncated=truncated, several=several)
 
 
-def _gif_has_several(data: Data) -> bool:
-    """Return True if a second picture follows the first one."""
-    position, pictures = 13 + _palette_bytes(data[10:11]), 0
+def _gif_pictures(data: Data) -> tuple[bool, bool]:
+    """Return whether the first picture has a transparent colour, and whether a second one follows it."""
+    position, pictures, alpha = 13 + _palette_bytes(data[10:11]), 0, False
     while position < len(data):
         kind = data[position]
         if kind == 0x2C:
             pictures += 1
             if pictures == 2:
-                return True
+                return alpha, True
             position += 11 + _palette_bytes(data[position + 9 : position + 10])
         elif kind == 0x21:
+            if pictures == 0 and data[position + 1 : position + 3] == b"\xf9\x04":  # graphic control
+                alpha = bool(data[position + 3 : position + 4] and data[position + 3] & 1)
             position += 2
         else:
-            return False  # the end, or damage
+            break  # the end, or damage
         while position < len(data) and data[position]:
             position += 1 + data[position]
         position += 1
-    return False
+    return alpha, False
 
 
 def _palette_bytes(flags: bytes) -> int:
@@ -277,6 +282,7 @@ def _bmp(data: Data) -> ImageHeader:
 # ---------------------------------------------------------------- TIFF 6.0, which is also the inside of EXIF
 
 _WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _STRIPS, _ORIENTATION, _SAMPLES = 256, 257, 258, 262, 273, 274, 277
+_EXTRA_SAMPLES = 338
 _STRIP_SIZES, _TILE_WIDTH, _TILE_HEIGHT = 279, 322, 323
 _TYPE_LAYOUT = {1: "B", 3: "H", 4: "I"}
 _MAX_VALUES = 65_536
@@ -331,6 +337,7 @@ def _tiff(data: Data) -> ImageHeader:
     return ImageHeader(
         "TIFF", width, height, orientation if 1 <= orientation <= 8 else 1, alpha, truncated, bits,
         cmyk=tags.get(_PHOTOMETRIC) == 5, several=_tiff_has_several(data),
+        associated_alpha={1: True, 2: False}.get(tags.get(_EXTRA_SAMPLES, 0)),
     )  # fmt: skip
 
 

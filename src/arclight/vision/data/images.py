@@ -99,15 +99,22 @@ def _decode(data: bytes, header: ImageHeader, max_pixels: int, reduction: int) -
     if image.ndim == 2:
         image = cv2.cvtColor(image, cv2.COLOR_GRAY2BGR)
     if image.shape[2] == 4:
-        image = _on_white(image)
+        # libtiff multiplies colours of 8 bits by an alpha that the file says they are not multiplied by
+        multiplied = header.associated_alpha or (header.associated_alpha is False and header.bits == 8)
+        image = _on_white(image, multiplied=multiplied)
     rgb: Image = cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image)
     # OpenCV turns TIFF images itself, whatever it is asked.
     return rgb if header.format == "TIFF" else _turn(rgb, header.orientation)
 
 
-def _on_white(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Blend colours over white paper: a code drawn in black on nothing stays readable."""
+def _on_white(image: NDArray[np.uint8], *, multiplied: bool) -> NDArray[np.uint8]:
+    """Blend colours over white paper: a code drawn in black on nothing stays readable.
+
+    ``multiplied``: the colours are multiplied by alpha already.
+    """
     alpha = image[..., 3].astype(np.uint16)
+    if multiplied:
+        return (image[..., :3] + (255 - alpha)[..., None]).clip(0, 255).astype(np.uint8)
     background = 255 * (255 - alpha)
     result = np.empty((*image.shape[:2], 3), np.uint8)
     for channel in range(3):
