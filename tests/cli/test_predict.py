@@ -395,6 +395,29 @@ def test_several_runs_are_one_ensemble(run: Path, typed: Typed, monkeypatch: pyt
     assert json.loads(Path("half.json").read_text())["a.png"][0]["confidence"] == 0.45
 
 
+def test_boxes_of_several_runs_suppress_those_of_other_classes_if_asked(
+    detector: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    from arclight.vision import Detections, Detector
+
+    shutil.copytree(detector, "other")
+    cv2.imwrite("a.png", np.zeros((40, 40, 3), np.uint8))
+    classes: dict[int, int] = {}
+
+    def each_another_class(self, images, processing=None):
+        label = classes.setdefault(id(self), len(classes))
+        arrays = [[5, 5, 25, 25]], [0.9 - 0.1 * label], [label]
+        return [Detections.from_arrays(*arrays, names=self.names, image=image) for image in images]
+
+    monkeypatch.setattr(Detector, "predict", each_another_class)
+    for flags, labels in (("", ["cat", "dog"]), ("--agnostic-nms", ["cat"])):
+        classes.clear()
+        typed(f"predict {detector} other a.png --json found.json {flags}")
+        assert [one["label"] for one in json.loads(Path("found.json").read_text())["a.png"]] == labels
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

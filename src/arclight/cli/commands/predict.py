@@ -441,7 +441,7 @@ def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:
     from arclight.vision.inference.slicing import sliced
     from arclight.vision.inference.test_time import augmented
 
-    detect = detectors[0] if len(detectors) == 1 else ensemble(detectors)
+    detect = detectors[0] if len(detectors) == 1 else ensemble(detectors, agnostic=options.agnostic_nms)
     if options.augment:
         detect = augmented(detect, **_suppression(options))
     return detect if options.slice is None else sliced(detect, options.slice, options.overlap, **_suppression(options))

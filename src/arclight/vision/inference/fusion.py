@@ -100,14 +100,22 @@ def _overlap(boxes: Floats, box: Floats) -> Floats:
 
 
 def ensemble(
-    detectors: Sequence[Detect], weights: Sequence[float] | None = None, iou_threshold: float = 0.55
+    detectors: Sequence[Detect],
+    weights: Sequence[float] | None = None,
+    iou_threshold: float = 0.55,
+    *,
+    agnostic: bool = False,
 ) -> Detect:
-    """Return what asks several detectors and fuses their boxes; see :func:`weighted_box_fusion`."""
+    """Return what asks several detectors and fuses their boxes; see :func:`weighted_box_fusion`.
+
+    ``agnostic``: fused boxes suppress those of other classes, too.
+    """
     if not detectors:
         raise ValueError("an ensemble needs one detector or more")
 
     def detect(images: Sequence[Image]) -> list[Detections]:
         answers = [detector(images) for detector in detectors]
-        return [weighted_box_fusion(parts, weights, iou_threshold) for parts in zip(*answers, strict=True)]
+        fused = [weighted_box_fusion(parts, weights, iou_threshold) for parts in zip(*answers, strict=True)]
+        return [suppressed(found, iou_threshold, agnostic=True) for found in fused] if agnostic else fused
 
     return detect
