@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -151,6 +152,14 @@ def test_a_users_mistake_is_one_line_without_a_traceback(typed: Typed, line: str
     assert (status, out) == (2, "")
     assert err.startswith(said)
     assert "Traceback" not in err
+
+
+def test_names_that_no_file_can_have_are_one_line(typed: Typed, folder: Path) -> None:
+    (folder / "round").symlink_to("round")
+    for place, said in (("x" * 300, "File name too long"), ("round", "Too many levels of symbolic links")):
+        status, _, err = typed(f"data lint {place}")
+        assert status == 2
+        assert err.startswith(f"arclight: {place}: {said}")
 
 
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

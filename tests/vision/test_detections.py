@@ -11,6 +11,7 @@ import pytest
 
 from arclight.fabric.extras import MissingExtraError
 from arclight.vision import Detections
+from arclight.vision.data.image_headers import ImageError
 from arclight.vision.results.metrics import DetectionMetrics, DetectionResults
 
 cv2 = pytest.importorskip("cv2")
@@ -112,6 +113,15 @@ def test_labels_stay_inside_the_image():
     blank = draw_boxes(image, corners[:1], [""], [0])
     labelled = draw_boxes(image, corners[:1], ["a"], [0])
     assert (blank != labelled).any()
+
+
+def test_an_image_that_its_format_cannot_hold_is_named(tmp_path):
+    tall = np.zeros((70_000, 8, 3), np.uint8)
+    found = Detections.from_arrays([[0, 0, 8, 8]], [0.9], [0], names=["code"], image=tall)
+    with pytest.raises(ImageError, match=r"found\.jpg: \.jpg does not hold an image of 8 x 70000 pixels; use \.png"):
+        found.save(tmp_path / "found.jpg")
+    assert found.save(tmp_path / "found.png").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["found.png"]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg"])

@@ -63,7 +63,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 FAULTS_OF_USE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-READ_ONLY = errno.EROFS  # has no class of its own
+FAULTS_WITHOUT_CLASS = (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 USAGE_STATUS, INTERRUPTED_STATUS, BROKEN_PIPE_STATUS = 2, 130, 141
 
 
@@ -122,15 +122,15 @@ def is_fault_of_use(error: Exception) -> bool:
     Our own errors do, and those about files and addresses that were named.
     """
     ours = type(error).__module__.partition(".")[0] == "arclight"
-    read_only = isinstance(error, OSError) and error.errno == READ_ONLY
-    return ours or isinstance(error, FAULTS_OF_USE) or read_only or bool(getattr(error, "says_what_to_do", False))
+    named = isinstance(error, OSError) and error.errno in FAULTS_WITHOUT_CLASS
+    return ours or isinstance(error, FAULTS_OF_USE) or named or bool(getattr(error, "says_what_to_do", False))
 
 
 def sentence(error: Exception) -> str:
     """Return the message of an error, with the file and a remedy if it is an OSError."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         advice = (
-            "; name a place that can be written to" if error.errno in (READ_ONLY, errno.EACCES, errno.EPERM) else ""
+            "; name a place that can be written to" if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM) else ""
         )
         return f"{error.filename}: {error.strerror}{advice}"
     before, misfits, listed = str(error).partition("Error(s) in loading state_dict")

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from arclight.fabric.extras import MissingExtraError
+from arclight.vision.data.image_headers import ImageError
 from arclight.vision.keypoints import SEEN
 from arclight.vision.results.masks import Masks
 from arclight.vision.rotated import OrientedBoxes
@@ -292,7 +293,7 @@ def _as_labels(keypoints: Floats, height: int, width: int) -> Floats:
 def write_image(path: str | Path, image: NDArray[np.uint8]) -> Path:
     """Write an RGB image (H, W, 3) in the format of the suffix, atomically.
 
-    Raises ValueError for a suffix that is none.
+    Raises ValueError for a suffix that is none, and ImageError for an image that its format cannot hold.
     """
     from arclight.fabric.extras import require
 
@@ -301,7 +302,10 @@ def write_image(path: str | Path, image: NDArray[np.uint8]) -> Path:
         raise ValueError(
             f"{path.name}: images are not written as {path.suffix or 'files without suffix'}; use .jpg or .png"
         )
-    _, data = cv2.imencode(path.suffix, cv2.cvtColor(image, cv2.COLOR_RGB2BGR))
+    written, data = cv2.imencode(path.suffix, cv2.cvtColor(image, cv2.COLOR_RGB2BGR))
+    if not written:
+        height, width = image.shape[:2]
+        raise ImageError(f"{path.name}: {path.suffix} does not hold an image of {width} x {height} pixels; use .png")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_bytes(data.tobytes())
