@@ -18,7 +18,7 @@ from arclight.optim.settings import SGD, AdamW
 from arclight.trainer import Callback, Trainer
 from arclight.trainer.callbacks import BatchSizeFinder, ModelCheckpoint
 from arclight.vision import Detector
-from arclight.vision.data.augment_settings import Augment
+from arclight.vision.data.augment_settings import Augment, NoAugment
 from arclight.vision.data.data_yaml import read_data_yaml
 from arclight.vision.data.dataset import DetectionDataset
 from arclight.vision.data.mix import MixedData
@@ -190,6 +190,21 @@ def test_a_single_class_is_one_in_kept_images_too(tmp_path: Path, write_dataset:
     samples = DetectionData(task).open_for_training().__getitems__(range(12))
     assert sum(len(sample.targets) for sample in samples) > 6
     assert {int(row[0]) for sample in samples for row in sample.targets} == {0}
+
+
+@pytest.mark.parametrize(("names", "mirrored"), [("code, text", False), ("code, cat", True)])
+def test_a_single_class_is_not_mirrored_if_one_of_its_classes_never_is(
+    tmp_path: Path, write_dataset: Callable[..., Path], names: str, mirrored: bool
+) -> None:
+    yaml = write_dataset(tmp_path, 6)
+    yaml.write_text(f"train: images/train\nnames: [{names}]\n")
+    images = []
+    for share in (0.0, 1.0):
+        task = DetectionTask(
+            data=yaml, image_size=64, cache_labels=False, single_class=True, augment=NoAugment(fliplr=share)
+        )
+        images.append([sample.image for sample in DetectionData(task).open_for_training().__getitems__(range(6))])
+    assert all(torch.equal(one, other) != mirrored for one, other in zip(*images, strict=True))
 
 
 @pytest.mark.parametrize("model", ["yolov5n", pytest.param("arc-n", marks=pytest.mark.slow)])

@@ -272,6 +272,7 @@ class DetectionDataset(Dataset[Sample]):
                 outlines += added.outlines or []
             sizes.append(len(added.images))
         if single_class:
+            settings["names"] = _single_name(settings["names"], settings.get("augment"))
             for rows in labels:
                 rows[:, 0] = 0
         mixed = EpochMix(sizes, [source.weight for source in mix]) if mix else None
@@ -572,6 +573,15 @@ def _refuse_together(
         raise ValueError("rect=True is for boxes alone: leave it False")
     if rect and image_weights:
         raise ValueError("rect and image_weights both say which images share a batch: leave one of them out")
+
+
+def _single_name(names: Sequence[str], augment: Augment | None) -> list[str]:
+    """Return the name that stands for all classes: one whose images are never mirrored, if any is.
+
+    No image tells which of them it has.
+    """
+    fixed = frozenset() if augment is None else augmentation.never_mirrored(names, augment)
+    return [names[min(fixed, default=0)]]
 
 
 def _oriented_targets(classes: NDArray[np.float32], outlines: Sequence[Points], size: int) -> NDArray[np.float32]:

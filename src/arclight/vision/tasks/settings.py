@@ -145,7 +145,7 @@ class DetectionTask(VisionTask):
     image_weights: bool = False
     """Draw training images with replacement, those of rare classes more often."""
     single_class: bool = False
-    """Take all classes for one, called object."""
+    """Take all classes for one, called object; images are not mirrored if those of any class never are."""
     box_gain: NonNegativeFloat = 0.05
     """Weight of the box loss."""
     obj_gain: NonNegativeFloat = 1.0
