@@ -282,6 +282,30 @@ anything = st.text(st.characters(exclude_categories=()), max_size=300)  # surrog
 tlv = st.lists(st.tuples(st.from_regex(r"[0-9]{2}", fullmatch=True), anything), max_size=8)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"accounts": [Account("26", guid="A"), Account("26", guid="B")]}, "tag 26 at .*: appears more than once"),
+        ({"accounts": [Account("26", guid="A", fields={"00": "B"})]}, r"tag 26\.00 at .*: appears more than once"),
+        ({"accounts": [Account("52", value="5812")]}, "tag 52 at 0: stands where 02 to 51 belong"),
+        ({"accounts": [Account("01", value="12")]}, "tag 01 at 0: stands where 02 to 51 belong"),
+        ({"others": {"54": "1"}}, "tag 54 at 0: stands where 65 to 99 belong"),
+        ({"others": {"59": "OTHER"}}, "tag 59 at 0: stands where 65 to 99 belong"),
+        ({"tip": Tip("most")}, "tag 55 at 0: has no tip of kind 'most'"),
+    ],
+)  # fmt: skip
+def test_nothing_takes_the_place_of_another_value(changes: dict[str, object], said: str) -> None:
+    """One of two accounts of a tag was dropped: the code paid the other one alone."""
+    values: dict[str, object] = {
+        "merchant_name": "WARUNG",
+        "city": "YOGYAKARTA",
+        "mcc": "5812",
+        "nmid": "ID1020012345678",
+    }
+    with pytest.raises(QrisError, match=said):
+        build(**values | changes)  # type: ignore[arg-type]
+
+
 @given(anything | tlv.map(lambda pairs: "".join(f"{tag}{len(v):02d}{v}" for tag, v in pairs)))
 @settings(max_examples=300, deadline=None)
 def test_only_qris_errors_on_any_text(text: str) -> None:

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from arclight.vision.qris.payload import rules
-from arclight.vision.qris.payload.tlv import Field, Problem, QrisError, crc_of_text, join, split
+from arclight.vision.qris.payload.tlv import Field, Problem, QrisError, crc_of_text, is_digits, join, split
 
 Kind = Literal["qris", "emvco", "other"]
 
@@ -28,6 +28,7 @@ _ADDITIONAL_NAMES = {
     "08": "purpose",
     "09": "consumer_data_request",
 }
+_OTHERS = range(65, 100)
 _TIP_KINDS: dict[str, Literal["prompt", "fixed", "percentage"]] = {"01": "prompt", "02": "fixed", "03": "percentage"}
 
 
@@ -162,13 +163,15 @@ def build(
     ``is_dynamic`` defaults to whether there is an amount.
     """
     dynamic = amount is not None if is_dynamic is None else is_dynamic
-    pairs = {"00": "01", "01": "12" if dynamic else "11"}
-    every = {account.tag: account for account in accounts}
-    if nmid is not None and rules.QRIS_TAG not in every:
+    every = list(accounts)
+    _check_tags((account.tag for account in every), rules.ACCOUNTS)
+    _check_tags(others or (), _OTHERS)
+    if nmid is not None and rules.QRIS_TAG not in {account.tag for account in every}:
         fields = {"02": nmid} | ({"03": criteria} if criteria is not None else {})
-        every[rules.QRIS_TAG] = Account(rules.QRIS_TAG, guid=rules.QRIS_GUID, fields=fields)
-    for tag in sorted(every):
-        pairs[tag] = _account_text(every[tag])
+        every.append(Account(rules.QRIS_TAG, guid=rules.QRIS_GUID, fields=fields))
+    # A list: of a tag given twice parsing complains, where one would take the place of the other here.
+    pairs = [("00", "01"), ("01", "12" if dynamic else "11")]
+    pairs += [(account.tag, _account_text(account)) for account in sorted(every, key=lambda account: account.tag)]
     optional = {
         "52": mcc,
         "53": currency,
@@ -182,8 +185,14 @@ def build(
         "64": _template(language, {"language": "00", "merchant_name": "01", "city": "02"}),
         **(others or {}),
     }
-    pairs |= {tag: value for tag, value in optional.items() if value is not None}
-    return close(pairs.items())
+    return close([*pairs, *((tag, value) for tag, value in optional.items() if value is not None)])
+
+
+def _check_tags(tags: Iterable[str], known: range) -> None:
+    """Raise QrisError for tags that are not among the ``known`` ones."""
+    strange = [tag for tag in tags if not (is_digits(tag) and len(tag) == 2 and int(tag) in known)]
+    if strange:
+        raise QrisError(Problem(tag, 0, f"stands where {known[0]:02d} to {known[-1]} belong") for tag in strange)
 
 
 def close(pairs: Iterable[tuple[str, str]]) -> str:
@@ -252,7 +261,7 @@ def _payload(by_tag: dict[str, Field]) -> Payload:
         criteria=switch.get("03"),
         additional={_ADDITIONAL_NAMES.get(tag, tag): text for tag, text in inside("62").items()},
         language={names.get(tag, tag): text for tag, text in inside("64").items()},
-        others={tag: entry.value for tag, entry in by_tag.items() if int(tag) >= 65},
+        others={tag: entry.value for tag, entry in by_tag.items() if int(tag) in _OTHERS},
     )
 
 
@@ -266,14 +275,17 @@ def _account(entry: Field) -> Account:
 def _account_text(account: Account) -> str:
     if account.value is not None:
         return account.value
-    guid = {} if account.guid is None else {"00": account.guid}
-    return join((guid | dict(account.fields)).items())
+    return join([*([] if account.guid is None else [("00", account.guid)]), *account.fields.items()])
 
 
 def _tip_fields(tip: Tip | None) -> dict[str, str | None]:
     if tip is None:
         return {}
-    tag = {kind: tag for tag, kind in _TIP_KINDS.items()}[tip.kind]
+    tag = {kind: tag for tag, kind in _TIP_KINDS.items()}.get(tip.kind)
+    if tag is None:
+        raise QrisError(
+            [Problem("55", 0, f"has no tip of kind {tip.kind!r}: there are {', '.join(_TIP_KINDS.values())}")]
+        )
     return {"55": tag, {"fixed": "56", "percentage": "57"}.get(tip.kind, "56"): _number(tip.value)}
 
 
