@@ -203,3 +203,18 @@ def test_numbers_beyond_their_interval_are_refused(wrong: dict[str, Any]) -> Non
     optimizer = QHADOPT().build(start().items())
     with pytest.raises(ValueError, match=next(iter(wrong))):
         optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(2)))], **wrong})
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-30])
+def test_no_gradient_yet_is_no_nan_whatever_eps_is(eps: float) -> None:
+    """Its square is 0 in float32, as eps squared is: a quotient of both ended the weights that had no gradient at first."""
+    found = []
+    for used in (eps, 1e-12):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = ADOPT(lr=0.1, eps=used).build([("w", weight)])
+        for gradient in ([0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 1.0, 1.0]):
+            weight.grad = torch.tensor(gradient)
+            optimizer.step()
+        found.append(weight.detach())
+    assert torch.isfinite(found[0]).all()
+    assert torch.equal(*found)

@@ -324,6 +324,20 @@ class Named(nn.Module):
         self.head, self.fc, self.classifier = (nn.Linear(8, 3) for _ in range(3))
 
 
+@pytest.mark.parametrize("settings", [Muon(), NorMuon(), NorMuon(state_dtype="bfloat16")])
+def test_matrices_of_float16_are_updated_as_those_of_float32(settings: Muon) -> None:
+    found = []
+    for dtype in (torch.float32, torch.float16):
+        generator = torch.Generator().manual_seed(1)
+        weight = nn.Parameter(torch.randn(6, 4, generator=generator).to(dtype))
+        optimizer = settings.build([("layers.0.weight", weight)])
+        for _ in range(3):
+            weight.grad = torch.randn(6, 4, generator=generator).to(dtype)
+            optimizer.step()
+        found.append(weight.detach().float())
+    torch.testing.assert_close(found[1], found[0], atol=5e-3, rtol=5e-3)
+
+
 @pytest.mark.parametrize("settings", [Muon(), NorMuon()])
 def test_muon_leaves_embeddings_kernels_and_output_layers_to_adamw(settings: Muon) -> None:
     kinds = {name: group["kind"] for name, _, group in settings.build(Named().named_parameters()).named()}

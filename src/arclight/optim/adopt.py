@@ -105,7 +105,8 @@ def _foreach_update(
 ) -> None:  # fmt: skip
     (beta1, beta2), lr, v1 = group["betas"], group["lr"], group["v1"]
     clips = [count**0.25 for count in counts]  # 0 at the first step, whose normalised gradients so become zero
-    normalised = torch._foreach_clamp_min(squares, group["eps"] ** 2)
+    # not below the smallest normal number: eps squared may be 0 in float32, and so are squares where no gradient was yet
+    normalised = torch._foreach_clamp_min(squares, max(group["eps"] ** 2, torch.finfo(torch.float32).tiny))
     torch._foreach_rsqrt_(normalised)  # of the larger square: cheaper than a root and a quotient
     torch._foreach_mul_(normalised, gradients)
     torch._foreach_clamp_max_(normalised, clips)

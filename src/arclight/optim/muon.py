@@ -148,7 +148,7 @@ def _normalise_rows(
     squares = summed(updates.square().sum(-1, keepdim=True), hops, -1)
     moments = [local_tensor(state["neuron_sq"]) for _, _, state in own]
     lengths = [math.prod(moment.shape[:-2]) for moment in moments]
-    running = torch.cat([_as_stack(moment) for moment in moments])
+    running = torch.cat([_as_stack(moment) for moment in moments]).to(squares.dtype)
     running = running.lerp(squares / columns, 1 - group["beta2"])
     for moment, new in zip(moments, running.split(lengths), strict=True):
         store(moment, new.view(moment.shape), skip)
