@@ -125,6 +125,25 @@ def test_weights_are_those_of_the_best_checkpoint_of_a_run(tmp_path: Path) -> No
         Detector(task, names=["code", "text"])
 
 
+@pytest.mark.parametrize("verb", ["fit", "validate"])
+def test_classes_that_have_other_numbers_than_in_the_checkpoint_are_refused(
+    tmp_path: Path, verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = detector_run(tmp_path / "run")
+    path = str(run / "checkpoints" / "last.ckpt")
+    task = Detector.load(path).settings
+
+    def meet(names: list[str]) -> None:
+        trainer = quiet(tmp_path, max_steps=2, limit_val_batches=1)
+        getattr(trainer, verb)(Detector(task, names=names), datamodule=DetectionData(task), ckpt_path=path)
+
+    with pytest.raises(CheckpointError, match=r"class 0 is 'code', which is class 1 of the data: .*: code, text"):
+        meet(["text", "code"])
+    with caplog.at_level("WARNING", logger="arclight"):
+        meet(["qr", "text"])
+    assert "class 0 is 'code' in the checkpoint, and 'qr' in the data: they are taken for the same" in caplog.text
+
+
 def test_a_tuned_checkpoint_needs_no_other_file(trained: Path, scenes: Path, tmp_path: Path) -> None:
     weights = tmp_path / "w.ckpt"
     shutil.copytree(trained / "end.ckpt", weights)

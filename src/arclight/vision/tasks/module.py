@@ -464,6 +464,9 @@ class VisionModule(Module, abc.ABC):
             checkpoint["teacher"] = self._taught_by
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._trainer is not None:
+            known = arguments_for(VisionModule, checkpoint, dict.fromkeys(("settings", "table", "network")))
+            check_class_names(known.get("names") or (), self.names)
         self._awaited_weights = None
         self.memory_format = _FORMATS.get(checkpoint.get("memory_format", ""))
         resumed = self._trainer is not None and self._trainer.state.fn == "fit"  # one that is only opened binds nobody
@@ -557,6 +560,28 @@ class VisionModule(Module, abc.ABC):
         self.results = merged.compute()
         for number, (name, value) in enumerate(self.scores(self.results).items()):
             self.log(f"{stage}/{name}", value, prog_bar=not number)
+
+
+def check_class_names(trained: Sequence[str], names: Sequence[str]) -> None:
+    """Compare the class names of a checkpoint with those of the data that it meets.
+
+    Raises CheckpointError if a class has another number there: each would be taken for another one. Only warns of other names, as
+    they may have been corrected.
+    """
+    pairs = list(enumerate(zip(trained, names, strict=False)))
+    other = [(number, before, here) for number, (before, here) in pairs if before != here]
+    if not other or len(trained) != len(names):  # other numbers of classes do not fit the weights
+        return
+    number, before, here = other[0]
+    if moved := next((name for _, name, _ in other if name in names), None):
+        raise CheckpointError(
+            f"the checkpoint's class {trained.index(moved)} is {moved!r}, which is class {names.index(moved)} of the data: each class would be "
+            f"taken for another. Put the names in the order of the run: {', '.join(trained[:8])}{', ...' * (len(trained) > 8)}"
+        )
+    _LOG.warning(
+        "class %d is %r in the checkpoint, and %r in the data%s: they are taken for the same",
+        number, before, here, f", and {len(other) - 1} more differ" if len(other) > 1 else "",
+    )  # fmt: skip
 
 
 @torch.inference_mode()
