@@ -12,8 +12,8 @@ from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.optim.elementwise_rules import decay_of, is_half
 from arclight.optim.stochastic_rounding import DTYPES, Owned, aligned_gradients, draws, round_stochastically, store
 
-_CACHED_ELEMENTS = 1 << 17
-"""Elements of a tensor that a CPU updates at a time: weight, gradient, moments and temporaries fit into its cache."""
+_CACHED_ELEMENTS = 1 << 18
+"""Elements of a tensor that a CPU updates at a time: weight, gradient, moments and one temporary fit into its cache."""
 
 
 class AdoptRule:
@@ -88,7 +88,7 @@ def _update(
     weights: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor], counts: list[Any],
     group: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Update lists of tensors in place, on a CPU in parts that fit into the cache."""
+    """Update lists of tensors in place."""
     if weights[0].device.type != "cpu":
         _foreach_update(weights, gradients, means, squares, counts, group)
         return
@@ -96,7 +96,29 @@ def _update(
         flat = all(x.is_contiguous() for x in tensors)
         parts = [x.view(-1).split(_CACHED_ELEMENTS) if flat else (x,) for x in tensors]
         for weight, gradient, mean, square in zip(*parts, strict=True):
-            _foreach_update([weight], [gradient], [mean], [square], [count], group)
+            _update_part(weight, gradient, mean, square, count, group)
+
+
+def _update_part(
+    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, count: float, group: Mapping[str, Any]
+) -> None:
+    """Update one tensor on a CPU as :func:`_foreach_update` does, in fewer passes."""
+    (beta1, beta2), lr, v1, started = group["betas"], float(group["lr"]), group["v1"], int(count > 0)
+    clip, kept = count**0.25, beta2 * started
+    normalised = square.clamp_min(_least_square(group)).rsqrt_().mul_(gradient).clamp_(-clip, clip)
+    mean.lerp_(normalised, 1 - beta1)
+    if group["weight_decay"]:
+        weight.mul_(1 - lr * decay_of(group) * started)
+    weight.sub_(normalised.lerp_(mean, v1) if v1 < 1 else mean, alpha=lr)
+    square.mul_(kept).addcmul_(gradient, gradient, value=1 - kept)
+
+
+def _least_square(group: Mapping[str, Any]) -> float:
+    """Return eps squared, but at least the smallest normal number.
+
+    In float32 the square of a small eps is 0, and so is the second moment where no gradient was yet.
+    """
+    return max(float(group["eps"]) ** 2, torch.finfo(torch.float32).tiny)
 
 
 def _foreach_update(
@@ -105,8 +127,7 @@ def _foreach_update(
 ) -> None:  # fmt: skip
     (beta1, beta2), lr, v1 = group["betas"], group["lr"], group["v1"]
     clips = [count**0.25 for count in counts]  # 0 at the first step, whose normalised gradients so become zero
-    # not below the smallest normal number: eps squared may be 0 in float32, and so are squares where no gradient was yet
-    normalised = torch._foreach_clamp_min(squares, max(group["eps"] ** 2, torch.finfo(torch.float32).tiny))
+    normalised = torch._foreach_clamp_min(squares, _least_square(group))
     torch._foreach_rsqrt_(normalised)  # of the larger square: cheaper than a root and a quotient
     torch._foreach_mul_(normalised, gradients)
     torch._foreach_clamp_max_(normalised, clips)
