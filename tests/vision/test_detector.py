@@ -144,6 +144,24 @@ def test_classes_that_have_other_numbers_than_in_the_checkpoint_are_refused(
     assert "class 0 is 'code' in the checkpoint, and 'qr' in the data: they are taken for the same" in caplog.text
 
 
+def test_a_program_is_not_scored_on_data_of_other_classes(tmp_path: Path) -> None:
+    """A third class ended in an error of the metrics, and an exchange of two in scores of nothing."""
+    detector = Detector.load(detector_run(tmp_path / "run") / "checkpoints" / "last.ckpt")
+    other = detector.settings.data.with_name("other.yaml")
+    for names, error, said in (
+        ("code, text, cat", DatasetError, r"other\.yaml has 3 classes, and this network tells 2 apart: code, text"),
+        ("text, code", CheckpointError, "class 0 is 'code', which is class 1 of the data"),
+    ):
+        other.write_text(f"train: images/train\nval: images/val\nnames: [{names}]\n")
+        data = DetectionData(dataclasses.replace(detector.settings, data=other))
+        deployment = detector.configure_deployment(data, 1)
+        assert deployment.metric is not None
+        assert deployment.evaluation is not None
+        for score in (deployment.metric, deployment.evaluation.scores):
+            with pytest.raises(error, match=said):
+                score(deployment.model)
+
+
 def test_a_tuned_checkpoint_needs_no_other_file(trained: Path, scenes: Path, tmp_path: Path) -> None:
     weights = tmp_path / "w.ckpt"
     shutil.copytree(trained / "end.ckpt", weights)

@@ -188,7 +188,7 @@ class VisionModule(Module, abc.ABC):
         data = data or self.settings.data_class()(self.settings)
 
         def score(network: Callable[..., Any]) -> float:
-            return next(iter(self._scored(network, data.open("val"), data.collate).values()))
+            return next(iter(self._scored(network, data, data.open("val")).values()))
 
         shipped = self.deployment(data.calibration_dataset(), batches)
         return dataclasses.replace(shipped, metric=score, evaluation=self.evaluation(data))
@@ -225,15 +225,23 @@ class VisionModule(Module, abc.ABC):
         )  # not before it is read: what is exported needs no such split
         return Evaluation(
             samples=_named_batches(opened),
-            scores=lambda network: self._scored(network, opened(), data.collate),
+            scores=lambda network: self._scored(network, data, opened()),
             classes=frozenset(map(_of_class, self.names)),
             parts=self.output_parts,
         )
 
-    def _scored(
-        self, network: Callable[..., Any], images: Any, collate: Callable[[Any], dict[str, Any]]
-    ) -> dict[str, float]:
-        results = evaluate(network, images, self._build_metrics(), collate)
+    def _scored(self, network: Callable[..., Any], data: VisionData, images: Any) -> dict[str, float]:
+        """Score a network on ``images`` of ``data``.
+
+        Raises DatasetError for data of other classes.
+        """
+        if len(data.names) != len(self.names):
+            raise DatasetError(
+                f"{data.settings.data} has {len(data.names)} classes, and this network tells {len(self.names)} apart: "
+                f"{', '.join(self.names[:8])}{', ...' * (len(self.names) > 8)}"
+            )
+        check_class_names(self.names, data.names)
+        results = evaluate(network, images, self._build_metrics(), data.collate)
         by_class = zip(self.names, results.class_scores, strict=True)
         return self.scores(results) | {_of_class(name): float(one) for name, one in by_class if np.isfinite(one)}
 
