@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +17,7 @@ cv2 = pytest.importorskip("cv2")
 pytest.importorskip("segno")
 pytest.importorskip("zxingcpp")
 
+from arclight.cli.command import main  # noqa: E402
 from arclight.cli.commands import demo  # noqa: E402
 from arclight.cli.style import console_of  # noqa: E402
 from arclight.vision.results.detections import Boxes, Detections  # noqa: E402
@@ -42,3 +46,41 @@ def test_the_demo_runs_to_its_page(tmp_path: Path, capsys: pytest.CaptureFixture
     read, readable = re.search(r"(\d+) of \d+ codes read.*?; (\d+) are readable", printed, re.DOTALL).groups()  # type: ignore[union-attr]
     assert 0 < int(read) <= int(readable)
     assert (tmp_path / "demo" / "fraud" / "page.html").exists()
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from arclight.cli.commands.demo import _lock
+with _lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_demos_in_one_folder_are_refused_without_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = tmp_path / "demo" / "data" / "data.yaml"
+    drawn.parent.mkdir(parents=True)
+    drawn.write_text("of the other demo")
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "demo")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdin is not None
+    assert other.stdout is not None
+    try:
+        assert other.stdout.readline() == "held\n"
+        assert main(["demo", "--root", str(tmp_path), "--scenes", "1"]) == 2
+        assert (
+            f"another arclight demo (process {other.pid} on {platform.node()}) is at work in {tmp_path / 'demo'}: wait until it has ended, or name "
+            "another folder with --root" in capsys.readouterr().err
+        )
+        assert drawn.read_text() == "of the other demo"
+    finally:
+        other.kill()  # what held the folder need not end in order
+        other.communicate()
+    ran: list[str] = []
+    monkeypatch.setattr(demo.Demo, "_run", lambda self: ran.append(str(self.folder)))
+    assert main(["demo", "--root", str(tmp_path)]) == 0
+    assert ran == [str(tmp_path / "demo")]

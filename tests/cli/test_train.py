@@ -12,6 +12,7 @@ import pytest
 from arclight.checkpoint import find_last
 from arclight.checkpoint import load as load_checkpoint
 from arclight.cli.schema import Recipe
+from arclight.fabric.precision import names
 from arclight.recipe import read
 
 Typed = Callable[[str], tuple[int, str, str]]
@@ -96,3 +97,32 @@ def test_mistakes_in_a_run_are_reported_without_a_traceback(typed: Typed, tiny: 
         assert status == 2, line
         assert err.startswith(f"arclight: {message}"), err
     assert not Path("runs").exists()
+
+
+def test_a_run_records_what_was_measured_and_resumes_with_it(
+    tiny: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed("train tiny.toml --task.lr 0.2 --trainer.max_epochs 5 --name whole --trainer.precision bf16-mixed")
+    monkeypatch.setattr(names, "faster_precision", lambda device: "bf16-mixed")
+    status, out, err = typed("train tiny.toml --task.lr 0.2 --trainer.precision auto")
+    assert (status, err) == (0, "")
+    assert out.count("measured: precision = bf16-mixed\n") == 1
+    run = Path("runs/tiny/1")
+    assert json.loads((run / "environment.json").read_text())["measured"] == {"precision": "bf16-mixed"}
+    assert "measured: precision = bf16-mixed\n" in (run / "log.txt").read_text()
+    first = (run / "recipe.toml").read_text().splitlines()[0]
+    assert first == f"# arclight train {run}/recipe.toml --trainer.precision bf16-mixed repeats this run."
+
+    monkeypatch.setattr(names, "faster_precision", lambda device: "32-true")  # as under load
+    status, out, err = typed(
+        "train tiny.toml --task.lr 0.2 --trainer.max_epochs 5 --trainer.precision auto --resume last"
+    )
+    assert (status, err) == (0, "")
+    assert "measured: precision = bf16-mixed\n" in out
+    assert json.loads((run / "environment.json").read_text())["measured"] == {"precision": "bf16-mixed"}
+    assert np.array_equal(weights(run), weights(Path("runs/whole/1")))
+
+
+def test_a_run_without_measured_settings_records_none(trained: Path) -> None:
+    assert "measured" not in json.loads((trained / "environment.json").read_text())
+    assert (trained / "recipe.toml").read_text().splitlines()[0].endswith("/recipe.toml repeats this run.")

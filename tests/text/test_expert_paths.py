@@ -250,8 +250,10 @@ def test_a_resumed_run_takes_the_path_of_the_first(tmp_path: Path, monkeypatch: 
     trainer, model = fit(tmp_path / "1", steps=2, batch_size=4, settings=task, val_check_interval=2)
     assert paths(model.model) == {"dense"}
     assert set(model.expert_paths.values()) == {"dense"}
+    assert trainer.measured == {"overrides.moe.path": "dense"}
     Clock(monkeypatch, grouped=0.1, dense=0.5)
     last = trainer.checkpoint_callback.last_model_path or trainer.checkpoint_callback.best_model_path
     _, resumed = fit(tmp_path / "2", steps=3, batch_size=4, ckpt=last, settings=task, val_check_interval=None)
     assert paths(resumed.model) == {"dense"}
+    assert resumed.trainer.measured == {"overrides.moe.path": "dense"}
     assert clock.asked == 1

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import arclight as al
+from arclight.fabric.precision import names
 from arclight.trainer import NonFiniteLossError
 
 
@@ -367,3 +368,13 @@ def test_a_schedule_stepped_by_hand_at_the_last_batch() -> None:
     fitted = trainer(max_epochs=3)
     fitted.fit(ByHand(), batches())
     assert fitted.optimizers[0].param_groups[0]["lr"] == 0.125
+
+
+def test_ranks_train_in_the_precision_that_rank_zero_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "faster_precision", lambda device: "32-true")
+    made = trainer(precision="auto", accelerator="cpu")
+    # rank 0 has measured otherwise
+    monkeypatch.setattr(made.strategy, "broadcast", lambda own: "bf16-mixed" if own == "32-true" else own)
+    made.fit(Mlp(), batches())
+    assert made.precision == "bf16-mixed"
+    assert made.measured == {"precision": "bf16-mixed"}

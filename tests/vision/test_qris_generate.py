@@ -226,3 +226,16 @@ def test_labels_may_be_the_corners_of_codes_for_rotated_boxes(tmp_path: Path) ->
         np.testing.assert_allclose(np.array(rows).reshape(-1, 4, 2) * 96, np.array(drawn).reshape(-1, 4, 2), atol=0.01)
     with pytest.raises(GenerateError, match="corners and rotated are two kinds of labels"):
         generate(tmp_path / "both", 6, corners=True, rotated=True)
+
+
+def test_a_folder_that_another_process_fills_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
+    def fill(done: int, count: int) -> None:
+        (tmp_path / "set").mkdir(exist_ok=True)
+        (tmp_path / "set" / "theirs").write_text("1")
+
+    with pytest.raises(
+        GenerateError, match="set was filled by another process while its scenes were drawn, and is left"
+    ):
+        generate(tmp_path / "set", 1, 5, size=320, val_share=0, workers=1, progress=fill)
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+    assert [path.name for path in (tmp_path / "set").iterdir()] == ["theirs"]

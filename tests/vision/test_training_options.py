@@ -82,9 +82,21 @@ def test_all_ranks_train_in_the_memory_format_that_the_first_measured(monkeypatc
     made = detector()
     monkeypatch.setattr(vision_module, "fastest_memory_format", lambda *arguments: torch.contiguous_format)
     strategy = SimpleNamespace(in_stages=False, broadcast=lambda own: torch.channels_last)
-    trainer = SimpleNamespace(strategy=strategy, precision_plugin=SimpleNamespace(forward_context=None))
+    found: dict[str, str] = {}
+    trainer = SimpleNamespace(
+        strategy=strategy, precision_plugin=SimpleNamespace(forward_context=None), record_measured=found.__setitem__
+    )
     monkeypatch.setattr(Detector, "trainer", trainer)
     made.on_fit_start()
+    assert made.memory_format is torch.channels_last
+    assert found == {"memory_format": "channels_last"}
+
+
+def test_a_memory_format_that_was_set_stays_where_the_checkpoint_has_none() -> None:
+    made = detector(memory_format="contiguous")
+    made.on_load_checkpoint({})
+    assert made.memory_format is torch.contiguous_format
+    made.on_load_checkpoint({"memory_format": "channels_last"})
     assert made.memory_format is torch.channels_last
 
 

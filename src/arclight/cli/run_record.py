@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from arclight.fabric.atomic_replace import replace_text
 from arclight.recipe import write
@@ -66,9 +67,15 @@ class RunRecord(Callback):
         for handler in self.handlers:
             _LOG.addHandler(handler)
 
-    def keep(self, run: RunFolder) -> None:
-        """Write the settings where the run keeps them."""
-        self.write(run.recipe, f"arclight train {run.recipe}")
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Write and print what "auto" settings were measured as, which nobody knew before."""
+        if trainer.is_global_zero and trainer.measured and not trainer.fast_dev_run:
+            self.keep(trainer.run_folder, measured_flags(trainer.measured))
+            print(f"measured: {listed(trainer.measured)}")
+
+    def keep(self, run: RunFolder, flags: str = "") -> None:
+        """Write the settings where the run keeps them; ``flags``: those that fix what was measured."""
+        self.write(run.recipe, f"arclight train {run.recipe}{flags}")
 
     def write(self, path: Path, command: str) -> None:
         replace_text(path, f"# {command} repeats this run.\n\n{self.text}", durable=False)
@@ -85,3 +92,17 @@ class RunRecord(Callback):
             _LOG.removeHandler(handler)
             handler.close()
         self.handlers = []
+
+
+def listed(measured: Mapping[str, Any]) -> str:
+    """Return "name = value, ..." of measured settings."""
+    return ", ".join(f"{name} = {value}" for name, value in measured.items())
+
+
+def measured_flags(measured: Mapping[str, Any]) -> str:
+    """Return the flags of the command line that fix measured settings, each after a space.
+
+    One that was measured differently for several layers has none: the run's checkpoints keep it.
+    """
+    fixed = {f"{'trainer' if name == 'precision' else 'task'}.{name}": value for name, value in measured.items()}
+    return "".join(f" --{name} {value}" for name, value in fixed.items() if isinstance(value, str | int))

@@ -147,9 +147,9 @@ class ConfigRecord(RunRecord):
         super().__init__(text)
         self.target = target
 
-    def keep(self, run: RunFolder) -> None:
+    def keep(self, run: RunFolder, flags: str = "") -> None:
         path = run.path / "config.toml"
-        self.write(path, f"arclight train {self.target} --config {path}")
+        self.write(path, f"arclight train {self.target} --config {path}{flags}")
 
 
 def user_help(parser: Parser, model: type, options: Namespace) -> str:

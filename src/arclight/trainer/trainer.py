@@ -396,12 +396,28 @@ class Trainer:
         gradients.clip(self.strategy, optimizer, value, algorithm)
 
     def adopt_precision(self, name: str | None) -> None:
-        """Adopt a checkpoint's precision if this run's is "auto".
+        """Adopt a checkpoint's precision, else rank 0's, if this run's is "auto". A collective.
 
-        It is measured then, and a second measurement may differ.
+        Each process has measured its own, and another measurement may differ.
         """
-        if name is not None and self._precision_choice == "auto":
+        if self._precision_choice != "auto":
+            return
+        name = self.strategy.broadcast(name or self.precision)
+        if name != self.precision:
             self.precision_plugin = self.strategy.precision = resolve_precision(name, self.strategy.root_device.type)
+        self.record_measured("precision", name)
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """Values of "auto" settings in the newest fit, by setting, as measured or as resumed."""
+        return self.run_state.measured
+
+    def record_measured(self, setting: str, value: Any) -> None:
+        """Record what an "auto" setting that changes numbers was measured as.
+
+        Loggers, ``log.txt`` and ``environment.json`` show it. ``setting``: its name among those of the module's task.
+        """
+        self.run_state.measured[setting] = value
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 

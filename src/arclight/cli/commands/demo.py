@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import sys
 import time
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser
+from arclight.cli.arguments import Parser, UsageError
 from arclight.cli.run_setup import build_task, callbacks, make_trainer
 from arclight.cli.schema import Recipe
 from arclight.cli.style import console_of
@@ -85,6 +86,11 @@ class Demo:
         self.console, self.begun = console, time.monotonic()
 
     def run(self) -> None:
+        """Run all steps. Raises UsageError if another demo is at work in the folder."""
+        with _lock(self.folder):
+            self._run()
+
+    def _run(self) -> None:
         data = self.draw()
         detector, datamodule, run = self.train(data)
         programs = self.export(detector, datamodule.calibration_dataset())
@@ -266,6 +272,27 @@ class Demo:
             ("try it", f"{command()} serve --program {self.folder / 'programs' / 'detector-int8.onnx'}"),
         ):
             self.console.print(f"{name:<8} {place}", soft_wrap=True, markup=False)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold ``folder`` for this process; the operating system releases it whenever the process ends."""
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "demo.lock", "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise UsageError(
+                f"another arclight demo ({file.read().strip() or 'process unknown'}) is at work in {folder}: wait until it has ended, or "
+                "name another folder with --root"
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        yield
 
 
 @contextmanager

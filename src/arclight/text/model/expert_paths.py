@@ -77,14 +77,20 @@ class ShapeClass:
 
 
 def prepare_paths_for_fit(
-    model: nn.Module, tokens: int, strategy: Any, dtype: torch.dtype, kept: dict[str, Path]
+    model: nn.Module, tokens: int, trainer: Any, dtype: torch.dtype, kept: dict[str, Path]
 ) -> dict[str, Path]:
-    """Set the paths of a fit's experts, alike on all ranks of its ``strategy``.
+    """Set the paths of a fit's experts, alike on all ranks of ``trainer``, and record them there.
 
     See `prepare_paths`. tokens: of a process's batch.
     """
+    strategy = trainer.strategy
     gather, send = strategy.all_gather_object, strategy.broadcast
-    return prepare_paths(model, tokens_of_pass(tokens, strategy), strategy.root_device, dtype, kept, gather, send)
+    chosen = prepare_paths(model, tokens_of_pass(tokens, strategy), strategy.root_device, dtype, kept, gather, send)
+    for setting, kinds in (("overrides.moe.path", ("moe",)), ("overrides.switch_head.path", ("values", "outputs"))):
+        found = {name: path for name, path in chosen.items() if name.partition(" ")[0] in kinds}
+        if found:
+            trainer.record_measured(setting, found if len(set(found.values())) > 1 else next(iter(found.values())))
+    return chosen
 
 
 def prepare_paths(

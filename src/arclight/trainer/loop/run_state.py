@@ -63,6 +63,8 @@ class RunState:
         self.last_loss: torch.Tensor | None = None
         self.validated_time: float | None = None
         self.rng_before_validation: dict[str, Any] | None = None
+        self.measured: dict[str, Any] = {}
+        """What "auto" settings of this fit were measured as, here or by the run that it resumes."""
         self.data: dict[str, StageData] = {}
         self.num_training_batches: int | float = math.inf
         self.batch_iterator: BatchIterator | None = None

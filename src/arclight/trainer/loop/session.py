@@ -250,7 +250,7 @@ class Session:
             data = loops.get("data", {})
             run.data_seed = data.get("seed", run.data_seed)
             run.loader_seeds = data.get("seeds", data.get("seed", []))
-            trainer.adopt_precision(loops.get("precision", {}).get("name"))
+        trainer.adopt_precision((saved or {}).get("loops", {}).get("precision", {}).get("name"))
         self._place(module, "train")  # before the weights come: some are nowhere yet, some will be shares
         if saved is not None:
             trainer.checkpoints.restore_model(saved)
@@ -258,11 +258,16 @@ class Session:
         for optimizer in run.optimizers:
             strategy.setup_optimizer(optimizer)
         trainer.call("on_fit_start")
+        if trainer.measured:
+            trainer.log_info(f"measured: {', '.join(f'{name} = {value}' for name, value in trainer.measured.items())}")
         module.zero_grad()  # what a run that was broken off, or anyone else, left there
         loggers = trainer.loggers  # made on every rank, used on rank 0
         loggers = loggers if trainer.is_global_zero else []
         if trainer.given["enable_autolog_hparams"]:
-            log_hyperparams_and_graph(loggers, module, hyperparameters_to_log(module, trainer.datamodule))
+            hyperparameters = hyperparameters_to_log(module, trainer.datamodule)
+            if trainer.measured:
+                hyperparameters = {**(hyperparameters or {}), "measured": dict(trainer.measured)}
+            log_hyperparams_and_graph(loggers, module, hyperparameters)
         if saved is not None:
             trainer.checkpoints.restore_training(saved)
             trainer.data.restore_position()
@@ -391,6 +396,7 @@ class Session:
         module = self._attach(model, datamodule, stage, ckpt_path, **{stage: loaders})
         path = trainer.selector.resolve(ckpt_path, trainer.resume_sources, fit_before)
         saved = trainer.checkpoints.load(path) if path is not None else None
+        trainer.adopt_precision(None)
         self._place(module, stage)
         if saved is not None:
             weights = {**saved["state_dict"], **saved.get("ema", {})}

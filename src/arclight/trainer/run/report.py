@@ -334,6 +334,8 @@ def environment_table(environment: Mapping[str, Any]) -> str:
     packages = environment.get("packages", {})
 
     def text(value: Any) -> str:
+        if isinstance(value, Mapping):
+            value = [f"{name} = {part}" for name, part in value.items()]
         return escape(", ".join(map(str, value)) if isinstance(value, list) else str(value))
 
     rows = "".join(

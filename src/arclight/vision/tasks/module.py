@@ -399,6 +399,7 @@ class VisionModule(Module, abc.ABC):
             self._batch_size = min(size for size in found if size is not None)
             _LOG.info("batch_size = auto: %d images of up to %d pixels per step", self._batch_size, side)
         data.batch_size = self._batch_size
+        self.trainer.record_measured("batch_size", self._batch_size)
 
     def _warm_up_biases(self, steps: int, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         """Warm up the learning rate of biases linearly, from ``warmup_bias_lr`` (YOLOv5).
@@ -430,6 +431,8 @@ class VisionModule(Module, abc.ABC):
             )
             # each rank has timed its own, and all of them must have the same strides
             self.memory_format = self.trainer.strategy.broadcast(found)
+        if self.settings.memory_format == "auto":
+            self.trainer.record_measured("memory_format", _format_name(self.memory_format))
         self.model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
 
     def teacher(self) -> Teacher | None:
@@ -465,7 +468,7 @@ class VisionModule(Module, abc.ABC):
         self._teacher = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["memory_format"] = "channels_last" if self.memory_format is torch.channels_last else "contiguous"
+        checkpoint["memory_format"] = _format_name(self.memory_format)
         if self._batch_size is not None:
             checkpoint["batch_size"] = self._batch_size
         if self._taught_by is not None:
@@ -476,7 +479,7 @@ class VisionModule(Module, abc.ABC):
             known = arguments_for(VisionModule, checkpoint, dict.fromkeys(("settings", "table", "network")))
             check_class_names(known.get("names") or (), self.names)
         self._awaited_weights = None
-        self.memory_format = _FORMATS.get(checkpoint.get("memory_format", ""))
+        self.memory_format = _FORMATS.get(checkpoint.get("memory_format", self.settings.memory_format))
         resumed = self._trainer is not None and self._trainer.state.fn == "fit"  # one that is only opened binds nobody
         self._taught_by = checkpoint.get("teacher")
         self._batch_size = checkpoint.get("batch_size") if resumed else None
@@ -849,3 +852,7 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+
+
+def _format_name(layout: torch.memory_format | None) -> str:
+    return "channels_last" if layout is torch.channels_last else "contiguous"

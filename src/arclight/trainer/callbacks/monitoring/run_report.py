@@ -32,7 +32,7 @@ class RunReport(Callback):
         if self._fitting:
             folder = trainer.run_folder  # made on every rank
             if trainer.is_global_zero:
-                folder.write_environment()
+                folder.write_environment(**({"measured": trainer.measured} if trainer.measured else {}))
 
     def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
         if self._fitting:

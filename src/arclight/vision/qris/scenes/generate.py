@@ -108,10 +108,22 @@ def generate(
         if merchants is not None:
             whose = {job.name_of(index): merchant_of(seed, index % merchants).name for index in range(count)}
             (folder / MERCHANT_LIST).write_text(json.dumps(dict(sorted(whose.items())), indent=1) + "\n")
+        _move(folder, out)
+    return out / "data.yaml"
+
+
+def _move(folder: Path, out: Path) -> None:
+    """Move a finished set to ``out``; GenerateError if another process has filled it meanwhile."""
+    try:
         if out.exists():
             out.rmdir()
         folder.replace(out)
-    return out / "data.yaml"
+    except OSError as error:
+        if not (out.is_dir() and any(out.iterdir())):
+            raise
+        raise GenerateError(
+            f"{out} was filled by another process while its scenes were drawn, and is left as it is: use it, or name another folder"
+        ) from error
 
 
 def _drawn(job: _Job, workers: int) -> Generator[tuple[str, list[dict[str, Any]]]]:
