@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import arclight as al
 import arclight.compat.lightning as L
-from arclight.fabric.errors import SIGTERMException
+from arclight.fabric.errors import MisconfigurationError, SIGTERMException
 
 ROWS = DataLoader(torch.randn(14, 2, generator=torch.Generator().manual_seed(0)), batch_size=2)  # type: ignore[arg-type]
 
@@ -39,8 +39,8 @@ class Line(al.Module):
 
 def quiet(cls: Any, folder: Path, **settings: Any) -> Any:
     return cls(
-        max_epochs=1, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, logger=False,
-        **settings,
+        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, logger=False,
+        **{"max_epochs": 1, **settings},
     )  # fmt: skip
 
 
@@ -112,3 +112,79 @@ def test_a_validation_that_a_hook_runs_leaves_the_workers_of_the_fit_alone(persi
     trainer.fit(module, loader)
     assert (trainer.global_step, len(module.rates)) == (14, 14)
     assert set(multiprocessing.active_children()) <= before
+
+
+class Watched(Line):
+    """Validates, and records what the fit validates on; ``looks`` adds evaluations in its hooks."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.looks, self.sizes, self.seen = looks, [], []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.state.fn == "fit":
+            self.sizes.append(len(batch))
+        self.log("val", batch.sum())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self.looks:
+            self.trainer.validate(self, DataLoader(ROWS.dataset, 2), verbose=False)
+            self.trainer.predict(self, DataLoader(ROWS.dataset, 3))
+        self.seen.append(
+            (str(self.trainer.state.fn), self.trainer.stage, self.trainer.num_val_batches, self.training)
+            + (self.trainer.progress.batch, sorted(self.trainer.callback_metrics))
+        )
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return batch
+
+
+class Logs(al.Callback):
+    def on_train_epoch_end(self, trainer: al.Trainer, pl_module: al.Module) -> None:
+        self.log("of_callback", 1.0)
+
+    def teardown(self, trainer: al.Trainer, pl_module: al.Module, stage: str) -> None:
+        self.ended = [*getattr(self, "ended", []), stage]
+
+
+def test_evaluations_in_hooks_leave_the_fit_as_it_was(tmp_path: Path) -> None:
+    found = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        module, logs = Watched(looks), Logs()
+        stopping = al.EarlyStopping("val", patience=1, mode="max")
+        trainer = quiet(
+            al.Trainer, tmp_path / str(looks), callbacks=[logs, stopping], accumulate_grad_batches=2, max_epochs=5
+        )
+        trainer.fit(module, ROWS, DataLoader(ROWS.dataset, 1))
+        weights = [parameter.tolist() for parameter in module.parameters()]
+        metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        saved = sorted(path.name for path in (tmp_path / str(looks)).rglob("checkpoints/*"))
+        found.append((weights, module.sizes, module.seen, metrics, logs.ended, trainer.num_val_batches, saved))
+    assert found[1] == found[0]
+    assert set(found[0][1]) == {1}
+    assert "of_callback" in found[0][3]
+    assert trainer.current_epoch == 2  # the sum of the same rows is no better in the second
+    assert found[0][-1]
+
+
+def test_a_fit_in_a_hook_is_refused(tmp_path: Path) -> None:
+    class Again(Line):
+        def on_train_epoch_end(self) -> None:
+            self.trainer.fit(self, ROWS)
+
+    with pytest.raises(MisconfigurationError, match="trainer.fit was called by a hook of a run of the same trainer"):
+        quiet(al.Trainer, tmp_path, enable_checkpointing=False).fit(Again(), ROWS)
+
+
+def test_sigterm_in_an_evaluation_of_a_hook_ends_the_fit_in_order(tmp_path: Path) -> None:
+    class Asked(Watched):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = quiet(al.Trainer, tmp_path)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(Asked(True), ROWS)
+    assert trainer.global_step == 1
+    assert list(tmp_path.rglob("checkpoints/*"))

@@ -32,6 +32,7 @@ from arclight.trainer.loop import gradients
 from arclight.trainer.loop.accumulation import AccumulationState
 from arclight.trainer.loop.hooks import (
     Hook,
+    attach_log,
     callback_hooks,
     check_state_keys,
     checkpoints_last,
@@ -484,10 +485,33 @@ class Trainer:
             yield
         finally:
             self.run_state = before
-            if tried.received_sigterm:
-                before.request_stop(sigterm=True)
+            before.take_signals(tried)
             if "train" in before.data and before.data["train"].loaded:
                 before.num_training_batches = before.data["train"].total
+
+    @contextmanager
+    def nested(self) -> Iterator[None]:
+        """Run an evaluation that a hook calls with a state, data and module of its own, then restore those of the run.
+
+        Callbacks that judge or save what the run does are left out of it.
+        """
+        before, running = self.run_state, {id(part) for data in self.data.stages.values() for part in data.loaders}
+        self.run_state = own = before.for_nested()
+        kept = (self._module, self.datamodule, self.callbacks, self.selector.path)
+        entries = None if self._module is None else self._module.__dict__.get("_entries")
+        self.callbacks = [callback for callback in self.callbacks if not callback.runs_last]
+        try:
+            yield
+        finally:
+            for data in own.data.values():
+                data.close(but=running)
+            self.run_state = before
+            before.take_signals(own)
+            self._module, self.datamodule, self.callbacks, self.selector.path = kept
+            if self._module is not None:
+                self.strategy.connect(self._module)
+                self._module.__dict__["_entries"] = entries
+                attach_log(self.callbacks, self._module)
 
     def use_callbacks(self, callbacks: list[Callback]) -> None:
         """Set the callbacks to call from here on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Container, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast
@@ -72,10 +72,11 @@ class StageData:
     def defined(self) -> bool:
         return self.given is not None or self.owner is not None
 
-    def close(self) -> None:
-        """End the loaders' workers."""
+    def close(self, but: Container[int] = ()) -> None:
+        """End the loaders' workers, ``but`` those of loaders with these ids."""
         for loader in self.loaders:
-            loader.close()
+            if id(loader) not in but:
+                loader.close()
 
     @property
     def limits(self) -> list[Count]:

@@ -229,7 +229,7 @@ class EvaluationLoop:
                 except StopIteration:  # the step asked for more than there was
                     return
                 run.eval_batch = iterator.fetched
-            if run.received_sigterm and run.state.fn != TrainerFn.FITTING:
+            if run.received_sigterm and run.state.fn != TrainerFn.FITTING and not run.nested:
                 raise SIGTERMException  # there is nothing to save
             if calls.end:
                 enter(f"on_{hook}_batch_end")

@@ -54,6 +54,8 @@ class RunState:
         self.pending_rng: dict[str, Any] | None = None
         """Random state of a checkpoint, to go on from at the epoch's start."""
         self.warned_of_minimum = False
+        self.nested = False
+        """True for the state of an evaluation that a hook of another run calls."""
         self._clear(data_seed=0)
 
     def _clear(self, data_seed: int) -> None:
@@ -113,6 +115,18 @@ class RunState:
         """Request the fit to end after the current batch."""
         self.should_stop = True
         self.received_sigterm, self.requeue = self.received_sigterm or sigterm, self.requeue or requeue
+
+    def for_nested(self) -> RunState:
+        """Copy the state for an evaluation that a hook calls: data, values and stage of its own."""
+        other = self.for_trial()
+        other.nested, other.data, other.measured = True, dict(self.data), dict(self.measured)
+        other.metrics = Metrics(self.metrics.rows)
+        return other
+
+    def take_signals(self, other: RunState) -> None:
+        """Take over what signals requested of another state that ran in between."""
+        if other.received_sigterm or other.requeue:
+            self.request_stop(sigterm=other.received_sigterm, requeue=other.requeue)
 
     def rewind(self, global_step: int, plateau_step: int) -> None:
         """Set the number of updates back to ``global_step``, outside of any accumulation window."""

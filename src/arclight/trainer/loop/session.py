@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.seeding import MAX_SEED, deterministic_kernels, isolate_rng
 from arclight.fabric.warnings import PossibleUserWarning
 from arclight.trainer.callback import Callback
@@ -45,6 +46,8 @@ class Session:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._run = trainer, trainer.run_state
+        self._nested = trainer.state.status == TrainerStatus.RUNNING
+        """True if a hook of a run under way calls this entry point: what that run has set up stays."""
 
     def launch(self, entry_point: Callable[..., Any], *arguments: Any) -> Any:
         """Call ``entry_point(session, *arguments)`` on every rank, and return rank 0's result."""
@@ -73,14 +76,21 @@ class Session:
             try:
                 return entry_point(self, *arguments)
             except StopRun:
+                if self._nested:
+                    raise
                 self._teardown(self._trainer.lightning_module)
 
     @contextmanager
     def _handle_exceptions(self) -> Iterator[None]:
         """Run the block, and notify callbacks, data and loggers of an exception."""
-        trainer, run = self._trainer, self._run
+        trainer = self._trainer
+        if self._nested:
+            with trainer.nested():
+                self._run = trainer.run_state
+                yield
+            return
+        run = self._run
         trainer.strategy.setup_environment()
-        within = run.state.status == TrainerStatus.RUNNING  # a hook of a run under way has called this one
         run.state.status = TrainerStatus.RUNNING
         try:
             with self._torch_flags(), SignalConnector(trainer).handlers():
@@ -97,11 +107,8 @@ class Session:
             if trainer.attached_module is not None:
                 trainer.attached_module.__dict__["_entries"] = None
             detach_log(trainer.callbacks)
-            if within:
-                run.state.status = TrainerStatus.RUNNING
-            else:  # the run under way still reads its batches
-                for data in trainer.data.stages.values():
-                    data.close()
+            for data in trainer.data.stages.values():
+                data.close()
             trainer.paths.drop_empty_folder()
             run.stage = ""
 
@@ -150,15 +157,17 @@ class Session:
         trainer.enter("setup")
         open_experiments(trainer.paths.own_loggers())
         trainer.selector.resolve_run_folder(ckpt_path, trainer.resume_sources)
-        self._add_callbacks(module)
-        profiling.reset_profiler(trainer.profiler)
+        if not self._nested:
+            self._add_callbacks(module)
+            profiling.reset_profiler(trainer.profiler)
         attach_log(trainer.callbacks, module)
         check_module(module, stage, trainer.gradient_clip_val, trainer.accumulate_grad_batches)
         if trainer.behavior.refuse_removed_hooks:
             refuse_removed_hooks(module, stage)
         warn_of_removed_hooks(module, trainer.callbacks, trainer.warn)
         self._set_up_data(module, name)
-        trainer.call_all("setup", stage=name)
+        if not self._nested:
+            trainer.call_all("setup", stage=name)
         module.setup(stage=name)
         if overridden(module, "configure_model", Module):
             with trainer.strategy.module_init_context():
@@ -216,6 +225,8 @@ class Session:
 
     def _finish(self, module: Module, stage: str) -> None:
         trainer = self._trainer
+        if self._nested:
+            return
         trainer.checkpoint_io.teardown()
         if stage == "fit":
             trainer.call("on_fit_end")
@@ -238,6 +249,11 @@ class Session:
     ) -> None:
         """Set up, resume if asked, check, train, finish."""
         trainer, run, strategy = self._trainer, self._run, self._trainer.strategy
+        if self._nested:
+            raise MisconfigurationError(
+                "trainer.fit was called by a hook of a run of the same trainer, whose optimizers and position it would replace: call it "
+                "after that run, or on a Trainer of its own"
+            )
         train, datamodule = resolve_dataloaders("fit", train, val, datamodule)
         if datamodule is None and train is not None:
             trainer.attach_data(None)  # that of an earlier fit has no part in this one
@@ -392,17 +408,20 @@ class Session:
         require_model(model, stage, trainer.attached_module)
         loaders, datamodule = resolve_dataloaders(stage, loaders, None, datamodule)
         self._run.state.fn = TrainerFn(stage)
-        fit_before = model is None and trainer.attached_module is not None
+        placed = trainer.attached_module if self._nested else None
+        fit_before = model is None and trainer.attached_module is not None and not self._nested
         module = self._attach(model, datamodule, stage, ckpt_path, **{stage: loaders})
         path = trainer.selector.resolve(ckpt_path, trainer.resume_sources, fit_before)
         saved = trainer.checkpoints.load(path) if path is not None else None
         trainer.adopt_precision(None)
-        self._place(module, stage)
+        if module is not placed:
+            self._place(module, stage)
         if saved is not None:
             weights = {**saved["state_dict"], **saved.get("ema", {})}
             load_weights(module, weights, strict=module.strict_loading)
-        module.zero_grad()
-        self._set_up_profiler(module, stage)
+        if not self._nested:  # else gradients may be accumulating
+            module.zero_grad()
+            self._set_up_profiler(module, stage)
         return module
 
 
