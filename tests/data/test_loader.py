@@ -487,6 +487,30 @@ def test_a_pickled_copy_leaves_the_workers_alone() -> None:
     resumable.close()
 
 
+def _close_and_read(resumable: ResumableLoader, answer: Any) -> None:
+    resumable.close()
+    rows = [batch[:, 0].tolist() for batch in resumable.batches(0)]
+    resumable.close()
+    answer.put(rows)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_forked_process_leaves_the_workers_of_its_parent_alone(persistent: bool) -> None:
+    resumable = ResumableLoader(loader(workers=2, persistent_workers=persistent))
+    expected = [batch[:, 0].tolist() for batch in resumable.batches(0)]
+    running = resumable.batches(0)
+    assert next(running)[:, 0].tolist() == expected[0]
+    fork = multiprocessing.get_context("fork")
+    answer = fork.SimpleQueue()
+    child = fork.Process(target=_close_and_read, args=(resumable, answer))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert answer.get() == expected
+    assert [batch[:, 0].tolist() for batch in running] == expected[1:]
+    resumable.close()
+
+
 def test_a_killed_worker_is_an_error_not_a_wait() -> None:
     with pytest.raises(RuntimeError, match=r"worker .*(killed|exited unexpectedly)"):
         read(loader(Augmented(kill_at=2), workers=1, shuffle=False))

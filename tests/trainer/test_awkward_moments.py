@@ -174,7 +174,7 @@ def test_a_fit_in_a_hook_is_refused(tmp_path: Path) -> None:
         def on_train_epoch_end(self) -> None:
             self.trainer.fit(self, ROWS)
 
-    with pytest.raises(MisconfigurationError, match="trainer.fit was called by a hook of a run of the same trainer"):
+    with pytest.raises(MisconfigurationError, match="fit was called by a hook of a run of the same trainer"):
         quiet(al.Trainer, tmp_path, enable_checkpointing=False).fit(Again(), ROWS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -469,3 +470,16 @@ def test_a_module_in_manual_optimization_runs_backward_through_fabric() -> None:
     module.manual_backward(module.line(torch.tensor([[2.0, 3.0]])).sum())
     assert module.line.weight.grad is not None
     assert module.line.weight.grad.tolist() == [[2.0, 3.0]]
+
+
+def test_a_closed_loader_of_fabric_has_no_workers_and_can_be_read_again() -> None:
+    before = set(multiprocessing.active_children())
+    data = DataLoader(torch.arange(8), 2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    loader = al.Fabric(accelerator="cpu").setup_dataloaders(data)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert set(multiprocessing.active_children()) > before
+    loader.close()
+    assert set(multiprocessing.active_children()) <= before
+    assert len(list(loader)) == 4
+    loader.close()
+    loader.close()

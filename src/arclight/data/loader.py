@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import warnings
 import weakref
 from collections import deque
@@ -28,6 +29,8 @@ _DRAWS_NOTHING: tuple[type, ...] = (
 )  # iterators that run nobody's code
 _SNAPSHOTS = 4  # states kept of the newest batches, so that a consumer may look a few batches ahead
 _TOLD = ("dataset", "sampler", "batch_sampler")  # beside the loader itself, of a new epoch
+_INHERITED: list[Any] = []
+"""Workers that a forked process has from its parent: dropped there, they would be told to end while the parent reads from them."""
 _SHARDING_NAMES = {"rank", "get_rank", "world_size", "get_world_size", "num_replicas", "num_shards", "shard"}
 
 
@@ -88,6 +91,8 @@ class ResumableLoader:
         self._inner: DataLoader[Any] | None = None
         self._passes: weakref.WeakSet[_WorkerPass] | None = None
         """Those with workers that somebody still holds."""
+        self._owner = os.getpid()
+        """The process that the workers belong to."""
         self._plan = _Plan()
         self._stateful = self._find_stateful()
         self._snapshots: deque[dict[str, Any]] = deque(maxlen=_SNAPSHOTS)
@@ -171,6 +176,7 @@ class ResumableLoader:
         """
         if epoch < 0 or start < 0:
             raise ValueError(f"epoch {epoch}, start {start}: neither can be negative")
+        self._leave_to_parent()
         where = _Pass(epoch, epoch if seed_epoch is None else seed_epoch, cycle, self.seed)
         if self._map_style:
             return self._map_batches(where, start)
@@ -208,8 +214,10 @@ class ResumableLoader:
     def close(self) -> None:
         """End all workers; the next `batches` starts others.
 
-        Passes that failed or were left end too, and cannot be read on.
+        Passes that failed or were left end too, and cannot be read on. In a process that was forked off, the workers of its
+        parent are left alone: they are the parent's to end.
         """
+        self._leave_to_parent()
         # The error of a batch holds its pass in a circle. Left to the garbage collector, a worker costs 5 s: its queue is closed
         # before it is told to end.
         for unfinished in self._passes or ():
@@ -218,6 +226,12 @@ class ResumableLoader:
         if self._inner is not None and isinstance(self._inner._iterator, _MultiProcessingDataLoaderIter):
             self._inner._iterator._shutdown_workers()
             self._inner._iterator = None
+
+    def _leave_to_parent(self) -> None:
+        """Start afresh in a process that was forked off since the workers were started."""
+        if self._owner != os.getpid():
+            _INHERITED.extend((self._inner, list(self._passes or ())))
+            self._inner, self._passes, self._owner = None, None, os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_passes": None}  # workers belong to the process that has started them

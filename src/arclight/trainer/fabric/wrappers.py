@@ -271,6 +271,13 @@ class FabricDataLoader:
                 break
         return iter(self._dataloader)
 
+    def close(self) -> None:
+        """End the loader's workers, those of persistent ones and of passes that were left; the next pass starts others."""
+        if self._resumable is not None:
+            self._resumable.close()
+        elif hasattr(self._dataloader, "close"):
+            self._dataloader.close()
+
     def state_dict(self) -> dict[str, Any]:
         state = self._resumable.state_dict(self.batch) if self._resumable is not None else {}
         seed = {} if self._resumable is None else {"seed": self._resumable.seed}
