@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from tests.federated.fakes import Quadratic
 
 from arclight.federated.clients.client import Client
 from arclight.federated.coordination.settings import Waiting
+from arclight.federated.server import server_run
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedAvg
@@ -34,3 +37,16 @@ def server(folder: Path, config: Mapping[str, Any]) -> Server:
 
 def client(name: str, config: Mapping[str, Any]) -> Client:
     return Client(name, learner=lambda folder: Quadratic(TARGETS[name], pause_s=float(config.get("pause", 0.0))))
+
+
+def killed_while_it_writes(folder: Path, config: Mapping[str, Any]) -> Server:
+    """Send SIGTERM to this process from within its last writes."""
+    write = server_run.export_metrics
+
+    def export_metrics(run: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("SIGTERM was sent in the last writes", flush=True)
+        write(run)
+
+    server_run.export_metrics = export_metrics
+    return server(folder, config)

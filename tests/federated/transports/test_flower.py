@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -245,6 +246,26 @@ def test_a_server_of_its_own_process_is_served_until_it_is_stopped(tmp_path: Pat
     server.stop()
     assert server.wait(60)
     assert result(tmp_path / "run")[0] == 0
+
+
+def test_sigterm_of_somebody_else_is_not_the_end_of_the_run(tmp_path: Path, importable: None) -> None:
+    server = ServerProcess("tests.federated.transports.quadratics:server", tmp_path / "run")
+    until(lambda: "is served at http" in server.log.read_text(), 60, "the server to answer")
+    os.kill(server.pid, signal.SIGTERM)
+    with pytest.raises(FederatedError, match=f"process {server.pid} was stopped by SIGTERM before the run was over"):
+        server.wait(60)
+    assert (tmp_path / "run" / "metrics.csv").exists()
+    assert "Traceback" not in server.log.read_text()
+    assert result(tmp_path / "run")[0] == 0
+
+
+def test_sigterm_in_the_last_writes_of_a_run_lets_them_end(tmp_path: Path, importable: None) -> None:
+    done = in_process(tmp_path / "run")
+    (tmp_path / "run" / "metrics.csv").unlink()
+    server = ServerProcess("tests.federated.transports.quadratics:killed_while_it_writes", tmp_path / "run")
+    assert server.wait(60), "the run is over, and so is the process"
+    assert "SIGTERM was sent in the last writes" in server.log.read_text()
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 1 + len(done.history)
 
 
 @pytest.mark.slow

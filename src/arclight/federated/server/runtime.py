@@ -74,7 +74,7 @@ class Runtime:
         self._compensated_until, self._stalls = 0.0, 0
         """Time of the run up to which a standstill was compensated, and how many were before it."""
         self._threads: list[threading.Thread] = []
-        self._closing, self._doing = False, ""
+        self._closing, self._left, self._doing = False, False, ""
         self.ended: events.RunOver | None = None
         self.error: BaseException | None = None
         """The error that has ended the run, if any."""
@@ -181,20 +181,27 @@ class Runtime:
             self._handle(event)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the run has ended; False if it has not within ``timeout`` seconds.
+        """Wait until the run has ended; False if it has not within ``timeout`` seconds, or `leave` was called.
 
         Raises the error that has ended it.
         """
         with self._lock:
-            self._lock.wait_for(lambda: self.error is not None or self.ended is not None, timeout)
+            self._lock.wait_for(lambda: self.error is not None or self.ended is not None or self._left, timeout)
             if self.error is not None:
                 raise self.error
             return self.ended is not None
 
     def until(self, true: Callable[[], bool], seconds: float) -> bool:
-        """Wait for a condition that events bring about; False if it is not met in time."""
+        """Wait for a condition that events bring about; False if it is not met in time, or before `leave`."""
         with self._lock:
-            return self._lock.wait_for(true, max(0.0, seconds))
+            self._lock.wait_for(lambda: true() or self._left, max(0.0, seconds))
+            return true()
+
+    def leave(self) -> None:
+        """End what waits for the run, which is not over by that."""
+        with self._lock:
+            self._left = True
+            self._lock.notify_all()
 
     def close(self) -> None:
         """Stop the threads; a task under way is finished first. The journal stays with its opener."""

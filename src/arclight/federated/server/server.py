@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,6 +75,9 @@ class Server:
         self._clients = clients
         self._evaluate, self._observer = evaluate, observer or (lambda what: None)
         self._run: ServerRun | None = None
+        self._leaving = threading.Event()
+        self.over = False
+        """True once `serve` has returned because the run was over."""
 
     @property
     def history(self) -> list[Round]:
@@ -150,15 +154,26 @@ class Server:
         """Answer nodes over HTTP, or HTTPS off loopback, until the run is over; returns its history.
 
         bound: a socket that listens already, in the place of one at ``listening``'s host and port. ready: called once nodes can come, with
-        the server that says its address. Raises FederatedError if the run fails, OSError where the address is taken.
+        the server that says its address. After `leave` it returns before the run is over.
+
+        Raises FederatedError if the run fails, OSError where the address is taken.
         """
         from arclight.federated.transports.http_server import HttpServer
 
         with self.opened() as run, HttpServer(run.service, listening, run.blobs, bound) as http:
             log.info("run %s is served at %s", self.name, http.address)
             ready(http)
+            if self._leaving.is_set():  # called before there was a run
+                run.runtime.leave()
             run.wait_for_nodes()
+            self.over = run.runtime.ended is not None
         return self.history
+
+    def leave(self) -> None:
+        """End `serve` in order, from another thread: all is written, and the run can go on later."""
+        self._leaving.set()
+        if (run := self._run) is not None:
+            run.runtime.leave()
 
     def _start(self) -> InitialState:
         given, clock, moments = self._weights, 0, self._moments

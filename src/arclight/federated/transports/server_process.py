@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 Config = Mapping[str, Any]
 _STOP_S = 60.0
+STOPPED = 128 + signal.SIGTERM
+"""Status of a process that SIGTERM has ended in order, before the run was over."""
 
 
 class ServerProcess:
@@ -42,7 +45,8 @@ class ServerProcess:
 
     build: ``module:function``, called with folder and config, returns the `Server`. config: see `FLOWER_DEFAULTS`. The socket listens
     before it starts, so nodes may be sent to ``address`` at once: in the clear on loopback, elsewhere with a certificate of the folder; only nodes
-    in the file ``nodes`` may join. The log is ``<folder>/server.log``. SIGTERM ends the process, and the run can go on later.
+    in the file ``nodes`` may join. The log is ``<folder>/server.log``. SIGTERM ends the process once all is written, with
+    status 0 where the run is over and `STOPPED` where it can go on later.
     """
 
     def __init__(self, build: str, folder: str | Path, config: Config | None = None) -> None:
@@ -74,17 +78,24 @@ class ServerProcess:
         assert self._process.stdin is not None
         with self._process.stdin as stdin:
             stdin.write(json.dumps([build, str(self.folder), config]).encode())
-        self.pid = self._process.pid
+        self.pid, self._asked = self._process.pid, False
 
     def wait(self, timeout_s: float) -> bool:
-        """Return True once the run is over, else False.
+        """Return True once the run is over or `stop` has ended the process, else False.
 
-        Raises FederatedError if it failed or the process died.
+        Raises FederatedError if the run failed, or the process died or was stopped by somebody else.
         """
         try:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return False
+        if self._asked and status in (STOPPED, -signal.SIGTERM):
+            return True
+        if status in (STOPPED, -signal.SIGTERM):
+            raise FederatedError(
+                f"the server's process {self.pid} was stopped by SIGTERM before the run was over. Its folder {self.folder} holds all that was "
+                "finished: start the run again to resume it"
+            )
         if status:
             last = "".join(self.log.read_text(errors="replace").strip().splitlines()[-1:])
             raise FederatedError(
@@ -95,6 +106,7 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End the run, which can go on later; kill the process where it does not end in time."""
+        self._asked = True
         self._process.terminate()
         try:
             self._process.wait(_STOP_S)
@@ -121,10 +133,9 @@ def build_server(build: str, folder: Path, config: Config) -> Server:
 def main() -> None:
     """Serve on the inherited socket until the run is over or SIGTERM comes.
 
-    Standard input names what is served.
+    Standard input names what is served. Until there is a server, SIGTERM ends the process at once: nothing is being written.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGTERM, _stop)
     threading.Thread(target=_report_orphaned, name="arclight-parent", daemon=True).start()
     build, place, config = json.load(sys.stdin)
     from arclight.fabric.memory import return_freed_memory
@@ -136,12 +147,15 @@ def main() -> None:
         host=config["host"], port=config["port"], nodes=folder / "keys" / "nodes", certificate=certificate,
         private_key=None if certificate is None else certificate.with_suffix(".key"),
     )  # fmt: skip
+    signal.signal(signal.SIGTERM, partial(_leave, server))
     server.serve(listening, bound=socket.socket(fileno=int(sys.argv[1])))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is written: the status is known
+    sys.exit(0 if server.over else STOPPED)
 
 
-def _stop(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the run is being closed
-    sys.exit(0)
+def _leave(server: Server, *_: object) -> None:
+    """End ``serve`` in order, wherever the main thread is: it may hold a lock that the run's threads wait for."""
+    threading.Thread(target=server.leave, name="arclight-leave", daemon=True).start()
 
 
 def _report_orphaned() -> None:
