@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
+from arclight._intervals import former_names
 from arclight.recipe import MISSING, Imported, RecipeError, explain, read, write
 
 
@@ -501,3 +502,50 @@ def test_reading_a_recipe_imports_neither_torch_nor_numpy() -> None:
     code = "import sys, arclight.recipe as r, arclight.vision.tasks.settings as s; r.read(s.DetectionTask, {'data': 'x'}); "
     code += "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@former_names(inertia="momentum")
+@dataclass(frozen=True, kw_only=True)
+class Wheel:
+    momentum: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cart:
+    wheel: Wheel = field(default_factory=Wheel)
+
+
+FORMER, TODAY = "--wheel.inertia=5", "--wheel.momentum=6"
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "momentum"),
+    [({"inertia": 1.0}, [TODAY], 6), ({"momentum": 2.0}, [FORMER], 5), ({"inertia": 1.0}, [FORMER], 5)],
+)
+def test_a_flag_goes_over_a_file_under_either_name_of_a_field(
+    file: dict[str, float], flags: list[str], momentum: float
+) -> None:
+    with pytest.warns(FutureWarning, match="wheel.inertia is called momentum now"):
+        assert read(Cart, {"wheel": file}, flags) == Cart(wheel=Wheel(momentum=momentum))
+
+
+IN_FILE = "wheel.inertia and wheel.momentum are one field; give one of them"
+IN_FLAGS = "--wheel.inertia and --wheel.momentum are one field; give one of them"
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "problems"),
+    [
+        (["inertia", "momentum"], [FORMER], [IN_FILE]),
+        (["inertia", "momentum"], [TODAY], [IN_FILE]),
+        (["inertia"], [FORMER, TODAY], [IN_FLAGS]),
+        (["momentum"], [FORMER, TODAY], [IN_FLAGS]),
+        (["inertia", "momentum"], [FORMER, TODAY], [IN_FILE, IN_FLAGS]),
+    ],
+)
+def test_both_names_of_a_field_in_one_place_are_refused_by_that_place(
+    file: list[str], flags: list[str], problems: list[str]
+) -> None:
+    with pytest.warns(FutureWarning), pytest.raises(RecipeError) as refused:
+        read(Cart, {"wheel": dict.fromkeys(file, 1.0)}, flags)
+    assert refused.value.problems == problems

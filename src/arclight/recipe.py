@@ -243,8 +243,10 @@ def _todays_names(cls: type[Any], given: dict[str, _Source]) -> dict[str, _Sourc
         if other is None:
             found[name] = field
         elif MISSING not in (other.file, field.file) or MISSING not in (other.flag, field.flag):
-            former = field if name != said_name else other
-            former.wrong(f" and {name} are one field; give one of them")
+            former, today = (other.where, field.where) if name == said_name else (field.where, other.where)
+            for dashes, values in (("", (other.file, field.file)), ("--", (other.flag, field.flag))):
+                if MISSING not in values:
+                    field.problems.append(f"{dashes}{former} and {dashes}{today} are one field; give one of them")
         elif field.flag is MISSING:
             found[name] = other._replace(file=field.file)
         else:

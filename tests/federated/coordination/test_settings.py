@@ -65,7 +65,7 @@ def test_former_names_in_a_recipe_are_read(tmp_path: Path) -> None:
     (tmp_path / "both.toml").write_text("stall = 7.0\nno_progress_timeout_s = 8.0\n")
     with pytest.warns(FutureWarning), pytest.raises(RecipeError, match="are one field"):
         recipe.read(Waiting, tmp_path / "both.toml")
-    with pytest.warns(FutureWarning), pytest.raises(RecipeError, match="--stall and no_progress_timeout_s are one"):
+    with pytest.warns(FutureWarning), pytest.raises(RecipeError, match="--stall and --no_progress_timeout_s are one"):
         recipe.read(Waiting, tmp_path / "old.toml", ["--stall", "1", "--no_progress_timeout_s", "2"])
 
 
