@@ -18,6 +18,7 @@ from arclight.deploy import Program, export
 from arclight.deploy.programs import program as programs
 from arclight.deploy.programs.onnx_runtime import OnnxRuntimeSession
 from arclight.fabric.launchers import available_cores
+from arclight.fabric.signing import SigningKey
 from arclight.serve import Limits, models
 from arclight.serve.admission import Pace
 from arclight.serve.app import ModelDescription, Service
@@ -223,6 +224,33 @@ def test_a_model_says_what_was_measured_and_what_replaces_it_takes_that_over(pat
     assert (new.loaded.requests, new.loaded.threads, new.loaded.runtime) == (1, 4, "onnxruntime")
     other = models.load("net", path, Limits(), runtime="openvino", old=old)
     assert other.pool == Pool(requests=1, threads=4), "the figures are of another runtime"
+
+
+@pytest.mark.usefixtures("_slow")
+def test_a_share_outlives_a_program_that_cannot_have_it(path, tmp_path, monkeypatch):
+    cores(monkeypatch, 4)
+    rated(monkeypatch, {(1, 4): 100.0, (2, 2): 170.0})
+    measured = models.load("net", path, Limits())
+    assert measured.pool is not None
+    assert (measured.pool.requests, measured.pool.threads) == (2, 2)
+    monkeypatch.setattr(models, "pooled", fail)
+    other, key = tmp_path / "other", SigningKey.make(tmp_path / "key.pem")
+    export(
+        nn.Linear(8, 4),
+        other,
+        format="pt2",
+        sign=key,
+        example_inputs=torch.rand(2, 8),
+        input_names=["x"],
+        output_names=["y"],
+    )
+    in_torch = models.load("net", other, Limits(), trusted=[key.public], old=measured)
+    again = models.load("net", other, Limits(), trusted=[key.public], old=in_torch)
+    assert in_torch.pool is again.pool is None
+    back = models.load("net", path, Limits(), old=again)
+    assert back.pool == Pool(requests=2, threads=2)
+    assert back.loaded is not None
+    assert (back.loaded.requests, back.loaded.threads) == (2, 2)
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])

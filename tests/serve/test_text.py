@@ -185,6 +185,11 @@ def test_wrong_requests_are_refused_by_name(lm, name, stream):
     assert error["message"].endswith(".")
 
 
+def test_a_request_for_too_many_tokens_is_refused_by_its_own_field(lm):
+    completion = post(lm, {"prompt": "a", "max_tokens": 300})
+    assert (completion.status_code, "shorten it or lower max_tokens." in completion.text) == (400, True)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"[" * 100_000, b"\xff", b'{"model": "lm"}'])
 def test_malformed_requests_are_refused(lm, content):
     for path in ("/v1/completions", "/v1/chat/completions"):

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,8 @@ class ServedModel:
     """How long it computes small requests for tensors, measured by `start`."""
     pool: Pool | None = None
     """Share of the cores that each request has, where that was measured or set; None for the rule of `threads_of`."""
+    waiting_pool: Pool | None = None
+    """Share of the program before it, which this one cannot have: for the one after it."""
     batcher: Batcher = field(default_factory=Batcher)
     """What computes requests for tensors together; measured by `start`."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -86,24 +88,31 @@ def load(
 
     Raises ProgramError, for a ``lone`` one also if it takes tensors only.
 
-    Where it takes the place of ``old``, nothing is timed, since requests go on meanwhile: it has that one's runtime and share of the cores.
+    Where it takes the place of ``old``, nothing is timed, since requests go on meanwhile: it has that one's runtime. Its share of the cores is that
+    of the first row that applies:
+
+    ============================================  ===========================================================
+    program and settings                          share (`ServedModel.pool`)
+    ============================================  ===========================================================
+    language, or in torch                         none; one that was decided waits for the next program
+    ``limits.requests`` is set                    so many requests at once
+    after a program whose share was decided       that share, in another runtime without its figures
+    after any other, or ``limits.threads`` set    none: the rule of `threads_of`
+    the first one                                 measured (`pooled`)
+    ============================================  ===========================================================
     """
     from arclight.deploy import Program, ProgramError
 
     if old is not None and old.loaded is not None and runtime == "fastest":
         runtime = old.loaded.runtime
-    pool = None if old is None else old.pool
+    before = None if old is None else old.pool or old.waiting_pool
     started = time.monotonic()
     program = Program.load(
-        path, threads=lambda runtime, metadata: threads_of(runtime, metadata, limits, pool), trusted=trusted, runtime=runtime,
-        requests=lambda runtime, metadata: requests_of(runtime, metadata, limits, pool),
+        path, threads=lambda runtime, metadata: threads_of(runtime, metadata, limits, before), trusted=trusted, runtime=runtime,
+        requests=lambda runtime, metadata: requests_of(runtime, metadata, limits, before),
     )  # fmt: skip
     load_s = time.monotonic() - started
     task = program.metadata.get("task")
-    if program.requests is None:
-        pool = None
-    elif pool is None or limits.requests or (old and old.loaded and old.loaded.runtime != program.runtime):
-        pool = Pool(requests=program.requests, threads=program.threads or available_cores())
     if lone and task not in ("detect", "language", "embedding"):
         raise ProgramError(
             f"{path} is not a detector (its task is {task!r}) and takes no text: serve it by a name, as {path.stem}={path}"
@@ -115,32 +124,30 @@ def load(
             program, streams=limits.streams, queue=limits.queue, prefix_cache_bytes=limits.prefix_cache_bytes
         )
         return ServedModel(name=name, precision=program.precision, text=text, loaded=program)
+    if program.requests is not None:
+        pool: Pool | None = Pool(requests=program.requests, threads=program.threads or available_cores())
+        if old is not None and old.pool is not None and _same_share(old, program, pool):
+            pool = old.pool
+    elif old is not None or limits.threads:
+        pool = None
+    else:
+        program, pool = pooled(program, workers=limits.workers, cores=available_cores(), load_s=load_s)
+    made = ServedModel(
+        name=name, precision=program.precision, loaded=program, pool=pool, waiting_pool=None if pool else before
+    )
     if task == "embedding":
         from arclight.text.embedding_program import Embedder
 
-        program, pool = _measured(program, pool, limits, load_s, old)
-        return ServedModel(
-            name=name, precision=program.precision, embedder=Embedder(program), loaded=program, pool=pool
-        )
-    program, pool = _measured(program, pool, limits, load_s, old)
+        return replace(made, embedder=Embedder(program))
     detector = program.predict_one if task == "detect" else None
-    pace = Pace()
-    return ServedModel(
-        name=name, precision=program.precision, detector=detector, program=program, loaded=program,
-        pace=pace, batcher=Batcher(limits.batch, pace), pool=pool,
-    )  # fmt: skip
+    return replace(made, detector=detector, program=program, batcher=Batcher(limits.batch, made.pace))
 
 
-def _measured(
-    program: Program, pool: Pool | None, limits: Limits, load_s: float, old: ServedModel | None
-) -> tuple[Program, Pool | None]:
-    """Return the program with the share of cores that gives the most requests per second.
-
-    A share that was decided before is kept.
-    """
-    if pool is not None or limits.threads or old is not None:
-        return program, pool
-    return pooled(program, workers=limits.workers, cores=available_cores(), load_s=load_s)
+def _same_share(old: ServedModel, program: Program, pool: Pool) -> bool:
+    """Return True if the figures of ``old``'s share are those of ``program``, too."""
+    assert old.pool is not None
+    of_old = (old.pool.requests, old.pool.threads, None if old.loaded is None else old.loaded.runtime)
+    return of_old == (pool.requests, pool.threads, program.runtime)
 
 
 def requests_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits, pool: Pool | None = None) -> int | None:

@@ -178,8 +178,11 @@ class _DecoderRun:
         self._cache.keep(rows)
 
 
-def check_lengths(ids: list[list[int]], run: _Run, new: int) -> None:
-    """Raise ValueError for unknown tokens, and for more tokens than the model has positions."""
+def check_lengths(ids: list[list[int]], run: _Run, new: int, setting: str = "max_new_tokens") -> None:
+    """Raise ValueError for unknown tokens, and for more tokens than the model has positions.
+
+    ``setting``: what the caller calls the number of ``new`` tokens.
+    """
     for number, prompt in enumerate(ids):
         unknown = next((token for token in prompt if not 0 <= token < run.vocab_size), None)
         if unknown is not None:
@@ -189,7 +192,7 @@ def check_lengths(ids: list[list[int]], run: _Run, new: int) -> None:
         if len(prompt) + new > run.max_positions:
             raise ValueError(
                 f"prompt {number} has {len(prompt)} tokens; with {new} new ones that is more than the model's "
-                f"{run.max_positions} positions: shorten it or lower max_new_tokens"
+                f"{run.max_positions} positions: shorten it or lower {setting}"
             )
 
 

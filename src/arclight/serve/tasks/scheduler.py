@@ -119,9 +119,9 @@ class Scheduler:
         if self._thread.is_alive():
             self._thread.join()
 
-    def check(self, prompts: list[list[int]], new: int) -> None:
-        """Raise ValueError for prompts that the model cannot continue by ``new`` tokens."""
-        check_lengths(prompts, self.run, new)
+    def check(self, prompts: list[list[int]], new: int, field: str) -> None:
+        """Raise ValueError for prompts that the model cannot continue by ``new`` tokens, the request's ``field``."""
+        check_lengths(prompts, self.run, new, field)
 
     def submit(self, generations: Sequence[Generation]) -> None:
         """Queue texts; raises Refusal 429 if the queue is full, 400 for more texts than ever fit."""

@@ -75,6 +75,11 @@ class TextRequest(BaseModel):
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
+    @property
+    def length_field(self) -> str:
+        """The field that bounds an answer's tokens."""
+        return "max_tokens"
+
     def settings(self) -> GenerationSettings:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         temperature = 1.0 if self.temperature is None else self.temperature
@@ -118,6 +123,10 @@ class ChatRequest(TextRequest):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: AtLeastOne | None = None
     logprobs: Off | None = None
+
+    @property
+    def length_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None and self.max_tokens else "max_completion_tokens"
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         text = rendered(tokenizer, self.messages)
@@ -187,7 +196,7 @@ def decode(
     try:
         prompts = parsed.prompts(scheduler.tokenizer)
         new = parsed.new_tokens(max(map(len, prompts)), scheduler.run.max_positions)
-        scheduler.check(prompts, new)
+        scheduler.check(prompts, new, parsed.length_field)
     except (ValueError, TokenizerError) as error:
         raise Refusal(400, one_sentence(error)) from None
     return GenerationRequest(body=parsed, scheduler=scheduler, prompts=prompts, new=new)
