@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import nn
 import arclight as al
 from arclight.fabric.precision import names
 from arclight.trainer import NonFiniteLossError
+from arclight.trainer.loggers import CSVLogger
+from arclight.trainer.loggers.params import flatten_dict
 
 
 class Mlp(al.Module):
@@ -378,3 +381,13 @@ def test_ranks_train_in_the_precision_that_rank_zero_measured(monkeypatch: pytes
     made.fit(Mlp(), batches())
     assert made.precision == "bf16-mixed"
     assert made.measured == {"precision": "bf16-mixed"}
+
+
+def test_loggers_get_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(names, "faster_precision", lambda device: "32-true")
+    for precision, found in (("auto", {"measured/precision": "32-true"}), ("32-true", {})):
+        logger = CSVLogger(tmp_path / precision)
+        logged: dict[str, Any] = {}
+        monkeypatch.setattr(logger, "log_hyperparams", logged.update)
+        trainer(precision=precision, accelerator="cpu", logger=logger).fit(Mlp(), batches())
+        assert flatten_dict(logged) == found
