@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import arclight as al
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.precision import names
 from arclight.trainer.callbacks import (
     BasePredictionWriter,
     EarlyStopping,
@@ -487,3 +488,24 @@ def test_swa_of_shards_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> 
         ranks(refused_average, str(tmp_path))
         == ["SWA does not currently support sharded models: use EMAWeightAveraging"] * 2
     )
+
+
+def measured_alone(rank: int) -> tuple[str, str]:
+    """Measure bf16-mixed as faster on rank 0 alone; return the precision of a fit and of a Fabric."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(names, "faster_precision", lambda device: ["bf16-mixed", "32-true"][rank])
+        trainer = al.Trainer(
+            accelerator="cpu", devices=2, strategy="ddp", precision="auto", max_steps=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        model = Model().float()
+        trainer.fit(model, DataLoader(TensorDataset(torch.ones(4, 1)), 2))
+        fabric = al.Fabric(accelerator="cpu", devices=2, strategy="ddp", precision="auto")
+        fabric.launch()
+        with fabric.autocast():
+            product = torch.ones(2, 2) @ torch.ones(2, 2)
+    return trainer.precision, str(product.dtype)
+
+
+def test_ranks_compute_in_the_precision_that_rank_zero_measured(ranks: Ranks) -> None:
+    assert ranks(measured_alone) == [("bf16-mixed", "torch.bfloat16")] * 2

@@ -211,6 +211,17 @@ def _precision(choice: Any, accelerator: Accelerator) -> Precision:
     return precision
 
 
+def agree_on_precision(strategy: Strategy, resumed: str | None = None) -> Precision:
+    """Set the precision of all ranks to the ``resumed`` one, else to rank 0's. A collective.
+
+    For ``precision="auto"``, which each process has measured by itself.
+    """
+    name = strategy.broadcast(resumed or strategy.precision.name)
+    if name != strategy.precision.name:
+        strategy.precision = resolve_precision(name, strategy.root_device.type)
+    return strategy.precision
+
+
 def is_interactive() -> bool:
     """Return True if Python runs at a prompt or in a notebook."""
     return hasattr(sys, "ps1")

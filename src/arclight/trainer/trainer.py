@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from arclight.data.combined import Count
 from arclight.fabric.errors import MisconfigurationError
-from arclight.fabric.precision import resolve_precision
 from arclight.fabric.registry import load_external_callbacks
+from arclight.fabric.selection import agree_on_precision
 from arclight.trainer.callback import Callback, Checkpoint
 from arclight.trainer.checkpoint.resume import CheckpointSelector, ResumeSources
 from arclight.trainer.checkpoint.state import CheckpointConnector
@@ -403,10 +403,8 @@ class Trainer:
         """
         if self._precision_choice != "auto":
             return
-        name = self.strategy.broadcast(name or self.precision)
-        if name != self.precision:
-            self.precision_plugin = self.strategy.precision = resolve_precision(name, self.strategy.root_device.type)
-        self.record_measured("precision", name)
+        self.precision_plugin = agree_on_precision(self.strategy, name)
+        self.record_measured("precision", self.precision)
 
     @property
     def measured(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.batches import as_scalars, as_tensors, map_tensors, move_batch
 from arclight.fabric.rank_zero import rank_zero_deprecation, rank_zero_warn
 from arclight.fabric.seeding import seed_everything
+from arclight.fabric.selection import agree_on_precision
 from arclight.fabric.strategies import SingleDeviceStrategy, Strategy
 from arclight.trainer.fabric.checkpoint_io import StateIO
 from arclight.trainer.fabric.strategies import select
@@ -198,6 +199,7 @@ class Fabric:
         given = from_command_line(accelerator, strategy, devices, num_nodes, precision)
         self._strategy: Strategy = select(**vars(given), plugins=plugins, owner="Fabric")
         self._accelerator, self._precision = self._strategy.accelerator, self._strategy.precision
+        self._measured_precision = given.precision == "auto"
         self._strategy.checkpoint_io = self._strategy.checkpoint_io or StateIO()
         self._callbacks = (
             list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] * (callbacks is not None)
@@ -269,6 +271,8 @@ class Fabric:
         if not self._launched:
             self._strategy.setup_environment()
             self._launched = True
+            if self._measured_precision:
+                self._precision = agree_on_precision(self._strategy)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every process."""
