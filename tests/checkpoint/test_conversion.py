@@ -103,6 +103,30 @@ def test_safetensors_both_ways(tmp_path) -> None:
     assert [entry.name for entry in single.parent.iterdir()] == ["b.safetensors"]
 
 
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ({"a": torch.eye(3).to_sparse()}, r"model\.a is not a dense tensor"),
+        ({"a": torch.empty(3, device="meta")}, r"model\.a is on the meta device"),
+        ({"__metadata__": torch.ones(1), "b": torch.ones(2)}, "has the name of the format's own entry"),
+    ],
+)
+def test_tensors_that_a_single_file_cannot_hold_are_refused(tmp_path, weights, says) -> None:
+    torch.save(weights, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=says):
+        convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["b.pt", "b.CKPT", "b.bin"])
+def test_names_of_pickled_files_are_refused_as_targets(tmp_path, name) -> None:
+    torch.save(WEIGHTS, tmp_path / "a.PT")
+    with pytest.raises(CheckpointError, match=r"is not written here: end it in \.safetensors"):
+        convert(tmp_path / "a.PT", tmp_path / name)
+    assert not (tmp_path / name).exists()
+    assert same(load_file(convert(tmp_path / "a.PT", tmp_path / "b.SafeTensors")), WEIGHTS)
+
+
 def test_a_checkpoint_without_a_model_has_no_single_file(tmp_path) -> None:
     for state, message in (({"step": 1}, "no entry `model`"), ({"model": {"a": 1}}, "not a flat dict of tensors")):
         with pytest.raises(CheckpointError, match=message):

@@ -161,6 +161,17 @@ def test_views_parameters_and_conjugates(tmp_path) -> None:
     assert len({t.untyped_storage().data_ptr() for t in loaded.values()}) == 5
 
 
+@pytest.mark.parametrize("entry", ["model", "other"])
+def test_single_elements_of_any_stride(entry, tmp_path) -> None:
+    whole = torch.arange(9.0).view(3, 3)
+    views = {"row": whole[:, :1][:1], "turned": whole.t()[:1, 1:2], "part": torch.tensor([1 + 2j]).conj().imag}
+    assert any(view.stride() != (1,) for view in views.values())
+    state = views if entry == "model" else [*views.values()]
+    loaded = load(save(tmp_path / "c", {entry: state}))[entry]
+    for found, view in zip(loaded.values() if entry == "model" else loaded, views.values(), strict=True):
+        assert torch.equal(found, view)
+
+
 def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path) -> None:
     weight = torch.randn(100, 100)
     other = weight.clone()

@@ -17,13 +17,13 @@ from typing import IO, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from arclight.checkpoint import files
+from arclight.checkpoint import files, tree
 from arclight.checkpoint.dcp import DCP_SUFFIX, is_dcp, read_dcp, write_dcp
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import read_manifest
 from arclight.checkpoint.pickled_modules import PickledModule, read_modules
 from arclight.checkpoint.store import load, save
-from arclight.checkpoint.tensorfile import NAMES, write_tensors
+from arclight.checkpoint.tensorfile import METADATA, NAMES, write_tensors
 
 _WEIGHTS = ("state_dict", "model_state_dict", "model", "module", "weights", "net")
 _PICKLED = (".pt", ".pth", ".ckpt", ".bin")
@@ -41,13 +41,18 @@ def convert(src: str | Path, dst: str | Path) -> Path:
     * a folder of torch.distributed.checkpoint (DCP), of any number of ranks, is read like the files above; any of them -> a name
       that ends in ``.dcp``: such a folder, from which the state is read back bit for bit. Weights are under ``model.<name>``.
 
-    Raises CheckpointError if `src` would need unpickling, holds no weights, or is damaged; the message says what to do instead.
+    Raises CheckpointError if `src` would need unpickling, holds no weights, or is damaged, and for a `dst` named as a file of
+    ``torch.save``, which is not written; the message says what to do instead.
     """
     src, dst = Path(src), Path(dst)
+    if dst.suffix.lower() in _PICKLED:
+        raise CheckpointError(
+            f"{dst} is named as a file of torch.save, which is not written here: end it in .safetensors or {DCP_SUFFIX}, or name a folder"
+        )
     state = read_foreign(src) if src.is_file() or is_dcp(src) else load(src)
     if dst.suffix == DCP_SUFFIX:
         return write_dcp(dst, state)
-    if dst.suffix != ".safetensors":
+    if dst.suffix.lower() != ".safetensors":
         return save(dst, state)
     if "model" not in state:
         raise CheckpointError(f"{src} has no entry `model` to write to {dst}; it has {', '.join(state) or 'none'}")
@@ -93,9 +98,9 @@ def read_foreign(path: Path) -> dict[str, Any]:
         content, complete = read_dcp(path, read_pickled)
         usual = _is_state_dict(content) or any(_is_state_dict(content.get(name)) for name in _WEIGHTS)
         return _with_model(path, content) if usual and not complete else content
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         return {"model": _read_safetensors(path)}
-    if path.suffix not in _PICKLED:
+    if path.suffix.lower() not in _PICKLED:
         raise CheckpointError(
             f"{path} cannot be converted: its name must end in one of {', '.join((*_PICKLED, '.safetensors'))}"
         )
@@ -198,6 +203,10 @@ def _is_state_dict(value: Any) -> bool:
 def _write_single(dst: Path, model: Any) -> Path:
     if not isinstance(model, dict) or not all(isinstance(v, torch.Tensor) and v.dtype in NAMES for v in model.values()):
         raise CheckpointError(f"the entry `model` is not a flat dict of tensors, so {dst} cannot hold it")
+    for name, tensor in model.items():
+        tree.check_tensor(tensor, ("model", name))
+    if METADATA in model:
+        raise CheckpointError(f"model.{METADATA} has the name of the format's own entry, so {dst} cannot hold it")
     staging = files.temporary_file(dst)
     try:
         with files.create(staging) as file:

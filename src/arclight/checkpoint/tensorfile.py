@@ -42,6 +42,8 @@ DTYPES = {
     "C64": torch.complex64,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+METADATA = "__metadata__"
+"""Name of the header's entry that is no tensor."""
 _MAX_HEADER = 100_000_000  # the format's own limit
 
 
@@ -56,8 +58,10 @@ def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor]) -> None
 def write_header(file: HashedFile, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
     """Write the header of a file; the values must follow in order by `write_values`.
 
-    Give the widest dtypes first.
+    Give the widest dtypes first. Raises ValueError for a tensor called as the format's own entry, which no reader would find.
     """
+    if METADATA in tensors:
+        raise ValueError(f"a safetensors file cannot hold a tensor called {METADATA!r}: rename it")
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -97,7 +101,7 @@ def read_header(file: HashedFile, size: int) -> dict[str, Slot]:
     if length > min(_MAX_HEADER, size):
         raise ValueError(f"its header claims {length} bytes, the file has {size}")
     header = parse_json(file.read(length))
-    header.pop("__metadata__", None)
+    header.pop(METADATA, None)
     slots: dict[str, Slot] = {}
     position = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -162,8 +166,12 @@ def read_tensors(
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's values as flat uint8, sharing memory if it is contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    """Return a dense tensor's values as flat uint8, sharing memory if it is contiguous.
+
+    A single element counts as contiguous in any stride, and only a stride of 1 can be viewed as bytes.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:

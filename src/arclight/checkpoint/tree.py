@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from arclight.checkpoint.errors import CheckpointError
-from arclight.checkpoint.tensorfile import NAMES, as_bytes, check_shape, from_bytes
+from arclight.checkpoint.tensorfile import METADATA, NAMES, as_bytes, check_shape, from_bytes
 
 REST = "state.safetensors"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -193,7 +193,7 @@ class Encoder:
     def _add(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         name = wanted = ".".join(path)
         number = 1
-        while name in self.tensors or name == "__metadata__":
+        while name in self.tensors or name == METADATA:
             number += 1
             name = f"{wanted}#{number}"
         self.tensors[name] = tensor
@@ -224,7 +224,7 @@ def _is_flat(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and bool(value)
-        and all(type(key) is str and key != "__metadata__" for key in value)
+        and all(type(key) is str and key != METADATA for key in value)
         and all(isinstance(item, torch.Tensor) and item.dtype in NAMES for item in value.values())
     )
 

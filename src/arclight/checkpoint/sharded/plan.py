@@ -19,7 +19,7 @@ import torch
 
 from arclight.checkpoint import tree
 from arclight.checkpoint.errors import CheckpointError
-from arclight.checkpoint.tensorfile import NAMES, as_bytes
+from arclight.checkpoint.tensorfile import METADATA, NAMES, as_bytes
 from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor
 from arclight.fabric.distributed.shard_regions import Region, local_regions
 
@@ -199,7 +199,7 @@ def _assign(
     file = f"{entry}-{writer + 1:05d}-of-{world_size:05d}.safetensors"
     name = wanted = ".".join(path[1:]) or path[0]
     number = 1
-    while (file, name) in taken or name == "__metadata__":
+    while (file, name) in taken or name == METADATA:
         number += 1
         name = f"{wanted}#{number}"
     taken.add((file, name))

@@ -19,7 +19,7 @@ import torch
 
 from arclight.checkpoint.files import HashedFile, PlacedFile
 from arclight.checkpoint.stored_tensor import Piece, StoredTensor
-from arclight.checkpoint.tensorfile import DTYPES, NAMES, from_bytes, memory_of, read_header, write_tensors
+from arclight.checkpoint.tensorfile import DTYPES, METADATA, NAMES, from_bytes, memory_of, read_header, write_tensors
 from arclight.federated.blobs.blob_store import BlobStore
 from arclight.federated.errors import BlobError, FederatedError
 from arclight.federated.protocol.manifest import Entry, Kind, Manifest
@@ -124,7 +124,7 @@ def _entry(blob: str, encoded: Encoded) -> Entry:
 
 
 def _check(key: str, encoded: Encoded, *, taken: bool) -> None:
-    if not key or "#" in key or key == "__metadata__":
+    if not key or "#" in key or key == METADATA:
         raise FederatedError(f"a tensor cannot travel as {key!r}: keys are not empty and have no '#' in them")
     if taken:
         raise FederatedError(f"two tensors are to travel as {key!r}")
