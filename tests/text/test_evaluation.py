@@ -130,6 +130,27 @@ def test_mmlu_folder_of_subjects(tmp_path: Path) -> None:
     assert [item.group for item in read_items(tmp_path, "mmlu")] == ["anatomy", "virology"]
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"question,A,B,C,D,answer\nQ?,1,2,3,4,B\nQ?,1,2\n", "row 3 has 3 columns, the first row names 6"),
+        ("Q\u00e9?,1,2,3,4,B\n".encode("latin-1"), "a.csv is not a CSV file in UTF-8"),
+        (b"Q?," + b"1" * 200_000 + b",2,3,4,B\n", "a.csv is not a CSV file in UTF-8: field larger"),
+    ],
+)
+def test_broken_csv_files_are_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(SourceError, match=message):
+        read_items(tmp_path / "a.csv", "mmlu")
+
+
+@pytest.mark.parametrize("names", ["", "question,A,B,C,D,answer\n"])
+def test_csv_files_may_begin_with_a_mark_and_end_with_empty_lines(tmp_path: Path, names: str) -> None:
+    (tmp_path / "a.csv").write_text(f"{names}Q?,1,2,3,4,B\n\n", encoding="utf-8-sig")
+    (item,) = read_items(tmp_path / "a.csv", "mmlu")
+    assert (item.stem, item.choices, item.answer) == ("Q?", ("1", "2", "3", "4"), 1)
+
+
 @pytest.mark.parametrize("kind", MODES)
 def test_files_of_another_kind_are_refused_by_file_and_line(tmp_path: Path, kind: Any) -> None:
     name = "a.json" if kind in ("bbh", "math") else "a.jsonl"
@@ -150,6 +171,15 @@ def test_files_of_another_kind_are_refused_by_file_and_line(tmp_path: Path, kind
         ({"goal": "a", "sol1": "b", "sol2": "c"}, "piqa", "KeyError 'label'"),
         ({"goal": "a", "sol1": "b", "sol2": "c", "label": 2}, "piqa", "answer 2 of 2 choices"),
         ([1], "gsm8k", "line 1 is not a question of gsm8k"),
+        ({**GSM, "question": "\ud800"}, "gsm8k", "line 1 is not a question of gsm8k: UnicodeEncodeError"),
+        (
+            {**CSQA, "question": {**CSQA["question"], "stem": "\ud800"}},
+            "commonsenseqa",
+            "line 1 is not a question of commonsenseqa: UnicodeEncodeError",
+        ),
+        ({**HELLA, "endings": [], "label": 0}, "hellaswag", "need 2 endings or more, got 0"),
+        ({**HELLA, "endings": ["x"], "label": 0}, "hellaswag", "need 2 endings or more, got 1"),
+        ({**HELLA, "activity_label": None}, "hellaswag", "activity_label is not a text: None"),
         ({**PRO, "answer": "D", "answer_index": 3}, "mmlu-pro", r"line 1 is not .*the right answer, D, is N/A"),
         ({**PRO, "answer_index": True}, "mmlu-pro", r"line 1 is not .*answer_index True"),
         ({**PRO, "answer": "", "answer_index": 0}, "mmlu-pro", r"line 1 is not .*answer ''"),

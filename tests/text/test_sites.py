@@ -106,6 +106,9 @@ def test_rows_name_their_owner_in_a_field(tmp_path):
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no text in a field 'whom'"):
         written(task(path, tmp_path).site(0, 3, Source(by="field", field="whom")))
+    path.write_text("\n".join(map(json.dumps, [*rows, {"text": "a\ud800", "who": "ann"}])))
+    with pytest.raises(ValueError, match="line 31: character 1 is half of a surrogate pair"):
+        written(task(path, tmp_path).site(0, 3, partition))
 
 
 def test_named_sources_are_divided_by_name_tokens_as_well(texts, tmp_path):

@@ -219,7 +219,7 @@ class SiteSplit:
                     yield from ((source, document) for document in documents(path, self.field))
 
     def _by_field(self, name: str, path: Path) -> Iterator[tuple[str, Document]]:
-        from arclight.text.data.sources import Document, SourceError, rows
+        from arclight.text.data.sources import SourceError, document_of, rows
 
         if not path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson", ".parquet")):
             raise SourceError(f'{path} has no rows whose fields tell sources apart: by = "folder" or "file" needs none')
@@ -228,8 +228,7 @@ class SiteSplit:
             for wanted in (self.field, field):
                 if not isinstance(row, dict) or not isinstance(row.get(wanted), str):
                     raise SourceError(f"{place} has no text in a field {wanted!r}")
-            text: str = row[self.field]
-            yield f"{name}\0{row[field]}", Document(place, text, len(text.encode()))
+            yield f"{name}\0{row[field]}", document_of(place, row[self.field])
 
     def _source(self, name: str, order: int, path: Path) -> str:
         """Return the source that a file belongs to: part, number of its place, and path below.

@@ -62,14 +62,17 @@ def documents(where: str | Path, field: str = "text") -> Iterator[Document]:
     for path in files(where):
         try:
             for place, text in _reader(path)(path, field):
-                try:
-                    yield Document(place, text, len(text.encode()))
-                except UnicodeEncodeError as error:
-                    raise SourceError(
-                        f"{place}: character {error.start} is half of a surrogate pair, no text"
-                    ) from error
+                yield document_of(place, text)
         except (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError) as error:
             raise SourceError(f"{path} is cut short or damaged: {error}; fetch it again") from error
+
+
+def document_of(place: str, text: str) -> Document:
+    """Return the document of a text. Raises SourceError for half of a surrogate pair, which JSON may hold."""
+    try:
+        return Document(place, text, len(text.encode()))
+    except UnicodeEncodeError as error:
+        raise SourceError(f"{place}: character {error.start} is half of a surrogate pair, no text") from error
 
 
 def token_documents(where: str | Path, field: str, tokenizer: Tokenizer) -> Iterator[Document]:

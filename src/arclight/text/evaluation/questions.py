@@ -63,6 +63,8 @@ def read_items(path: Path, kind: Format) -> list[Item]:
             try:
                 found = {"group": _group(file, kind)} | form.read(row)
                 item = Item(place=place, **found)
+                for text in (item.stem, *item.choices, item.solution, item.final):
+                    text.encode()  # of JSON, which may hold half of a surrogate pair
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 raise SourceError(f"{place} is not a question of {kind}: {type(error).__name__} {error}") from error
             if item.choices and not 0 <= item.answer < len(item.choices):
@@ -138,12 +140,22 @@ def _rows(file: Path, kind: Format) -> Iterator[tuple[str, Any]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield rows of a CSV file: mappings if the first line names the columns, else lists."""
-    with path.open(encoding="utf-8", newline="") as file:
-        lines = list(csv.reader(file))
+    """Yield rows of a CSV file: mappings if the first line names the columns, else lists.
+
+    Empty lines are no rows.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = list(csv.reader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SourceError(f"{path} is not a CSV file in UTF-8: {error}") from error
     names = lines[0] if lines and "question" in lines[0] else None
     for number, line in enumerate(lines[1:] if names else lines, 2 if names else 1):
-        yield f"{path}, row {number}", dict(zip(names, line, strict=True)) if names else line
+        place = f"{path}, row {number}"
+        if names and line and len(line) != len(names):
+            raise SourceError(f"{place} has {len(line)} columns, the first row names {len(names)}")
+        if line:
+            yield place, dict(zip(names, line, strict=True)) if names else line
 
 
 def _group(file: Path, kind: Format) -> str:
@@ -157,12 +169,14 @@ def _group(file: Path, kind: Format) -> str:
 
 
 def _hellaswag(row: Any) -> dict[str, Any]:
+    for name in ("activity_label", "ctx_a", "ctx_b"):
+        if not isinstance(row[name], str):
+            raise ValueError(f"{name} is not a text: {row[name]!r}")
+    endings = tuple(map(_without_marks, _texts(row["endings"])))
+    if len(endings) < 2:
+        raise ValueError(f"need 2 endings or more, got {len(endings)}")
     stem = _without_marks(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
-    return {
-        "stem": stem,
-        "choices": tuple(map(_without_marks, _texts(row["endings"]))),
-        "answer": _number(row["label"]),
-    }
+    return {"stem": stem, "choices": endings, "answer": _number(row["label"])}
 
 
 def _without_marks(text: str) -> str:
