@@ -14,6 +14,7 @@ from arclight.deploy import Int8, convert, prepare_qat
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
 from arclight.federated.coordination.settings import Sampling
+from arclight.federated.errors import FederatedError
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.rounds.tools import fork
 from arclight.federated.server.server import Server
@@ -56,6 +57,34 @@ def test_several_clients_learn_together(tmp_path: Path) -> None:
     losses = [one.metrics["val/loss"] for one in server.history if "val/loss" in one.metrics]
     assert len(losses) >= 3
     assert losses[-1] < losses[0]
+
+
+class Flagged(Net):
+    """Keeps buffers of types that have no mean or no differences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        types = (torch.bool, torch.complex64, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn)
+        for number, dtype in enumerate(types):
+            self.register_buffer(f"kept_{number}", torch.ones(2).to(dtype))
+
+
+def test_buffers_that_cannot_be_averaged_stay_where_they_are(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    server = Server(
+        Federation(clients=1, rounds=1, local_steps=2, evaluate_every=0), Flagged(), folder=tmp_path / "run"
+    )
+    (_, round) = server.run([Client("a", Flagged(), Rows(), trainer=CPU, seed=5)])
+    assert round.contributors == ["a"]
+    for name, value in Flagged().named_buffers():
+        assert torch.equal(server.weights()[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+def test_a_learner_that_gives_values_without_changes_is_told_which(tmp_path: Path) -> None:
+    start = {"w": torch.zeros(3), "seen": torch.tensor([True, False])}
+    server = Server(Federation(clients=1, rounds=1, local_steps=2, evaluate_every=0), start, folder=tmp_path / "run")
+    with pytest.raises(FederatedError, match=r"model/seen is of torch\.bool, which has no changes to send: leave it out"):
+        server.run([Client("a", learner=lambda _: Quadratic(1.0))])
 
 
 class Counted(Net):

@@ -222,6 +222,11 @@ def is_mean(client: str, key: str, dtype: torch.dtype) -> bool:
     return dtype.is_floating_point
 
 
+def has_changes(dtype: torch.dtype) -> bool:
+    """Return True for types with differences that are averaged: floating point, and integers with a subtraction in torch."""
+    return not dtype.is_complex and dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
+
+
 def not_finite(client: str, key: str) -> RefusedError:
     return RefusedError("not_finite", f"{client} sent {key} with a value that is not finite", (client,))
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from arclight.fabric.atomic_replace import replace_text
+from arclight.federated.aggregation.fixed_point import has_changes
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.manifest_io import write_blobs
@@ -272,6 +273,12 @@ def _changes(
         if order.form == "weights" or whole not in before or not key.startswith("model/"):
             yield key, value
             continue
-        wide = torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype
+        if not has_changes(value.dtype):
+            raise FederatedError(
+                f"{key} is of {value.dtype}, which has no changes to send: leave it out of what the client gives, or set "
+                'send = "weights"'
+            )
+        narrow = value.is_floating_point() and value.dtype != torch.float64
+        wide = torch.float32 if narrow else value.dtype
         began = before[whole] if expert is None else before[whole][expert]
         yield key, began.to(wide) - value.to(wide)

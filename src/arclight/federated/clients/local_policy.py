@@ -12,6 +12,7 @@ import torch
 
 from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.fabric.seeding import isolate_rng
+from arclight.federated.aggregation.fixed_point import has_changes
 from arclight.federated.errors import ProtocolError
 from arclight.federated.masks.experts import select_experts
 from arclight.federated.masks.settings import Masks, matches
@@ -120,10 +121,14 @@ def moments_by_state(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str,
 def trained_names(module: nn.Module) -> list[str]:
     """List the names that training changes and that can be averaged.
 
-    Trained parameters, and saved buffers of numbers.
+    Trained parameters, and saved buffers of real numbers.
     """
-    still = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-    return [name for name, value in named_tensors(module).items() if name not in still and value.dtype != torch.bool]
+    parameters = dict(module.named_parameters())
+    return [
+        name
+        for name, value in named_tensors(module).items()
+        if (parameters[name].requires_grad if name in parameters else has_changes(value.dtype))
+    ]
 
 
 def reset_randomised(module: nn.Module, policy: LocalPolicy, seed: int) -> dict[str, torch.Tensor]:
