@@ -207,6 +207,30 @@ def test_reduction_selects_the_mean_of_the_loss(kind: Any) -> None:
                 )
 
 
+def masked_mean(out: Tensor, counts: Tensor) -> Tensor:
+    """A mean of nothing is NaN, and so is its gradient, as of losses that are written by hand."""
+    return (out.square()[:, 0] * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize("outputs", ["nowhere", "last"])
+def test_micro_batches_that_count_nothing_leave_the_loss_of_the_others(outputs: Any) -> None:
+    model, pipe, x = small()
+    counts = torch.tensor([0, 0, 0, 1, 0, 1, 1], dtype=torch.float64)
+    wanted = masked_mean(model(x), counts)
+    wanted.backward()
+    runner = pipe.on(micro_batches=3, loss=masked_mean, weight=torch.sum)
+    assert float(runner.evaluate(x, targets=counts).loss) == pytest.approx(float(wanted.detach()), rel=1e-13)
+    result = runner.step(x, targets=counts, outputs=outputs)
+    assert float(result.loss) == pytest.approx(float(wanted.detach()), rel=1e-13)
+    assert float(result.count) == 3
+    if outputs == "last":
+        assert result.outputs.shape == (7, 1)
+        return
+    for stage in pipe.stages:
+        for name, parameter in stage.named_parameters():
+            torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad, rtol=1e-12, atol=1e-15)
+
+
 def test_a_mean_of_what_is_not_known_is_refused_and_so_are_options_that_do_not_fit() -> None:
     _, pipe, x = small()
     with pytest.raises(PlanError, match="what it is the mean of is not known"):

@@ -73,6 +73,56 @@ def test_a_language_model_trains_in_stages_as_alone(
         assert float(trainer.callback_metrics["evaluation_micro_batches"]) == 2.0
 
 
+class Masked(al.Module):
+    """Classifies rows, of which those of the second half of a batch have no label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+
+    def batch_weight(self, batch: Any) -> Any:
+        return (batch[1] != -100).sum()
+
+    def _loss(self, batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(self.last(self.first(batch[0])), batch[1], ignore_index=-100)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self._loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.log("val/loss", loss)
+        self.log("val/sized", loss, batch_size=len(batch[0]))
+        self.log("val/most", loss, reduce_fx="max")
+        return loss
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.last(self.first(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_evaluation_keeps_rows_without_labels(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Masked()
+    rows = [(torch.full((4,), float(row)), label) for row, label in enumerate((1, 2, -100, -100))]
+    batches = torch.utils.data.DataLoader(rows, batch_size=4)
+    found = []
+    for strategy in ("auto", Pipeline(1, schedule="1F1B", micro_batches=2, evaluation_micro_batches=2)):
+        trainer = al.Trainer(
+            strategy=strategy, max_steps=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, accelerator="cpu", default_root_dir=tmp_path,
+        )  # fmt: skip
+        (scores,) = trainer.validate(module, batches, verbose=False)
+        (predicted,) = trainer.predict(module, batches)
+        found.append((scores, predicted))
+    (scores, predicted), (scores_in_parts, predicted_in_parts) = found
+    assert predicted_in_parts.shape == (4, 3)
+    torch.testing.assert_close(predicted_in_parts, predicted)
+    assert scores_in_parts == pytest.approx(scores, rel=1e-6)
+
+
 def test_memory_that_is_not_enough_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"1KiB|1024|memory"):
         trained(tmp_path, Pipeline(2, memory="1KiB", start_method="fork"), SMALL, "llama3-debug")

@@ -20,7 +20,7 @@ class LossReduction:
     """The loss of a micro-batch as a sum and a count, and what the sum of sums is multiplied by.
 
     - ``token_mean``: the sum of all losses over what counts in the whole batch. ``function(output, targets)`` gives ``(sum, count)``, or
-      a mean, of which ``weight(targets)`` says how much counts in it.
+      a mean, of which ``weight(targets)`` says how much counts in it; a mean of nothing, which is NaN, adds nothing.
     - ``micro_mean``: the mean of the means of micro-batches, which is that of the batch only where all of them count the same.
     - ``sum``: the sum.
     """
@@ -57,18 +57,20 @@ class LossReduction:
                 "the loss of a micro-batch is one number, and what it is the mean of is not known: masked positions would count differently "
                 "in each. Let it return (sum, count), give weight = a function of the targets, or say reduction = 'micro_mean'"
             )
-        count = torch.as_tensor(self.weight(targets))
-        return total * count, count
+        count = torch.as_tensor(self.weight(targets), device=total.device)
+        return torch.where(count > 0, total * count, 0.0), count
 
-    def divisor(self, targets: list[Any]) -> float | None:
-        """Give the divisor of the sum over micro-batches; None where only forwards tell."""
-        if self.kind == "micro_mean":
-            return float(len(targets))
+    def counts(self, targets: list[Any]) -> list[float] | None:
+        """Give what counts in each micro-batch; None if only forwards tell."""
+        if self.kind != "token_mean":
+            return [1.0] * len(targets)
+        return None if self.weight is None else [float(self.weight(one)) for one in targets]
+
+    def divisor(self, counts: list[float] | None) -> float | None:
+        """Give the divisor of the sum over micro-batches; None if only forwards tell."""
         if self.kind == "sum":
             return 1.0
-        if self.weight is None:
-            return None
-        return float(sum(float(self.weight(one)) for one in targets))
+        return None if counts is None else float(sum(counts))
 
 
 def no_loss(output: Any, targets: Any) -> tuple[Tensor, Tensor]:

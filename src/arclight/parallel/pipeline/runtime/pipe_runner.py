@@ -131,7 +131,10 @@ class PipeRunner:
         args, kwargs: of the model. targets: what the loss is given besides the last stage's output. outputs: where they are wanted.
         """
         micro_batches = self._micro_batches((args, kwargs, targets))
-        known = self.reduction.divisor([micro_batch[2] for micro_batch in micro_batches])
+        counts = self.reduction.counts([micro_batch[2] for micro_batch in micro_batches])
+        if counts is not None and any(counts) and outputs == "nowhere":  # the gradient of a mean of nothing is NaN
+            micro_batches = [one for one, count in zip(micro_batches, counts, strict=True) if count > 0]
+        known = self.reduction.divisor(counts)
         known = self._over_data(known) if known is not None else None
         self._prepare(self.reduction, outputs)
         gradients, total, count = forward_backward(

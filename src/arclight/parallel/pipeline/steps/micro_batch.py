@@ -110,17 +110,18 @@ def split_step(
     number: int,
     reduction: ReductionKind,
     seed: int,
+    trains: bool = True,
 ) -> tuple[list[MicroBatch], bool]:
     """Return the micro-batches of a step's first argument.
 
     Also returns whether their weights are the module's own counts. Weights are shares of 1 where the module does not
-    count. A micro-batch that counts nothing is left out, where another does: its mean loss is NaN.
+    count. A micro-batch that counts nothing is left out of training if another does: the gradient of a mean of nothing is NaN.
     """
     if not args:
         raise PlanError(f"{step} was called without a batch: a pipeline cuts its first argument into micro-batches")
     cut = split_samples(module, args[0], number)
     counts, own = weights(module, cut)
-    if own and reduction == "token_mean" and any(counts):
+    if trains and own and reduction == "token_mean" and any(counts):
         kept = [i for i, count in enumerate(counts) if count > 0]
         cut, counts = [cut[i] for i in kept], [counts[i] for i in kept]
     return list(_micro_batches(step, args, kwargs, cut, counts, _loss_weights(counts, own, reduction), seed)), own

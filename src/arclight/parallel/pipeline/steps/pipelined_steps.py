@@ -304,7 +304,7 @@ class PipelinedSteps:
         seed = int(torch.randint(_SEEDS, ()))
         number = self.options.micro_batches if trains else self.options.evaluation_micro_batches
         reduction = self.options.reduction if trains else "token_mean"
-        micro_batches, counted = split_step(self.module, name, args, kwargs, number, reduction, seed)
+        micro_batches, counted = split_step(self.module, name, args, kwargs, number, reduction, seed, trains)
         if name not in self._sliced:
             self._slice(step, micro_batches[0])
         self._outputs = {}

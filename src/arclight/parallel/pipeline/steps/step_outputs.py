@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -142,15 +143,31 @@ def _whole(calls: list[tuple[float, _Call]]) -> tuple[Tensor, Tensor]:
     if _dtype(newest.value) is None:
         return torch.as_tensor(_newest_of(newest.value)).double().reshape(()), torch.as_tensor(total)
     values = torch.stack([torch.as_tensor(call.value).double() for _, call in calls])
+    shares = torch.stack([torch.as_tensor(weight).double().to(values.device) for weight, _ in calls])
     reduce = newest.options.get("reduce_fx", "mean")
     reduce = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "mean")
-    if reduce in ("sum", "max", "min", "amax", "amin"):
+    if reduce in _NEUTRAL:
+        values = torch.where(_of_nothing(values, shares), _NEUTRAL[reduce], values)
         return getattr(values, reduce)(), torch.as_tensor(total)
-    shares = torch.stack(
-        [torch.as_tensor(call.size if given else weight).double().to(values.device) for weight, call in calls]
+    given_shares = (
+        torch.stack([torch.as_tensor(size).double().to(values.device) for size in sizes]) if given else shares
     )
-    shares = torch.where(shares.sum() > 0, shares, torch.ones_like(shares))
-    return (values * shares).sum() / shares.sum(), torch.as_tensor(total)
+    return _weighted_mean(values, torch.where(_of_nothing(values, shares), 0.0, given_shares)), torch.as_tensor(total)
+
+
+_NEUTRAL = {"sum": 0.0, "max": -math.inf, "amax": -math.inf, "min": math.inf, "amin": math.inf}
+"""What changes nothing, by how values are merged; a mean is the other way."""
+
+
+def _of_nothing(values: Tensor, weights: Tensor) -> Tensor:
+    """Return which values are the NaN of a micro-batch that counts nothing, if others count."""
+    return values.isnan() & (weights == 0) & (weights > 0).any()
+
+
+def _weighted_mean(values: Tensor, shares: Tensor) -> Tensor:
+    """Return the mean of ``values`` by ``shares``; what has no share may be NaN."""
+    shares = torch.where(shares.sum() > 0, shares, 1.0)
+    return torch.where(shares > 0, values * shares, 0.0).sum() / shares.sum()
 
 
 def _newest_of(metric: Any) -> Any:
@@ -201,7 +218,7 @@ def merge_step_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Se
             return torch.cat(list(outputs))
         if all(x.numel() == 1 for x in outputs):
             shares = torch.as_tensor(weights, dtype=torch.float64, device=first.device)
-            mean = (torch.stack([x.reshape(()).double() for x in outputs]) * shares).sum() / shares.sum()
+            mean = _weighted_mean(torch.stack([x.reshape(()).double() for x in outputs]), shares)
             return mean.to(first.dtype if first.is_floating_point() else torch.get_default_dtype())
     elif isinstance(first, list) and all(len(x) == size for x, size in zip(outputs, sizes, strict=True)):
         return [row for output in outputs for row in output]
