@@ -154,6 +154,41 @@ def test_invalid_tokenizers_are_refused(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ([], "holds a list, and a tokenizer's settings are a table"),
+        (None, "holds a NoneType"),
+        ({"bos_token": ["a"]}, r"names \['a'\] as its bos_token"),
+        ({"chat_template": 5}, "neither a text nor texts by name: 5"),
+        ({"chat_template": [{"name": "x"}]}, "neither a text nor texts by name"),
+        ({"chat_template": {"x": 1}}, "neither a text nor texts by name"),
+    ],
+)
+def test_settings_of_other_types_are_refused(bpe: Tokenizer, tmp_path: Path, config: object, says: str) -> None:
+    bpe.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(TokenizerError, match=says):
+        Tokenizer.load(tmp_path)
+
+
+def test_chat_templates_in_another_encoding_are_refused(bpe: Tokenizer, tmp_path: Path) -> None:
+    bpe.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes("é".encode("latin-1"))
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja is not UTF-8 text"):
+        Tokenizer.load(tmp_path)
+
+
+def test_tokens_with_letters_that_stand_for_no_byte_are_their_text(bpe: Tokenizer, tmp_path: Path) -> None:
+    bpe.save(tmp_path)
+    described = json.loads((tmp_path / "tokenizer.json").read_text())
+    described["model"]["vocab"]["a b 東"] = len(described["model"]["vocab"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    ids = [bpe.encode("x")[0], bpe.vocab_size]
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).decode(ids) == library.decode(ids) == "xa b 東"
+
+
 def test_half_a_character_is_never_shown(tokenizer: Tokenizer) -> None:
     stream = tokenizer.stream()
     shown = [stream.push(token) for token in tokenizer.encode("東🏳️")]

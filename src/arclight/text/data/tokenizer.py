@@ -81,7 +81,10 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception for whatever is wrong with a file
             raise TokenizerError(f"{model} is not a readable tokenizer: {error}") from error
         if (template := folder / _TEMPLATE).is_file():
-            config = {**config, "chat_template": template.read_text(encoding="utf-8")}
+            try:
+                config = {**config, "chat_template": template.read_text(encoding="utf-8")}
+            except UnicodeDecodeError as error:
+                raise TokenizerError(f"{template} is not UTF-8 text: {error}") from error
         return HFTokenizer(engine, config)
 
     # -- what kinds differ in --------------------------------------------------------------------------------------
@@ -218,10 +221,7 @@ class HFTokenizer(Tokenizer):
         self.specials = frozenset(number for number, token in added.items() if token.special)
         self.pieces = self._pieces({number: token.content for number, token in added.items()})
         self.bos, self.eos, self.pad = (self._role(vocab, role) for role in _ROLES)
-        templates = config.get("chat_template") or {}
-        if isinstance(templates, list):
-            templates = {entry["name"]: entry["template"] for entry in templates}
-        self.chat_templates = {"default": templates} if isinstance(templates, str) else templates
+        self.chat_templates = _templates(config.get("chat_template") or {})
 
     @property
     def fingerprint(self) -> str:
@@ -261,7 +261,7 @@ class HFTokenizer(Tokenizer):
         if name is None:  # a lone tokenizer.json tells no roles, except by the names that ours have
             name = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}[role]
             return vocab.get(name)
-        if name not in vocab:
+        if not isinstance(name, str) or name not in vocab:
             raise TokenizerError(f"{_CONFIG} names {name!r} as its {role}, which is not in the vocabulary")
         return vocab[name]
 
@@ -274,7 +274,8 @@ class HFTokenizer(Tokenizer):
         pieces = [b"" if i in self.specials else added.get(i, "").encode() for i in range(self.vocab_size)]
         for number, name in enumerate(self.names):
             if number not in added:
-                pieces[number] = bytes(table[letter] for letter in name)
+                known = all(letter in table for letter in name)  # others are text by themselves, as for the library
+                pieces[number] = bytes(table[letter] for letter in name) if known else name.encode()
         return pieces
 
 
@@ -397,9 +398,23 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise TokenizerError(f"{path} holds a {type(config).__name__}, and a tokenizer's settings are a table")
     return config
+
+
+def _templates(given: Any) -> dict[str, str]:
+    """Return chat templates by name; ``given``: one, a list of tables with ``name`` and ``template``, or a table."""
+    if isinstance(given, list) and all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in given):
+        given = {one["name"]: one["template"] for one in given}
+    found = {"default": given} if isinstance(given, str) else given
+    if not isinstance(found, dict) or not all(isinstance(text, str) for pair in found.items() for text in pair):
+        raise TokenizerError(
+            f"{_CONFIG} has a chat_template that is neither a text nor texts by name: {str(given)[:60]}"
+        )
+    return found
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> Path:
