@@ -103,21 +103,29 @@ class Masked(al.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_evaluation_keeps_rows_without_labels(tmp_path: Path) -> None:
+def evaluated(rank: int, folder: Path, parts: int) -> tuple[dict[str, float], torch.Tensor]:
+    """Scores and predictions of one batch, of two of whose rows have labels."""
     torch.manual_seed(0)
     module = Masked()
     rows = [(torch.full((4,), float(row)), label) for row, label in enumerate((1, 2, -100, -100))]
     batches = torch.utils.data.DataLoader(rows, batch_size=4)
-    found = []
-    for strategy in ("auto", Pipeline(1, schedule="1F1B", micro_batches=2, evaluation_micro_batches=2)):
-        trainer = al.Trainer(
-            strategy=strategy, max_steps=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, accelerator="cpu", default_root_dir=tmp_path,
-        )  # fmt: skip
-        (scores,) = trainer.validate(module, batches, verbose=False)
-        (predicted,) = trainer.predict(module, batches)
-        found.append((scores, predicted))
-    (scores, predicted), (scores_in_parts, predicted_in_parts) = found
+    trainer = al.Trainer(
+        strategy=Pipeline(1, schedule="1F1B", micro_batches=2, evaluation_micro_batches=parts), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+        default_root_dir=folder,
+    )  # fmt: skip
+    (scores,) = trainer.validate(module, batches, verbose=False)
+    (predicted,) = trainer.predict(module, batches)
+    return scores, predicted
+
+
+def test_evaluation_keeps_rows_without_labels(tmp_path: Path) -> None:
+    ranks = Ranks(1)
+    try:
+        ((scores, predicted),) = ranks(evaluated, tmp_path, 1)
+        ((scores_in_parts, predicted_in_parts),) = ranks(evaluated, tmp_path, 2)
+    finally:
+        ranks.close()
     assert predicted_in_parts.shape == (4, 3)
     torch.testing.assert_close(predicted_in_parts, predicted)
     assert scores_in_parts == pytest.approx(scores, rel=1e-6)
