@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import arclight as al
-from arclight.deploy import ExportError, Int8, QuantizeError, WeightOnly, quantize
+from arclight.deploy import DynamicInt8, ExportError, Int8, LowBit, QuantizeError, WeightOnly, quantize
 from arclight.deploy.deployment import Deployment, configured, ship
 from arclight.deploy.settings import Target
 
@@ -139,12 +139,21 @@ def test_formats_that_do_not_hold_a_recipe_are_no_candidates(tmp_path: Path, cap
     module = Masked()
     module.layer = nn.Linear(32, 32)
     deployment = Deployment(model=module, example_inputs=torch.randn(3, 32))
-    program = ship(deployment, tmp_path / "p", WeightOnly(), format="fastest")
+    program = ship(deployment, tmp_path / "p", DynamicInt8(), format="fastest")
     assert (program.format, list(program.metadata["fastest"]["wall_ms"])) == ("onnx", ["onnx"])
-    assert "format openvino is left out of what is timed: the model was quantized for onnxruntime" in caplog.text
-    assert "onnxruntime" in program.metadata["fastest"]["left_out"]["openvino"]
-    with pytest.raises(ExportError, match="does not run openvino programs"):
-        ship(deployment, tmp_path / "q", WeightOnly(), format="fastest", candidates=["openvino"])
+    assert "format openvino is left out of what is timed: there is no dynamic int8 program" in caplog.text
+    assert "OpenVINO has no kernel" in program.metadata["fastest"]["left_out"]["openvino"]
+    with pytest.raises(ExportError, match=r"no w4a8 program of format openvino: .* take WeightOnly\(bits=4\)"):
+        ship(deployment, tmp_path / "q", LowBit(), format="fastest", candidates=["openvino"])
+
+
+def test_weights_in_groups_are_written_for_both_runtimes(tmp_path: Path) -> None:
+    module = Masked()
+    module.layer = nn.Linear(32, 32)
+    deployment = Deployment(model=module, example_inputs=torch.randn(3, 32))
+    programs = ship(deployment, tmp_path / "p", WeightOnly(), format=["onnx", "openvino"])
+    targets = {form: program.metadata["quantization"]["target"] for form, program in programs.items()}
+    assert targets == {"onnx": "onnxruntime", "openvino": "openvino"}
 
 
 def test_a_target_that_loses_too_much_is_left_out_of_the_fastest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -248,6 +249,39 @@ def test_a_full_disk_is_named_and_leaves_the_program_before(name: str, tmp_path:
         export(nn.Linear(100, 100), path, example_inputs=torch.randn(2, 100), format="onnx")
     assert value_of(Program.load(path)) == 1.0
     assert {entry.name: entry.stat().st_ino for entry in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("failing", ["write", "publish"])
+def test_several_formats_are_published_all_or_none_on_a_full_disk(
+    before: bool, failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills up while the second of two programs is described, or renamed."""
+    forms: list[exporting.Format] = ["onnx", "openvino"]
+
+    def everything(value: float) -> None:
+        export(Constant(value), tmp_path / "p", example_inputs=VALUES, format=forms, metadata={"value": value})
+
+    if before:
+        everything(1.0)
+    holder = {"write": folder, "publish": files}[failing]
+    real, calls = getattr(holder, failing), [0]
+
+    def full(*given: Any, **named: Any) -> Any:
+        last = given[0 if failing == "write" else 1]
+        calls[0] += "openvino" in last.name
+        if calls[0] == (2 if failing == "write" else 1) and "openvino" in last.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*given, **named)
+
+    monkeypatch.setattr(holder, failing, full)
+    with pytest.raises(
+        ExportError, match=r"openvino cannot be written: No space left on device; what was there is as it"
+    ):
+        everything(2.0)
+    monkeypatch.setattr(holder, failing, real)
+    assert sorted(entry.name for entry in (tmp_path / "p").iterdir()) == (forms if before else [])
+    assert all(value_of(Program.load(tmp_path / "p" / form)) == 1.0 for form in forms if before)
 
 
 def test_a_description_of_other_tensors_than_the_model_has_is_refused(one: Program, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import subprocess
 import sys
@@ -30,8 +31,10 @@ from arclight.deploy import (
     quantize,
 )
 from arclight.deploy.capture import as_outputs
+from arclight.deploy.formats.formats import Format
 from arclight.deploy.quantizing.linear import linear_dynamic, pack, unpack
 from arclight.deploy.settings import Quantization
+from arclight.fabric.signing import SigningKey
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +115,47 @@ def test_8_bit_weights_run_on_integers(language: Language, tokens: Tensor, tmp_p
     assert quantized.sqnr_db > 35
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_in_groups_run_packed_in_openvino(
+    language: Language, tokens: Tensor, tmp_path: Path, bits: int
+) -> None:
+    quantized = quantize(language, recipe=WeightOnly(bits=bits), example=tokens)
+    program = export(quantized, tmp_path / "p", example_inputs=tokens, format="openvino")
+    assert (program.format, program.runtime, program.precision) == ("openvino", "openvino", f"{bits}-bit weights")
+    assert program.metadata["quantization"]["kernels"] == {"FullyConnected": 4}  # each layer is applied twice
+    packed = {name for name in program.kernels() if name.startswith("FullyConnected") and name[-2:] in ("u8", "u4")}
+    assert packed == {f"FullyConnected u{bits}"}
+    assert program.metadata["quantization"]["speed"]["size_over_fp32"] < 1
+    assert 10 * torch.log10(quantized(tokens).var() / (program(tokens) - quantized(tokens)).var()) > 30
+    assert export(quantized, tmp_path / "fastest", example_inputs=tokens, format="fastest").format in (
+        "onnx",
+        "openvino",
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "form", "message"),
+    [
+        (
+            DynamicInt8(),
+            "openvino",
+            r"no dynamic int8 program of format openvino: .* take WeightOnly\(\), or format onnx",
+        ),
+        (LowBit(), "openvino", r"no w4a8 program of format openvino: .* take WeightOnly\(bits=4\)"),
+        (WeightOnly(), "aoti", r"no 8-bit weights program of format aoti: take format onnx, openvino, or Int8\(\)"),
+    ],
+)
+def test_formats_without_kernels_for_a_recipe_name_the_reason(
+    language: Language, tokens: Tensor, tmp_path: Path, recipe: Quantization, form: Format, message: str
+) -> None:
+    quantized = quantize(language, recipe=recipe, example=tokens)
+    with pytest.raises(ExportError, match=message):
+        export(
+            quantized, tmp_path / "p", example_inputs=tokens, format=form, sign=SigningKey.make(tmp_path / "key.pem")
+        )
+    assert not (tmp_path / "p").exists()
+
+
 def test_bfloat16_runs_in_openvino(tokens: Tensor, tmp_path: Path) -> None:
     if "BF16" not in pytest.importorskip("openvino").Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         pytest.skip("this processor has no bfloat16 instructions")
@@ -124,7 +168,7 @@ def test_bfloat16_runs_in_openvino(tokens: Tensor, tmp_path: Path) -> None:
     program = export(quantized, tmp_path / "p.onnx", example_inputs=tokens)
     assert (program.precision, program.runtime) == ("bf16", "openvino-bf16")
     report = program.metadata["quantization"]
-    assert report["kernels"] == {"FullyConnected": 2}
+    assert report["kernels"] == {"FullyConnected": 4}  # each layer is applied twice
     assert 35 < report["against_float"]["sqnr_db"] < 70
     assert report["speed"]["size_over_fp32"] < 0.8  # the embedding, and weights of few values, stay as they are
     assert program.metadata["versions"]["openvino"]
@@ -176,6 +220,16 @@ def pack_widest(weight: Tensor, bits: int) -> Tensor:
     scale = torch.where(extreme == 0, 1.0, extreme / -largest)
     rounded: Tensor = (groups / scale).round().clamp(-largest, largest - 1) * scale
     return rounded.flatten(1)
+
+
+@pytest.mark.parametrize("recipe", [DynamicInt8(), Int8()])
+def test_no_samples_give_no_outputs(recipe: Quantization) -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(4, 32)
+    prepared = prepare_qat(model, x, recipe=recipe)
+    before = copy.deepcopy(prepared.state_dict())
+    assert prepared(x[:0]).shape == (0, 8)
+    assert all(torch.equal(value, before[name]) for name, value in prepared.state_dict().items())
+    assert convert(prepared, example_inputs=x)(x[:0]).shape == (0, 8)
 
 
 def test_dynamic_activations_of_zeros() -> None:

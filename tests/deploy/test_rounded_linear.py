@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
+from arclight import checkpoint
 from arclight.deploy import (
     DynamicInt8,
     Int8,
@@ -97,6 +99,32 @@ def test_a_weight_that_a_skipped_layer_shares_is_refused_before_training(x: Tens
         prepare_qat(Two("weight"), x, recipe=WeightOnly(bits=4, skip=("b",)))
 
 
+def test_layers_without_values_are_refused_by_name(x: Tensor) -> None:
+    model = Two()
+    model.b = nn.LazyLinear(32)
+    with pytest.raises(
+        QuantizeError, match=r"^b of Two have no weights yet \(LazyLinear\).*call the model on a batch first"
+    ):
+        prepare_qat(model, x, recipe=WeightOnly())
+    assert type(prepare_qat(model, x, recipe=WeightOnly(skip=("b",))).b) is nn.LazyLinear
+    model(x)
+    assert isinstance(prepare_qat(model, x, recipe=WeightOnly()).b, RoundedLinear)
+
+
+def test_layers_that_compute_in_ways_of_their_own_are_named(x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    model = Two()
+    weight_norm(model.b)
+    prepared = prepare_qat(model, x, recipe=WeightOnly())
+    assert "these layers compute in ways of their own, and are trained in float: b (ParametrizedLinear)" in caplog.text
+    assert convert(prepared, example_inputs=x).float_layers == ("b",)
+
+
+@pytest.mark.parametrize("recipe", [WeightOnly(skip=("",)), Int8(skip=("",))])
+def test_an_empty_name_is_not_kept_in_float(x: Tensor, recipe: Quantization) -> None:
+    with pytest.raises(QuantizeError, match="skip names '', which is the whole model"):
+        prepare_qat(Two(), x, recipe=recipe)
+
+
 def test_parts_that_were_trained_for_unlike_recipes_are_not_one_program(x: Tensor) -> None:
     model = Two()
     model.a, model.b = round_linears(model.a, WeightOnly()), round_linears(model.b, FOUR_BITS)
@@ -119,12 +147,13 @@ class Task(al.Module):
         return torch.optim.Adam(self.parameters(), 1e-3)
 
 
-def fit(task: Task, recipe: Quantization, folder: Path) -> None:
+def fit(task: Task, recipe: Quantization, folder: Path, steps: int = 1, **options: Any) -> al.Trainer:
     trainer = al.Trainer(
-        max_steps=1, logger=False, enable_progress_bar=False, enable_checkpointing=False, accelerator="cpu",
+        max_steps=steps, logger=False, enable_progress_bar=False, enable_checkpointing=False, accelerator="cpu",
         default_root_dir=folder, callbacks=[QuantizationAwareTraining(recipe)],
     )  # fmt: skip
-    trainer.fit(task, DataLoader(TensorDataset(torch.randn(8, 32)), batch_size=4))
+    trainer.fit(task, DataLoader(TensorDataset(torch.randn(8, 32)), batch_size=4), **options)
+    return trainer
 
 
 @pytest.mark.parametrize(
@@ -149,6 +178,20 @@ def test_a_model_that_rounds_is_not_trained_by_another_recipe(
     assert task.model is rounded
 
 
+@pytest.mark.parametrize("state", [{"reduce_range": False}, {}])
+def test_a_checkpoint_of_ranges_does_not_go_on_with_weights_alone(tmp_path: Path, state: dict[str, Any]) -> None:
+    """Earlier versions kept the bits of weights in the callback, and before that nothing."""
+    fit(Task(), Int8(reduce_range=False), tmp_path).save_checkpoint(tmp_path / "now.ckpt")
+    saved = checkpoint.load(tmp_path / "now.ckpt")
+    saved["callbacks"]["QuantizationAwareTraining"] = state
+    checkpoint.save(tmp_path / "before.ckpt", saved)
+    with pytest.raises(
+        MisconfigurationError,
+        match=r"trained with ranges of activations, .* rounds model to weightonly: .*kind = 'int8'",
+    ):
+        fit(Task(), WeightOnly(), tmp_path, 2, ckpt_path=tmp_path / "before.ckpt")
+
+
 class Replacing(Task):
     """Puts other layers in the place of those that round, as `Float8` precision does."""
 
@@ -166,3 +209,6 @@ def test_settings_of_a_run_refuse_bits_and_groups_without_kernels() -> None:
         LowBitTraining(activation_bits=8, group_size=7)
     with pytest.raises(ValueError, match="activation_bits must be"):
         LowBitTraining(activation_bits=5)
+    for name in ("class", "model.head", ""):
+        with pytest.raises(ValueError, match="attribute must be the name of a submodule"):
+            LowBitTraining(attribute=name)

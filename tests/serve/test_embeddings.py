@@ -15,7 +15,7 @@ from tests.serve.programs import language_model
 from tests.serve.test_text import PROMPTS
 from torch.nn import functional as F
 
-from arclight.deploy import Program, ProgramError, WeightOnly
+from arclight.deploy import DynamicInt8, Program, ProgramError, WeightOnly
 from arclight.deploy.programs.metadata import seal, unseal
 from arclight.serve import Limits, models
 from arclight.serve.admission import Refusal, Turn
@@ -246,3 +246,12 @@ def test_a_vector_that_is_no_number_is_a_fault(path):
     embedder.embed = lambda texts: np.full((len(texts), 64), np.nan, np.float32)
     with pytest.raises(Refusal, match="NaN"):
         embed(embedder, [[1]], Turn(30))
+
+
+def test_texts_of_a_program_that_rounds_a_call_together_are_computed_apart(model, tmp_path):
+    program = export_embedding_model(model, tmp_path / "int8.onnx", [TEXTS], DynamicInt8(), tokenizer=ByteTokenizer())
+    embedder = Embedder(program)
+    together = embedder.embed([[1, 2, 3], [200, 7]])
+    for vector, text in zip(together, ([1, 2, 3], [200, 7])):
+        assert np.array_equal(vector, embedder.embed([text])[0])
+    assert embedder.embed([]).shape == (0, 64)

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, runtime_checkable
 
 from arclight.fabric.atomic_replace import replace_text
 from arclight.recipe import write
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from arclight.trainer import Module, RunFolder, Trainer
 
 _LOG = logging.getLogger("arclight")
+
+
+@runtime_checkable
+class FreezesAtSteps(Protocol):
+    """A callback that freezes something at a step, which the run should reach."""
+
+    def check_reached(self, steps: float) -> None:
+        """Raise MisconfigurationError where a run of ``steps`` steps does not reach it."""
 
 
 class Preparation(logging.StreamHandler[TextIO]):
@@ -49,10 +57,9 @@ class RunRecord(Callback):
 
         Not earlier: only now is it known which run a resumed one continues, and how many steps it has.
         """
-        from arclight.deploy.quantizing.trained import check_steps
-
-        if not trainer.fast_dev_run:
-            check_steps(trainer.callbacks, lambda: trainer.estimated_stepping_batches)
+        for callback in () if trainer.fast_dev_run else trainer.callbacks:
+            if isinstance(callback, FreezesAtSteps):
+                callback.check_reached(trainer.estimated_stepping_batches)
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         run = trainer.run_folder

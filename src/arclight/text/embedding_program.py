@@ -152,8 +152,12 @@ class Embedder:
     def embed(self, texts: Sequence[Sequence[int]]) -> Array:
         """Compute the embeddings (B, D) float32 of at most `BATCH` texts.
 
-        Texts are given as token ids by `encode`.
+        Texts are given as token ids by `encode`. Where a program rounds the samples of a call in one range, each text is computed apart.
         """
+        if not texts:
+            return np.zeros((0, self.dimensions), np.float32)
+        if self.program.rounds_together and len(texts) > 1:
+            return np.concatenate([self.embed([text]) for text in texts])
         lengths = np.array([len(text) for text in texts], np.int64)
         tokens = np.zeros((len(texts), int(lengths.max())), np.int64)
         for row, text in zip(tokens, texts, strict=True):

@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -58,6 +59,7 @@ from arclight.deploy.formats.formats import (
     check_replaceable,
     destination,
     destination_in,
+    quantized_formats,
     runtime_of,
     write,
 )
@@ -68,7 +70,7 @@ from arclight.deploy.programs.fresh import run_fresh
 from arclight.deploy.programs.metadata import check as check_metadata
 from arclight.deploy.programs.metadata import seal, unseal
 from arclight.deploy.programs.onnx_runtime import INTEGER_KERNELS, LINEAR_KERNELS
-from arclight.deploy.programs.openvino import INTEGERS, LAYERS, PRECISION_HINTS, check_bfloat16
+from arclight.deploy.programs.openvino import INTEGERS, LAYERS, PACKED, PRECISION_HINTS, check_bfloat16
 from arclight.deploy.programs.other_runtime import described_probe
 from arclight.deploy.programs.processing import check_name
 from arclight.deploy.programs.processor import instruction_sets, overflows
@@ -182,7 +184,7 @@ def export(
     )  # fmt: skip
     tried = candidates_of(format, candidates)
     if format == "fastest":
-        if isinstance(model, QuantizedModel):
+        if isinstance(model, QuantizedModel) and _runtimes(model) == 1:
             raise ExportError(
                 f"the model was quantized for {model.target}, the only runtime that its integers are fast in, so there is nothing to choose from: leave format "
                 "out, or let `arclight quantize --format fastest` quantize it for each runtime"
@@ -191,6 +193,11 @@ def export(
     if isinstance(format, list | tuple):
         return export_each(each_format(format, model), path, request)
     return export_one(model, path, format, request)
+
+
+def _runtimes(model: QuantizedModel) -> int:
+    """Count the runtimes that run programs of ``model``."""
+    return len(set(quantized_formats(_precision(model), model.target).values()))
 
 
 def export_one(
@@ -251,9 +258,56 @@ def export_each(
     captures = _captures(sources)
     with ExitStack() as stack:
         drafts = [sources[form].drafted(plan, captures[form], stack) for form, plan in plans.items()]
-        for draft in drafts:
-            draft.publish()
+        _publish_all(drafts)
     return {form: _opened(plan) for form, plan in plans.items()}
+
+
+def _publish_all(drafts: Sequence[_Draft]) -> None:
+    """Publish folders, all or none: on an error those that were replaced are put back.
+
+    What takes room on the disk is done for all before the first of them is replaced.
+    """
+    for draft in drafts:
+        draft.finish()
+    with ExitStack() as links, ExitStack() as undo:
+        formers = [links.enter_context(_linked(draft.plan.path)) for draft in drafts]
+        for draft, former in zip(drafts, formers):
+            check_replaceable(draft.plan.path)  # again, as the export took a while
+            undo.callback(_put_back, draft.plan.path, former)
+            draft.place()
+        undo.pop_all()
+
+
+@contextmanager
+def _linked(path: Path) -> Iterator[Path | None]:
+    """Yield a folder with links to the files of the folder ``path``; None without one."""
+    if not path.is_dir():
+        yield None
+        return
+    with _staging(path) as links:
+        shutil.copytree(path, links, copy_function=_link, dirs_exist_ok=True)
+        yield links
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file, or copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _put_back(path: Path, former: Path | None) -> None:
+    """Put the folder ``former`` back at ``path``, or nothing if there was none."""
+    try:
+        if former is not None:
+            files.publish(former, path)
+        elif path.exists():
+            files.retire(path)
+    except OSError as error:
+        raise ExportError(
+            f"{path} holds a new program, and the one before cannot be put back: {error.strerror}: export again"
+        ) from error
 
 
 def _captures(sources: Mapping[Format, _Source]) -> dict[Format, Captured]:
@@ -514,10 +568,20 @@ class _Draft:
         if self.lone:
             self._publish_file(self._staging / self._main, dict(self.described))
             return
-        self._describe(self.described)
-        folder.read(self._staging, self._trusted)
+        self.finish()
         check_replaceable(self.plan.path)  # again, as the export took a while
-        files.publish(self._staging, self.plan.path)
+        self.place()
+
+    def finish(self) -> None:
+        """Describe and check the program of a folder, which only has to be renamed then."""
+        with _disk_named(self.plan.path):
+            self._describe(self.described)
+            folder.read(self._staging, self._trusted)
+
+    def place(self) -> None:
+        """Put a finished folder where it belongs, in one step."""
+        with _disk_named(self.plan.path):
+            files.publish(self._staging, self.plan.path)
 
     def _publish_file(self, draft: Path, described: dict[str, Any]) -> None:
         """Put the file in place atomically, after its weights.
@@ -791,7 +855,7 @@ def _quantization_report(
         **kind,
         **settings,
         "trained": quantized.trained,
-        "target": quantized.target,
+        "target": "openvino" if program.runtime == "openvino" else quantized.target,
         "calibration_batches": 0 if quantized.trained else quantized.batches,
         "quantized_layers": len(quantized.quantized_layers),
         "float_layers": list(quantized.float_layers),
@@ -830,7 +894,8 @@ def _measured(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes
 def _kernels(quantized: QuantizedModel, program: Program) -> dict[str, int]:
     """Count the kernels that the recipe asks for among those that the runtime really runs."""
     if program.runtime in ("openvino", "openvino-bf16"):
-        precisions = ("bf16",) if program.runtime == "openvino-bf16" else INTEGERS
+        integers = PACKED if isinstance(quantized.recipe, WeightOnly) else INTEGERS
+        precisions = {"bf16"} if program.runtime == "openvino-bf16" else integers
         ran: Counter[str] = Counter()
         for (kind, precision), count in program.openvino_kernels().items():
             if kind in LAYERS and precision in precisions:
@@ -865,7 +930,7 @@ def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _
     if row.speedup_high < 1:
         log.warning(
             "in %s the quantized program takes %.1f times as long as the float32 program (%.2f ms): it saves memory, no time",
-            quantized.target,
+            NAMES[program.runtime],
             1 / row.speedup,
             table["fp32"].wall_ms,
         )

@@ -57,6 +57,16 @@ _QUANTIZED: Mapping[Target, Mapping[Format, Runtime]] = {
     "tensorrt": {"onnx": "onnxruntime"},  # where its programs are compared with their models
 }
 """Target that a model was quantized for: the formats that reach it, the natural one first, and what runs them here."""
+_WEIGHTS: Mapping[Format, Runtime] = {**_QUANTIZED["onnxruntime"], "openvino": "openvino"}
+"""Formats of weights in groups: OpenVINO reads ONNX Runtime's operator, keeps the weights packed, and rounds activations if that is faster."""
+_QUANTIZED_BY: Mapping[str, Mapping[Format, Runtime]] = {"8-bit weights": _WEIGHTS, "4-bit weights": _WEIGHTS}
+"""Precision: its formats, where those of its target are not all."""
+_NOT_ROUNDED: Mapping[str, str] = {
+    "w4a8": "OpenVINO chooses itself whether it rounds activations, so it may compute W4A8 as 4-bit weights: take WeightOnly(bits=4), which has the "
+    "same weights, or format onnx",
+    "dynamic int8": "OpenVINO has no kernel for ranges of each call, and would multiply in float32 after rounding: take WeightOnly(), or format onnx",
+}
+"""Precision: why there is no OpenVINO program of it, and what to take."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +237,11 @@ def check_replaceable(path: Path) -> None:
         )
 
 
+def quantized_formats(precision: str, target: Target) -> Mapping[Format, Runtime]:
+    """Return the formats of a model of ``precision`` for ``target``, and what runs each here."""
+    return _QUANTIZED_BY.get(precision, _QUANTIZED[target])
+
+
 def runtime_of(format: Format, precision: str, target: Target | None) -> Runtime:
     """Return what runs ``precision`` in ``format``.
 
@@ -234,13 +249,20 @@ def runtime_of(format: Format, precision: str, target: Target | None) -> Runtime
     """
     if target is None:
         return _FLOAT[format]
-    runtime = _QUANTIZED[target].get(format)
+    formats_of_it = quantized_formats(precision, target)
+    runtime = formats_of_it.get(format)
     if runtime is not None:
         return "openvino-bf16" if precision == "bf16" else runtime
     if format == "pt2":
         raise ExportError(
             f"torch runs an {precision} graph in float, with rounding simulated, so there is no {precision} pt2: take format "
-            f"{', '.join(_QUANTIZED[target]) or 'onnx'}"
+            f"{', '.join(formats_of_it) or 'onnx'}"
+        )
+    if format == "openvino" and precision in _NOT_ROUNDED:
+        raise ExportError(f"there is no {precision} program of format openvino: {_NOT_ROUNDED[precision]}")
+    if precision != "int8":  # which alone is placed for several targets
+        raise ExportError(
+            f"there is no {precision} program of format {format}: take format {', '.join(formats_of_it)}, or Int8()"
         )
     files = "ONNX files" if format == "onnx" else f"{format} programs"
     able = [repr(name) for name, formats in _QUANTIZED.items() if format in formats and name != "tensorrt"]

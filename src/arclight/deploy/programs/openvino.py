@@ -17,6 +17,8 @@ LAYERS = {"FullyConnected", "Convolution", "Deconvolution", "MatMul"}
 """OpenVINO's kernels of layers with weights."""
 INTEGERS = {"i8", "u8"}
 """OpenVINO's names of the precisions that multiply 8-bit integers."""
+PACKED = INTEGERS | {"i4", "u4"}
+"""OpenVINO's names of the precisions of weights that a layer unpacks as it multiplies."""
 PRECISION_HINTS: Mapping[str, str] = {"openvino": "f32", "openvino-bf16": "bf16"}
 """Runtime: what OpenVINO is told to compute in, which it would choose itself."""
 _DTYPES = {

@@ -172,6 +172,11 @@ class Program:
         return str(self.metadata.get("precision", "unknown"))
 
     @property
+    def rounds_together(self) -> bool:
+        """Return True if all samples of a call are rounded in one range, so that they depend on each other."""
+        return self.precision == "dynamic int8"
+
+    @property
     def nbytes(self) -> int:
         """Size of the program's files in bytes, including external weights of an .onnx file."""
         if self._contents is not None:

@@ -219,12 +219,17 @@ class QuantizationAwareTraining(Callback):
             self._check_asked_alike(state, resumed=trainer.state.fn == "fit")
             return
         states.pop(self.state_key if self.attribute == "model" else former, None)
-        if (reduced := state.get("reduce_range")) is not None:
+        reduced, ranges = state.get("reduce_range"), f"{self.attribute}.{RANGES}."
+        has_ranges = reduced is not None or any(name.startswith(ranges) for name in checkpoint["state_dict"])
+        if has_ranges and not self.has_ranges:
+            raise MisconfigurationError(
+                f"the checkpoint was trained with ranges of activations, by an earlier arclight, and this run rounds {self.attribute} to "
+                f"{kind_of(type(self.recipe))}: resume it with [qat] kind = 'int8' (QuantizationAwareTraining(Int8())), or start a run from float weights"
+            )
+        if reduced is not None:
             bits = torch.tensor(7 if reduced else 8)
             checkpoint["state_dict"].setdefault(f"{self.attribute}.{RANGES}.{WEIGHT_BITS}", bits)
-        elif not self.has_ranges or not any(
-            name.startswith(f"{self.attribute}.{RANGES}.") for name in checkpoint["state_dict"]
-        ):
+        elif not has_ranges:
             raise MisconfigurationError(
                 f"the checkpoint was trained in float, and this run rounds {self.attribute} to {kind_of(type(self.recipe))}: resume it without "
                 "[qat] (or QuantizationAwareTraining), or start a run from its weights"

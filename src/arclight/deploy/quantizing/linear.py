@@ -56,6 +56,8 @@ def round_dynamic(x: Tensor) -> Tensor:
 
 def _dynamic(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the steps of ``x`` from zero, and the size of a step."""
+    if not x.numel():  # no sample, and so no range
+        return x, x.new_ones(())
     low, high = (value.float() for value in x.aminmax())
     low, high = low.clamp(max=0), high.clamp(min=0)
     unit = (high - low) / LEVELS

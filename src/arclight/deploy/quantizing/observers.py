@@ -166,8 +166,11 @@ class MovingRange(pt2e.ObserverBase):
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Average the range of one batch in, without waiting for the device."""
-        low, high = (value.float() for value in x.aminmax())
-        low, high = low.clamp(max=0), high.clamp(min=0)  # padding must be exact
+        low, high = (
+            (value.float() for value in x.aminmax()) if x.numel() else (self.low + torch.inf, self.high - torch.inf)
+        )
+        if x.numel():
+            low, high = low.clamp(max=0), high.clamp(min=0)  # padding must be exact
         if self.synchronized:
             # the largest of NaN and a number is not defined; what is infinite stays so, and then counts on no rank
             bounds = torch.stack([-low, high]).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)

@@ -359,6 +359,8 @@ def check_skip(skip: tuple[str, ...], names: Collection[str], otherwise: str) ->
     otherwise: what the error says of it.
     """
     for prefix in skip:
+        if not prefix:
+            raise QuantizeError("skip names '', which is the whole model: name modules of it, or leave skip out")
         if not any(inside(name, (prefix,)) for name in names):
             near = get_close_matches(prefix, sorted(names), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -9,6 +9,7 @@ the program's model: the same weights through the same rounding (`linear.pack`),
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import UninitializedParameter
 
 from arclight.deploy.capture import as_inputs, capture, free_dimensions, frozen_copy, in_float32
 from arclight.deploy.errors import QuantizeError
@@ -39,6 +41,7 @@ from arclight.deploy.quantizing.placement import check_skip, inside
 from arclight.deploy.quantizing.ptq import QuantizedModel, accept, distances
 from arclight.deploy.settings import DynamicInt8, LowBit, WeightOnly
 
+log = logging.getLogger(__name__)
 LinearRecipe = DynamicInt8 | WeightOnly | LowBit
 
 
@@ -155,11 +158,18 @@ def round_linears(model: nn.Module, recipe: LinearRecipe) -> nn.Module:
 
     If the model is a linear layer itself, its rounded layer is returned.
 
-    Those whose weight something else reads as well, such as a tied embedding, stay as they are, as in `quantize`. Raises QuantizeError
-    where there are none, for a ``skip`` that names nothing, and for groups that do not divide a layer's inputs.
+    Those whose weight something else reads as well, such as a tied embedding, stay as they are, as in `quantize`; subclasses of linear layers do
+    with a warning. Raises QuantizeError where there are none, for a ``skip`` that names nothing, for layers without values yet, and for groups that do
+    not divide a layer's inputs.
     """
     names = dict(model.named_modules())
     check_skip(recipe.skip, names, f"{type(model).__name__} has no module of that name")
+    linears = {name: one for name, one in names.items() if isinstance(one, nn.Linear) and not inside(name, recipe.skip)}
+    if empty := [name for name, one in linears.items() if isinstance(one.weight, UninitializedParameter)]:
+        raise QuantizeError(
+            f"{', '.join(empty)} of {type(model).__name__} have no weights yet (LazyLinear), and would stay in float: call the model on a batch first, "
+            "or name them in skip"
+        )
     others = [module for name, module in names.items() if type(module) is not nn.Linear or inside(name, recipe.skip)]
     shared = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
     chosen = {
@@ -174,6 +184,11 @@ def round_linears(model: nn.Module, recipe: LinearRecipe) -> nn.Module:
         )
     if not isinstance(recipe, DynamicInt8):
         check_groups({name: layer.in_features for name, layer in chosen.items()}, recipe.group_size)
+    if others := {name: type(one).__name__ for name, one in linears.items() if type(one) is not nn.Linear}:
+        log.warning(
+            "these layers compute in ways of their own, and are trained in float: %s",
+            ", ".join(f"{name} ({kind})" for name, kind in others.items()),
+        )
     made = {id(layer): RoundedLinear.of(layer, recipe) for layer in chosen.values()}
     _replace(model, made)
     return made.get(id(model), model)

@@ -8,13 +8,12 @@ What rounds is imported only if needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint as checkpoints
 from arclight.checkpoint.remote import to_path
-from arclight.trainer.callback import Callback
 from arclight.trainer.checkpoint.loading import read
 
 if TYPE_CHECKING:
@@ -45,21 +44,3 @@ def callbacks_of(states: Mapping[str, Any]) -> list[QuantizationAwareTraining]:
     from arclight.deploy.quantizing.callback import QuantizationAwareTraining
 
     return [QuantizationAwareTraining.of(state) for state in found]
-
-
-@runtime_checkable
-class FreezesAtSteps(Protocol):
-    """A callback that freezes something at a step, which the run should reach."""
-
-    def check_reached(self, steps: float) -> None:
-        """Raise MisconfigurationError where a run of ``steps`` steps does not reach it."""
-
-
-def check_steps(callbacks: Iterable[Callback], steps: Callable[[], float]) -> None:
-    """Raise MisconfigurationError for callbacks whose freeze steps the run does not reach.
-
-    The run has ``steps()`` steps.
-    """
-    for callback in callbacks:
-        if isinstance(callback, FreezesAtSteps):
-            callback.check_reached(steps())

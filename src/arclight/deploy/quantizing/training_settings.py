@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import TYPE_CHECKING, ClassVar
 
 from arclight._intervals import Checked, FiniteFloat, NonNegativeInt
@@ -29,7 +30,7 @@ class Training(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not all(part.isidentifier() for part in self.attribute.split(".")) or "." in self.attribute:
+        if not self.attribute.isidentifier() or iskeyword(self.attribute):
             raise ValueError(f"attribute must be the name of a submodule, such as model, got {self.attribute!r}")
 
     @property

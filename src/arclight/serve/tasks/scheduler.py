@@ -7,7 +7,7 @@ One thread calls the program. The KV caches of texts in progress are batched in 
 `arclight.text.generate` pads prompts; a text that would need much padding gets a batch of its own. A new prompt is read in chunks
 (chunked prefill) between decoding steps of the others; the tokens with which an earlier prompt began, too, are not read again (prefix
 sharing). A text must not depend on which others are in the batch, nor on earlier prompts, which tests compare: texts of programs that round
-all tokens of a call by one range (`ROUNDED_TOGETHER`) are computed apart, and share no prefixes.
+all tokens of a call by one range (`Program.rounds_together`) are computed apart, and share no prefixes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ MAX_PREFIXES = 64
 """Prompts held for their prefixes, each of which is compared with every new prompt."""
 MAX_PADDING = 2048
 """Tokens of padding in a batch, over all texts: more cost more to copy and attend over than another call, which reads the weights again."""
-ROUNDED_TOGETHER = "dynamic int8"
-"""Precision of programs that round the activations of a call by their largest value, whichever text has it."""
 Array = np.ndarray[Any, Any]
 
 
@@ -100,7 +98,7 @@ class Scheduler:
         self._is_closed = False
         self._starts_waiting = False
         self._batches: list[_Batch] = []
-        self._is_apart = program.precision == ROUNDED_TOGETHER
+        self._is_apart = program.rounds_together
         self._prefixes = _PrefixCache(0 if self._is_apart else prefix_cache_bytes)
         self._answers: dict[Generation, AnswerText] = {}
         self._thread = threading.Thread(target=self._work, name="arclight-text", daemon=True)
