@@ -264,7 +264,11 @@ def test_a_killed_run_resumes_with_the_same_bits(own: Path, model: str, flags: s
         (f"{INT8} --qat.attribute network", "Convolutions has no submodule 'network'"),
         (f"{INT8} --qat.skip 9", "skip names '9', but the model computes nothing in a module of that name"),
         (f"{INT8} --qat.target tensorflow", "need onnxruntime | openvino | inductor | executorch | tensorrt"),
-        (f"{INT8} --plan.dp_shard 2", "a [plan] divides layers"),
+        (f"{INT8} --plan.dp_shard 2", "a [plan] gathers blocks one by one, and [qat] kind = 'int8' trains one graph"),
+        (
+            f"{W4} --plan.tp 2",
+            "[plan] tp = 2 cuts matrices, whose outputs and groups share a scale, and [qat] rounds whole layers",
+        ),
         ("--qat.kind int4", "int4: take weightonly with bits = 4"),
         ("--qat.kind bfloat16", "bfloat16 needs no training with rounding"),
         ("--qat.kind int9", "need a kind, got 'int9'; did you mean int8?"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from arclight._intervals import Checked, Interval
-from arclight.deploy.quantizing.training_settings import QAT
+from arclight.deploy.quantizing.training_settings import QAT, check_plan
 from arclight.parallel.plan import Plan
 from arclight.recipe import Imported
 from arclight.text.heads.head_settings import AnswerTask, SequenceTask, TokenTask
@@ -78,10 +78,7 @@ class TrainingRun(Checked):
                 "copied there"
             )
         if self.qat is not None and self.plan is not None:
-            raise ValueError(
-                'a [plan] divides layers and gathers them one by one, and [qat] rounds whole ones: leave out one of the two; trainer.strategy = "ddp" or '
-                '"fsdp" trains with rounding on several devices'
-            )
+            check_plan(self.qat.recipe, self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)

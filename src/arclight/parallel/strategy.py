@@ -24,7 +24,7 @@ from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.precision import Float8Precision
 from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
-from arclight.fabric.strategies.root_module import StepRoot, reshard_without_backward
+from arclight.fabric.strategies.root_module import RoundsOwnWeights, StepRoot, reshard_without_backward
 from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.parallel.layers.context_parallel import install_context_runner
 from arclight.parallel.mesh import Mesh
@@ -169,7 +169,7 @@ class PlanStrategy(ShardedStrategy):
             )
         sharding.copy_from_rank_zero(module, self.device)
         seed = self.broadcast(torch.initial_seed() % 2**32)
-        options: dict[str, Any] = {"device": self.device, "types": self.types(), "seed": seed}
+        options: dict[str, Any] = {"device": self.device, "types": self.types(module), "seed": seed}
         if own_steps:
             root = self._cut_steps(module, options)
         elif self.in_stages:
@@ -226,14 +226,14 @@ class PlanStrategy(ShardedStrategy):
             dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
             torch.set_rng_state(state.cpu())
 
-    def types(self) -> FsdpTypes:
-        """Choose FSDP's types: parameters are gathered in the compute type.
+    def types(self, module: nn.Module) -> FsdpTypes:
+        """Choose FSDP's types: parameters are gathered in the compute type, unless ``module`` rounds them.
 
         Gradients of half types are summed in float32.
         """
         compute = getattr(self.precision, "compute_dtype", None)
         half = (torch.float16, torch.bfloat16)
-        if compute == torch.bfloat16:
+        if compute == torch.bfloat16 and not any(isinstance(part, RoundsOwnWeights) for part in module.modules()):
             return FsdpTypes(compute, torch.float32)
         return FsdpTypes(None, torch.float32 if self.precision.dtype in half else None)
 

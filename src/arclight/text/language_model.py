@@ -320,8 +320,8 @@ class LanguageModel(Module):
     def configure_example(self, data: Any) -> Tensor:
         """Refuse to train the model as one graph: MisconfigurationError."""
         raise MisconfigurationError(
-            "the program of a language model keeps a cache, and is another graph than the one that is trained, so it has no ranges of activations to "
-            "learn: set [qat] kind to weightonly, dynamicint8 or lowbit, whose layers round by themselves"
+            "the program of a language model keeps a cache, and is another graph than the one that is trained, so that learnt ranges of activations have no "
+            "place in it: set [qat] kind to weightonly, dynamicint8 or lowbit, whose layers round by themselves"
         )
 
     def configure_embedding(self, data: Any, batches: int) -> Deployment:

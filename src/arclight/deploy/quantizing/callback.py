@@ -18,6 +18,7 @@ from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing.ptq import QuantizedModel, chosen_target, for_processor
 from arclight.deploy.quantizing.qat import RANGES, WEIGHT_BITS, PreparedModel, inputs_on, with_fake_quantization
 from arclight.deploy.quantizing.rounded_linear import trained_linears
+from arclight.deploy.quantizing.training_settings import check_plan
 from arclight.deploy.settings import BFloat16, Int8, Quantization, Target
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.seeding import isolate_rng
@@ -25,6 +26,7 @@ from arclight.fabric.strategies.base import Strategy
 from arclight.fabric.strategies.ddp import DDPStrategy
 from arclight.fabric.strategies.fsdp import FSDPStrategy
 from arclight.fabric.strategies.sharded import ShardedStrategy
+from arclight.parallel.strategy import PlanStrategy
 from arclight.trainer.callback import NEEDED, Callback
 from arclight.trainer.loop.hooks import overridden
 from arclight.trainer.module import Module
@@ -98,7 +100,7 @@ class QuantizationAwareTraining(Callback):
         return model
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        _check_strategy(trainer.strategy, graph=self.has_ranges)
+        _check_strategy(trainer.strategy, self.recipe)
         model = getattr(pl_module, self.attribute, None)
         if stage == "fit" and isinstance(model, QuantizedModel):
             raise MisconfigurationError(
@@ -368,8 +370,15 @@ def _recipe_of(described: Mapping[str, Any]) -> Quantization:
     return made
 
 
-def _check_strategy(strategy: Strategy, *, graph: bool) -> None:
+def _check_strategy(strategy: Strategy, recipe: Quantization) -> None:
     """Raise MisconfigurationError for a strategy that cannot train rounded layers or graphs."""
+    graph = recipe.needs_calibration
+    if isinstance(strategy, PlanStrategy):
+        try:
+            check_plan(recipe, strategy.plan)
+        except ValueError as error:
+            raise MisconfigurationError(f"QuantizationAwareTraining: {error}") from error
+        return
     if isinstance(strategy, ShardedStrategy) and not isinstance(strategy, FSDPStrategy):
         raise MisconfigurationError(
             f"QuantizationAwareTraining does not work with {type(strategy).__name__}: its {'graph' if graph else 'rounding'} reads the weights of layers "

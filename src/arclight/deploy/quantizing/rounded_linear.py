@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parameter import UninitializedParameter
 
@@ -40,6 +41,8 @@ from arclight.deploy.quantizing.linear import (
 from arclight.deploy.quantizing.placement import check_skip, inside
 from arclight.deploy.quantizing.ptq import QuantizedModel, accept, distances
 from arclight.deploy.settings import DynamicInt8, LowBit, WeightOnly
+from arclight.fabric.distributed.sharding import gathered_copy
+from arclight.fabric.strategies.root_module import RoundsOwnWeights
 
 log = logging.getLogger(__name__)
 LinearRecipe = DynamicInt8 | WeightOnly | LowBit
@@ -65,7 +68,7 @@ def _keep_called(module: nn.Module, args: Any, output: Any) -> None:
     """Keep torch's fused layers, which heed hooks, from reading weights of a layer uncalled."""
 
 
-class RoundedLinear(nn.Linear):
+class RoundedLinear(nn.Linear, RoundsOwnWeights):
     """Linear layer that computes as the kernel of its recipe will, with gradients.
 
     Its state is that of an ``nn.Linear``.
@@ -225,6 +228,8 @@ def quantize_trained(
     noisier than the recipe's ``min_sqnr_db``.
     """
     start = time.perf_counter()
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        model = gathered_copy(model)
     recipe, layers = trained_linears(model)
     assert recipe is not None
     rounding = {name: _rounding(model.get_submodule(name)) for name in layers}

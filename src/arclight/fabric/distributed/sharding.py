@@ -6,6 +6,8 @@ these functions on any module, which do nothing to plain tensors.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -56,6 +58,38 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.redistribute(placements=placements)
     whole: torch.Tensor = tensor.to_local()
     return whole
+
+
+def gathered_copy(module: nn.Module) -> nn.Module:
+    """Copy ``module`` with full parameters, outside of FSDP; every process must call this."""
+    from torch.distributed.fsdp import FSDPModule
+
+    parameters = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
+    memo: dict[int, Any] = {
+        id(shard): nn.Parameter(full_tensor(shard).detach().clone(), shard.requires_grad) for shard in parameters
+    }
+    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for unit in units:  # FSDP has put a class between, which refuses to be copied
+        plain = next(kind for kind in type(unit).__mro__[1:] if not issubclass(kind, FSDPModule))
+        memo[id(unit)] = object.__new__(plain)
+    for unit in units:
+        fields = {name: value for name, value in vars(unit).items() if not name.startswith(_OF_FSDP)}
+        for name, hooks in fields.items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                fields[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_of_fsdp(hook))
+        if "forward" in fields:  # on the instance, around the one of its class, whose module it would keep
+            fields["forward"] = inspect.unwrap(fields["forward"])
+        memo[id(unit)].__dict__.update(copy.deepcopy(fields, memo))
+    copied: nn.Module = copy.deepcopy(module, memo)
+    return copied
+
+
+_OF_FSDP = ("__composable_api", "_is_fsdp", "_fsdp_")
+"""What names of FSDP's fields in a module begin with."""
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed")
 
 
 def shard_like(full: torch.Tensor, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

@@ -28,6 +28,10 @@ class WholeUnit(nn.Module):
     """Module whose forward reads its submodules' parameters without calling these."""
 
 
+class RoundsOwnWeights(nn.Module):
+    """Module that rounds its parameters in forward: they must be gathered in the type that they are stored in."""
+
+
 def whole_units(module: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
     """Return ``chosen`` with modules inside a `WholeUnit` replaced by that; inner ones first."""
     if isinstance(module, WholeUnit):

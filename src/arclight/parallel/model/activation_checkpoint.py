@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ def checkpoint_block(block: nn.Module, how: str | float) -> None:
 def _checkpointed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"context_fn": selective_contexts} if selective else {}
 
+    @functools.wraps(forward)  # so that copies find what is checkpointed
     def run(
         *arguments: Any, **others: Any
     ) -> Any:  # a function of ours, which the compiler looks into, unlike a partial of torch's
