@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.images import decode_image
 from arclight.vision.data.mix import MixedData
+from arclight.vision.inference.fusion import Detect
 from arclight.vision.inference.test_time import multi_scale
 from arclight.vision.qris.reading.decode import read_opencv, read_zxing
 from arclight.vision.qris.reading.grid import cv2, fixed_modules
@@ -53,7 +55,7 @@ from arclight.vision.qris.verification import tampering
 from arclight.vision.qris.verification.registry import Place, Registry
 from arclight.vision.qris.verification.tampering import FALSE_ALARMS, FILE, fit
 from arclight.vision.results.detections import Boxes, Detections
-from arclight.vision.results.metrics import CONFIDENCE_FLOOR, DetectionMetrics
+from arclight.vision.results.metrics import CONFIDENCE_FLOOR, EVALUATION_IOU, DetectionMetrics
 from arclight.vision.tasks.detection import Detector
 from arclight.vision.tasks.module import evaluate
 from arclight.vision.tasks.settings import DetectionTask
@@ -78,6 +80,12 @@ def main() -> None:
         type=Path,
         metavar="CHECKPOINT",
         help="the detector trained on generated scenes; default: train one",
+    )
+    arguments.add_argument(
+        "--tuned",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="that detector fine-tuned on the photos, as a run of this benchmark left it; default: fine-tune it",
     )
     arguments.add_argument(
         "--work", type=Path, default=None, metavar="DIR", help="where runs are written (default: a temporary folder)"
@@ -107,17 +115,20 @@ def measure(options: Any, work: Path) -> None:
     scenes = draw_scenes(work, quick=options.quick)
     start = options.detector or train_on_scenes(work, quick=options.quick)
     generated = Detector.load_from_checkpoint(start)
-    tuned = fine_tune(start, options.photos, scenes, work, epochs=1 if options.quick else 12)
+    if options.tuned:
+        tuned = Detector.load_from_checkpoint(options.tuned)
+    else:
+        tuned = fine_tune(start, options.photos, scenes, work, epochs=1 if options.quick else 12)
     found = {("generated scenes only", 320): generated, ("fine-tuned on photos", FINE_SIZE): tuned}
     spec = read_data_yaml(options.photos / "data.yaml")
     rows, precision = [], {}
     for (name, size), detector in found.items():
         photos = DetectionDataset.open(spec, "test", image_size=size, cache_labels=False)
-        values = {group: average_precision(detector, photos, group) for group in (*GROUPS, "")}
+        values = precision_by_group(photos, partial(evaluated, detector, photos))
         precision[name] = values
         rows.append((f"mAP50, {name}, {size} px", *(f"{values[g]:.3f}" for g in (*GROUPS, ""))))
     photos = DetectionDataset.open(spec, "test", image_size=FINE_SIZE, cache_labels=False)
-    both = {group: precision_of_passes(tuned, photos, group) for group in (*GROUPS, "")}
+    both = precision_by_group(photos, partial(evaluated_passes, two_sizes(tuned, CONFIDENCE_FLOOR), photos))
     rows.append(
         (f"mAP50, fine-tuned on photos, {SIZES[0]} and {SIZES[1]} px", *(f"{both[g]:.3f}" for g in (*GROUPS, "")))
     )
@@ -180,26 +191,46 @@ def fine_tune(start: Path, photos: Path, scenes: Path, work: Path, epochs: int) 
     return Detector.load_from_checkpoint(best_checkpoint(trainer.run_folder.path))  # type: ignore[no-any-return]
 
 
-def average_precision(detector: Detector, photos: DetectionDataset, group: str) -> float:
-    """mAP50 on the photos whose names begin with ``group``."""
-    chosen = [i for i, path in enumerate(photos.images) if path.name.startswith(group)]
-    metrics = DetectionMetrics(num_classes=1)
-    return evaluate(detector.eval().model, Subset(photos, chosen), metrics, collate).map50  # type: ignore[no-any-return]
+def precision_by_group(
+    photos: DetectionDataset, evaluated: Callable[[list[int]], DetectionMetrics]
+) -> dict[str, float]:
+    """mAP50 by the group of photos, "" for all; ``evaluated`` collects predictions on those of the given numbers.
+
+    Each photo is predicted once.
+    """
+    every, values = DetectionMetrics(num_classes=1), {}
+    for group in GROUPS:
+        metrics = evaluated([i for i, path in enumerate(photos.images) if path.name.startswith(group)])
+        values[group] = metrics.compute().map50
+        every.merge(metrics.state_dict())
+    if len(every) != len(photos.images):
+        raise ValueError(f"{len(every)} of {len(photos.images)} photos were scored: their names begin with {GROUPS}")
+    return {**values, "": every.compute().map50}
 
 
-def precision_of_passes(detector: Detector, photos: DetectionDataset, group: str) -> float:
-    """mAP50 of passes at `SIZES` on the photos whose names begin with ``group``, in pixels of the photos."""
+def evaluated(detector: Detector, photos: DetectionDataset, chosen: list[int]) -> DetectionMetrics:
+    """Predictions on the ``chosen`` photos, as training validates them."""
     metrics = DetectionMetrics(num_classes=1)
-    kept = replace(detector.processing, conf_threshold=CONFIDENCE_FLOOR, iou_threshold=metrics.iou_threshold)
-    detect = multi_scale(detector.eval(), SIZES, kept)
-    for path, rows in zip(photos.images, photos.labels, strict=True):
-        if path.name.startswith(group):
-            photo = decode_image(path)
-            boxes = detect([photo])[0].boxes
-            centre, size = (rows[:, a : a + 2] * photo.shape[1::-1] for a in (1, 3))
-            truths = np.concatenate((rows[:, :1], centre - size / 2, centre + size / 2), axis=1)
-            metrics.update([np.column_stack((boxes.xyxy, boxes.conf, boxes.cls))], [truths])
-    return metrics.compute().map50
+    evaluate(detector.eval().model, Subset(photos, chosen), metrics, collate)
+    return metrics
+
+
+def evaluated_passes(detect: Detect, photos: DetectionDataset, chosen: list[int]) -> DetectionMetrics:
+    """Predictions on the ``chosen`` photos, in pixels of the photos."""
+    metrics = DetectionMetrics(num_classes=1)
+    for path, rows in ((photos.images[i], photos.labels[i]) for i in chosen):
+        photo = decode_image(path)
+        boxes = detect([photo])[0].boxes
+        centre, size = (rows[:, a : a + 2] * photo.shape[1::-1] for a in (1, 3))
+        truths = np.concatenate((rows[:, :1], centre - size / 2, centre + size / 2), axis=1)
+        metrics.update([np.column_stack((boxes.xyxy, boxes.conf, boxes.cls))], [truths])
+    return metrics
+
+
+def two_sizes(detector: Detector, confidence: float) -> Detect:
+    """Passes at `SIZES` with the boxes from ``confidence`` on, as they are scored."""
+    kept = replace(detector.processing, conf_threshold=confidence, iou_threshold=EVALUATION_IOU)
+    return multi_scale(detector.eval(), SIZES, kept)
 
 
 def readers(detector: Detector) -> dict[str, Callable[[np.ndarray], list[tuple[str, np.ndarray]]]]:
