@@ -1,6 +1,9 @@
 """Write files durably, hash them on reading, replace a checkpoint's folder in one step.
 
 How a local folder is replaced stands in `arclight.fabric.atomic_replace`; at an address the manifest is what is replaced.
+
+`store`, `retention` and ``sharded`` write through this, as do programs, federated rounds and token corpora. The order (staging folder,
+sync, manifest, rename) keeps an interrupted save from being read as a checkpoint: ``tests/checkpoint/test_faults.py`` kills it midway.
 """
 
 from __future__ import annotations

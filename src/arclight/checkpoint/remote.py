@@ -4,6 +4,9 @@ An object store cannot rename a folder. Files are put below the checkpoint's nam
 the manifest, which names that folder, is put last in one piece: until then whatever was there before is whole, and after it
 the former files go. Options of a file system are fsspec's own (its configuration files, its environment variables).
 Whatever goes wrong there, whichever library it comes from, is raised as an OSError that says where and what to do.
+
+`files` calls this for remote paths; trainer, commands and federation take `to_path` for every checkpoint path that a user gives.
+`RemotePath` has the part of ``pathlib.Path`` that these use. The layout may not change: checkpoints that were written before must open.
 """
 
 from __future__ import annotations

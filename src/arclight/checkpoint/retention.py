@@ -1,4 +1,10 @@
-"""Find, prune, remove and copy the checkpoints of a folder."""
+"""Find the last or best checkpoint of a folder; prune, remove and copy checkpoints.
+
+`find_last`, `prune` and `remove` are public (``arclight.checkpoint``). `ModelCheckpoint` calls `copy` for ``last`` at remote addresses,
+which have no links; the commands and distillation call `recorded_best` to open a run's best checkpoint.
+
+Links are never followed, and nothing that is not a checkpoint is removed: keep both, since folders hold users' files.
+"""
 
 from __future__ import annotations
 

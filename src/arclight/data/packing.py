@@ -2,6 +2,10 @@
 
 A sample has ``length`` predictions. It is made of pieces: ``(start, predictions)`` stands for the tokens ``start`` up to
 ``start + predictions + 1`` of the stream, each of which but the first is predicted from those before it.
+
+The text data module lays out its splits by `Windows` or `Packed`, and `TokenSamples` reads the pieces; ``arclight data`` packs ahead.
+`Packed` keeps its result in the shards' folder and packs again if the shards have changed; another way of packing must not open folders
+of this one.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 It is the same on every machine.
 
 The site of a sample depends on the settings and on the sample itself, never on the order of reading.
+
+Text and vision tasks partition with these in ``site_split`` of their rooms, by the recipe's table ``partition``. Class and field names
+are recipe keys. Which sample goes to which site may never change: sites would train on each other's data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Read samples from token shards as batches of tensors, without work per token."""
+"""Read samples from token shards as batches of tensors, without work per token.
+
+``arclight.text.data.data_module`` makes this data set of `packing` layouts for its loaders. Keys, shapes and -100 are what language
+models and heads read; keep them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Capture a private copy of a model as one graph of tensor operations, by torch.export."""
+"""Capture a private copy of a model as one graph of tensor operations, by torch.export.
+
+`formats.export`, `quantizing`, `verifying` and ``programs.benchmark`` call this before anything else. In: a user's model and example
+inputs; out: an ``ExportedProgram`` with named free dimensions. The user's model is never changed, only its `frozen_copy`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Walk batches as trees of tensors: map, move to a device, count samples."""
+"""Walk batches as trees of tensors: map, move to a device, count samples.
+
+Fabric, the Trainer's loops, strategies and precision plugins call this with whatever a loader yields. Container types must come back as
+they went in; counts of samples weight logged means and throughput.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Run functions on rank zero only: write, warn, talk to a service."""
+"""Run functions on rank zero only: write, warn, talk to a service.
+
+Loggers, callbacks and strategies decorate or warn by these; ``lightning.fabric.utilities.rank_zero`` has them under the same names,
+which stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Settings of learning-rate schedules (no torch here: a recipe is read without it)."""
+"""Define settings of learning-rate schedules, without importing torch.
+
+A recipe's table ``[task.schedule]`` is one of these classes; the task's ``configure_optimizers`` calls `build` on it. Field names are
+recipe keys and stay, and their docstrings are texts of ``arclight train --help``. The curves are in `schedules`.
+"""
 
 from __future__ import annotations
 

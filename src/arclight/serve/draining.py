@@ -1,4 +1,9 @@
-"""Drain before the end: fall unready, close the listener later, fail no request before."""
+"""Drain the server on SIGTERM: report not ready, keep answering, then close the listener.
+
+`server` makes a `DrainingServer` in place of ``uvicorn.Server``; uvicorn calls the overridden methods. ``on_drain`` turns
+``/v2/health/ready`` unready, ``drain_s`` (``Limits``) is the time that load balancers have to notice. No accepted request may fail:
+tests drain under load.
+"""
 
 from __future__ import annotations
 

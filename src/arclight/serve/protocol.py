@@ -1,6 +1,7 @@
-"""Hand complete requests to the application without a task, and write answers by one call.
+"""Extend uvicorn's protocol: take whole requests without a task, write answers by one call.
 
-`direct_protocol` is uvicorn's protocol with both; `middleware.Front` is what takes requests, and writes.
+`server` gives `direct_protocol` to uvicorn with ``middleware.Front.take``; `Write` reaches the middleware by the request's scope. All
+requests are also answered by plain ASGI, so this is speed alone: what it cannot take it must leave unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Run the server process: load a program, bind, answer until stopped."""
+"""Run the server process: check access, load programs, bind, answer until stopped.
+
+``arclight serve`` and users call `serve`; `servable` uses `make_server` for Lightning's servable modules. In: program folders by model
+name, limits, keys, TLS; the application itself is `app`, its end `draining`. Arguments of `serve` are public; an address beyond
+loopback needs a key, unless ``insecure``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Generate text token by token with a KV cache, greedily or by sampling, or streamed."""
+"""Generate text token by token with a KV cache, greedily or by sampling, or streamed.
+
+``arclight.text.generate`` is public; evaluation calls it too. The server's scheduler batches many texts by itself and shares `choose`,
+`AnswerText`, `GenerationSettings` and `check_lengths`, so that a text is the same by either. In: a `Decoder` or a language program, and
+prompts.
+
+Seeded answers stay the same for a seed: the order of random draws in `choose` and `generate` may not change.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ Every rank encodes its own state: values become JSON, tensors stay where they ar
 that this rank holds. One all-gather of the descriptions, and every rank computes the same plan: each box is
 written by one of the ranks that hold it, the one with least to write so far. States may differ in which entries they have
 (a pipeline's stages have different layers): their dicts are united.
+
+The only caller is `writer` beside it. In: a rank's state; out: the boxes that the rank writes, and the JSON that ``sharded.reader``
+follows. How boxes are balanced may change; the plan must be the same on every rank.
 """
 
 from __future__ import annotations

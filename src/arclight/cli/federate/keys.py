@@ -1,4 +1,8 @@
-"""Make a certificate for the server and keys for nodes: ``arclight federate keys``."""
+"""Make a certificate for the server and keys for nodes: ``arclight federate keys``.
+
+``arclight federate serve`` reads the files (``--tls-cert``, ``--tls-key``, ``--node-keys``), a node its private key. Files written
+before must stay valid.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Print an estimated plan, and the plans it was chosen from, as tables."""
+"""Print the results of ``arclight plan RECIPE``: the chosen plan and its rivals, as tables.
+
+`recipe_plan` calls `show` with the search result of ``arclight.parallel.planning``: plans, memory, traffic, time, and reasons against
+the others. ``arclight plan package.module:Model`` (in `model`) takes `table_of`, `short` and the constants for tables of its own.
+
+Layout and colours are free; programs read ``--json``, which `recipe_plan` writes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Show a search as a page: history, parameters, importance and all trials."""
+"""Show a search as a page: history, parameters, importance and all trials.
+
+``arclight tune`` (`search`) calls `write_search_report` as trials end. In: the Optuna study; out: one HTML file that opens offline, of
+the trainer's report parts. Nothing reads it back: layout and wording are free.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Run one trial of a search: an ordinary run with sampled values."""
+"""Run one trial of a search: an ordinary run with sampled values.
+
+``arclight tune`` (`search`) calls `run_trial` here or, with several jobs, in a `TrialProcess` each. In: a `Search`; out: value or error
+in the study, and an ordinary run folder. `Search` is pickled for the processes; studies of stopped searches are resumed by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define loggers with the signatures of Lightning Fabric, ``root_dir`` first."""
+"""Define loggers with the signatures of Lightning Fabric, ``root_dir`` first.
+
+User code gets these as ``lightning.fabric.loggers.CSVLogger`` and ``TensorBoardLogger``, by the table in `names`. Signatures and file
+layout are Lightning's; what is logged is the base classes'.
+"""
 
 from __future__ import annotations
 

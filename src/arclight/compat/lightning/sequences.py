@@ -1,4 +1,8 @@
-"""Define Lightning's demo language models, on a text file of the user's."""
+"""Define Lightning's demo language models, on a text file of the user's.
+
+User code gets these as ``lightning.pytorch.demos``, by the table in `names`; nothing here calls them. Names, sizes and shapes are
+Lightning's.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Define ``lightning.Trainer``: our Trainer with Lightning's defaults and its loop objects.
 
 The loops (``trainer.fit_loop`` and its like) are views of the integers in our trainer's progress.
+
+User code gets this class as ``lightning.Trainer``, by the table in `names`. Argument names, defaults and loop attributes are Lightning
+2.x's and stay; training itself is our Trainer's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Define the formats of programs, and which recipes each can hold; refuse others."""
+"""Define the formats of programs, and which recipes each can hold; refuse others.
+
+`export` and `deployment` choose and write a format here. A new one needs an entry in `Format`, the tables below it, a function called
+by `write`, and a session in ``programs``. Names of formats and suffixes are public; refusals name what to do instead.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Run an ONNX file or OpenVINO's own representation in OpenVINO."""
+"""Run programs in OpenVINO: its own representation (.xml) or an ONNX file, on the CPU.
+
+`program` opens an `OpenVinoSession` for runtime ``openvino`` or ``openvino-bf16``; arrays in, arrays out, as `session` documents.
+``formats.export`` and ``verifying.verify`` read back which kernels ran in which precision (`kernels`, `by_precision`).
+
+The tables are OpenVINO's own names; the versions that are tested are those of the extra ``deploy``.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,10 @@ Weights are rounded as the deployed program rounds them: scaled by what the batc
 rewriting patterns of operators, which resets epsilon to 1e-5, momentum to 0.1 and dropout to 0.5 when a model is prepared,
 switched between training and evaluation, and converted; an epsilon of 1e-3 beside small variances then costs 30 dB. Here the
 operators stay, so that none of their numbers is written again.
+
+`qat` calls `fuse` when it prepares a graph, `set_training` with each switch of mode, and `fold` when it converts;
+``verifying.conversion`` does the same for other quantizers. Epsilon, momentum and dropout must come out unchanged: ``verifying``
+compares them by `literals`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Round a captured graph's layers to bfloat16: weights at once, inputs at each call."""
+"""Round a captured graph's layers to bfloat16: weights at once, inputs at each call.
+
+`ptq` calls `round_layers` for the recipe ``BFloat16``; ``formats.onnx_graph`` writes the operator as Identity, since OpenVINO then
+computes in bfloat16 by itself. The operator's name is in captured graphs.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 An optimizer counts its parameters. Counts say nothing where processes hold different parameters, as a pipeline's stages do.
 The names stand in the groups as ``param_names``, where torch has them too; where processes' parameters differ, ``params``
 and ``state`` go by name altogether, as in ``torch.distributed.checkpoint.state_dict``.
+
+Strategies call this when a checkpoint's optimizer state is saved and loaded (``strategies.base``, ``strategies.sharded``,
+``trainer.checkpoint.state``). In and out: an optimizer's state dict. ``param_names`` is in saved checkpoints and stays.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 ``Float8Precision`` goes through torchao, ``TransformerEnginePrecision`` through NVIDIA's package, ``BitsandbytesPrecision`` through
 bitsandbytes: each for those who have it.
+
+`Fabric` and `Trainer` get these by name (``precision="transformer-engine"``, through `names`) or as objects. Class names and arguments
+are Lightning's, except `Float8Precision`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Receive a blob piece by piece, and resume where a broken attempt ended."""
+"""Receive a blob piece by piece, and resume where a broken attempt ended.
+
+Stores (`folder`), the HTTP client and the server's uploads receive blobs into this. A blob is visible under its name only whole and
+with the right SHA-256; the lock lets one process at a time write it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""List and read the rounds of a run, in a folder or at any address that fsspec knows."""
+"""List and read the rounds of a run, in a folder or at any address that fsspec knows.
+
+The server and ``arclight checkpoint`` and ``federate`` read runs through `Rounds`; `writer` writes one. Folder names are sorted as
+numbers and found by runs that resume: they stay.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ It is an ordinary checkpoint folder. Entries of tensors: ``model`` (by parameter
 ``exp_avg/<parameter name>``) and ``server`` (the strategy's states, ``<state>/<parameter name>``); all others are JSON. Where the
 module keeps the arguments that it was built with, they are there as in a trainer's checkpoint, so that it can be built again. Its
 files of weights and moments are the blobs that nodes fetch: their SHA-256 comes out while they are written.
+
+``server.server_step`` writes each round through `Rounds.write`, and `tools` rewrites edited and forked ones. Names and order of entries
+are in folders of runs that are resumed and in blobs of nodes: add, never rename.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Run a federation in a folder: start or resume it, aggregate, evaluate and commit rounds.
 
 The folder holds ``run.db`` (journal and history), ``rounds/<number>/``, ``blobs/``, and once the run is closed ``metrics.csv``.
+
+`Server` opens this for users, and ``arclight federate`` by it. In: a task with settings and initial weights; out: a run folder that a
+later process resumes. The journal decides what has happened; files of the folder are read by ``federated.rounds`` and `RunDatabase`.
 """
 
 from __future__ import annotations

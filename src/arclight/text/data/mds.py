@@ -4,6 +4,9 @@
 (uint32), their places and the end of the last (uint32 each, from the start of the file), a copy of its settings (JSON), and the samples;
 a sample is the size of each column that has none of its own (uint32), then the columns. All numbers are little-endian.
 Facts: https://docs.mosaicml.com/projects/streaming, "Dataset Format".
+
+`sources` reads a corpus of this format with `shards_of` and `read_column`; its text is then tokenized like any other. The format is
+MosaicML's; files are untrusted, so every offset is checked, and pickled columns are refused.
 """
 
 from __future__ import annotations

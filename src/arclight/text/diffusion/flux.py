@@ -3,6 +3,8 @@
 Text and image tokens attend to one another, first with weights of their own, then with the same; time and a summary of the text
 scale, shift and gate every part. Letters: B batch, N image tokens, L text tokens, S both, D width, H heads, C width of a head,
 I values of an image token, E width of text features, Q width of the summary.
+
+`flow_matching` trains and samples it; ``hf.families`` maps the published weights. Parameter names are in checkpoints and in that map.
 """
 
 from __future__ import annotations

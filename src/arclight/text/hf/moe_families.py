@@ -2,6 +2,9 @@
 
 Files of the hub and those of transformers have a tensor per expert and map; where transformers 5 wrote its memory as it is,
 the gate and the up map of all experts are one tensor.
+
+`registry` lists these tables; `read` and `write` follow them in both directions. A new family is another table, with a test that
+compares its logits with those of transformers.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 The projector has two maps (Liu et al. 2023). Each patch takes the place of one placeholder token in the text. Letters
 as elsewhere: B batch, T text, D width of the trunk, N patches, W width of the encoder.
+
+`zoo` builds it by name; ``language_model`` trains it like any decoder, with ``images`` beside tokens. Parameter names are in
+checkpoints.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 For federated clients and other users outside the trainer: tensors have the names of ``module.named_parameters`` and of
 saved buffers, and are whole and plain on both ways, one at a time. Every rank makes the same calls, with the same names.
+
+Federated clients load and send weights and moments by this (`clients.round_callback`), the server reads its first ones. Names are the
+protocol's.
 """
 
 from __future__ import annotations

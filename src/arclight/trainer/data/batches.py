@@ -1,4 +1,10 @@
-"""Bring batches to the device, and let a step take them from an iterator."""
+"""Transfer batches to the device through the user's hooks, and iterate over them.
+
+`stage_data` makes a `batch_transfer` and a `BatchIterator` for each stage; the fit and evaluation loops call them for each batch. A
+step with a ``dataloader_iter`` argument gets the iterator and takes as many batches as it wants.
+
+The order of the three transfer hooks, and whose hook is called (data module before module), are Lightning's and stay.
+"""
 
 from __future__ import annotations
 

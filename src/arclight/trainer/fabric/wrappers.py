@@ -1,4 +1,7 @@
-"""Wrap a module, an optimizer and a loader so that they know of precision and processes."""
+"""Wrap a module, an optimizer and a loader so that they know of precision and processes.
+
+`Fabric.setup` and ``setup_dataloaders`` return these to users. State dicts and attributes must stay the user's own, without prefixes.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Everything that may run at some moment was resolved before the first batch (``FitPlan``), so the loop body
 calls what exists and asks about nothing else.
+
+`session` makes a `FitLoop` for ``Trainer.fit``, and the tuner for its trials. The order of hooks is Lightning's, and tests compare it:
+move nothing across a hook. What runs within a batch is composed in `step`; a new per-batch action belongs into `FitPlan`.
 """
 
 from __future__ import annotations

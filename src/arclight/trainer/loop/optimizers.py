@@ -1,4 +1,9 @@
-"""Turn what ``configure_optimizers`` returned into lists of optimizers and schedulers."""
+"""Turn what ``configure_optimizers`` returned into lists of optimizers and schedulers.
+
+`session` calls `configured` before a fit; `RunState` holds the result, `step` and `schedulers` step it, and ``self.optimizers()``
+returns `ManagedOptimizer` proxies. Accepted forms, fields of `LRSchedulerConfig` and error texts are Lightning 2.x's: add, do not
+change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Build the function of one training step, from only the parts that a run uses."""
+"""Compose the function of one training step: forward, backward, clipping, optimizer step.
+
+`FitLoop` calls what ``StepBuilder.step`` returns for each batch; callbacks such as micro-batching bring their own (`BuildsStep`).
+`StepParts` holds the hooks and functions around backward, resolved before the first batch, so that absent ones cost nothing.
+
+The order of hooks within a step is Lightning's and stays.
+"""
 
 from __future__ import annotations
 

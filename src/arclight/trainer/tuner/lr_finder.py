@@ -1,4 +1,8 @@
-"""Find a learning rate by a short fit whose rate grows at every step."""
+"""Find a learning rate by a short fit whose rate grows at every step.
+
+`Tuner.lr_find` and the callback `LearningRateFinder` call `lr_find`; model, optimizer and progress are restored afterwards. Arguments
+and ``results`` are Lightning's and stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Settings of training images that grow (no torch here: a recipe is read without it)."""
+"""Define settings of progressive resizing, without importing torch.
+
+The recipe's table of this name (``tasks.settings``); ``data.dataset`` calls `scale` for each epoch's image size. Field names are recipe
+keys and stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Run sliced inference: detect on overlapping slices of a large image and merge the boxes."""
+"""Run sliced inference: detect on overlapping slices of a large image and merge the boxes.
+
+``arclight predict --slice`` calls `sliced`; it takes and returns a `Detect` function, so it nests with `test_time` and `fusion`.
+Constants may be tuned; boxes and their order are compared by tests.
+"""
 
 from __future__ import annotations
 

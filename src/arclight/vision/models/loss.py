@@ -2,6 +2,10 @@
 
 Shapes: N images, M objects, C classes; level l of the head has k anchors on a grid of H_l x W_l cells.
 Everything runs on the device without waiting for it: objects that match no anchor are masked, not removed.
+
+`Detector` (``tasks.detection``) calls `yolo_loss` in its training step, and adds `mask_loss` and `keypoint_loss`; `distillation` takes
+parts. In: raw levels (N, k, H_l, W_l, 5 + C) and targets (M, 6). With default options it is YOLOv5's loss, which a plain loop in the
+tests repeats.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Write a detector's validation as one self-contained HTML page."""
+"""Write a detector's validation as one self-contained HTML page.
+
+``arclight validate`` calls `write_validation`. In: `DetectionResults`; out: the page, and its numbers for ``--json``. Keys of the
+numbers are public; the layout is free. The comparison of two models reuses `marked_image`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Run a `Pipe` on the ranks of a group without a Trainer.
+"""Run the batches of a split model on the ranks of a group, without a Trainer.
 
-Steps, evaluation, clipping and state.
+`Pipe.on` makes a `PipeRunner`; users call `step`, `evaluate`, `clip_grad_norm_` and `state_dict` on every rank, with the same batch.
+The work is done by `engine`. Methods, `Result` and `RunOptions` are public API; parameter names in states are the whole model's.
 """
 
 from __future__ import annotations

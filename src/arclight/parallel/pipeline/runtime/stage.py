@@ -7,6 +7,9 @@ It declares its own exchanges. torch's stage
   (see `split_backward`);
 - cannot run forwards only where the two stages of a process are neighbours;
 - cannot tell which action it was at when it failed.
+
+`engine` makes one for each stage of this process; torch's schedules call its methods, so their names and order are torch's. Formats of
+exchanged values are `boundary`'s.
 """
 
 from __future__ import annotations

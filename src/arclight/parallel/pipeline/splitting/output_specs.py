@@ -1,4 +1,10 @@
-"""Derive what calls of a part return, but for data: structure, shapes, types and constants."""
+"""Derive output specs of a model's parts without data: structure, shapes, dtypes, constants.
+
+`capture` asks for the outputs of each part while it traces a forward on placeholders; `sliced_module` and `stage_interpreter` ask again
+when a stage runs. A part runs once on placeholders for each signature of arguments, and its spec is kept.
+
+Another input that decides shapes must go into `signature`, or a stale spec is returned.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 A placeholder has the shape, dtype and device of its tensor, and results computed from it are placeholders. So glue code between
 the parts of a model runs in every process, whichever inputs it has. A placeholder records its sources, from which
 `capture` reads the dependencies of calls. Code that needs data (a branch, a number, an index) gets a `DataDependentError`.
+
+`capture` runs a forward on these; `sliced_module` and `stage_interpreter` pass them where another stage has the value. Operators may be
+added to the tables; an operator that needs data must go on raising, or ranks would disagree about branches.
 """
 
 from __future__ import annotations

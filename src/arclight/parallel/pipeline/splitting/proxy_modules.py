@@ -2,6 +2,9 @@
 
 Calls of these modules are intercepted. The original tree is never changed. A copy has the same classes, its own dicts,
 and the same tensors until they are replaced.
+
+`capture`, `output_specs`, `sliced_module` and `stage_tensors` copy models with these. `CallHandler` is what a user of proxies
+implements. Tensors stay shared with the original, since optimizers and checkpoints hold them by identity.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 The stage calls a copy of the module tree with proxies (`proxy_modules`), which count calls: one before the stage's range returns
 what was received, or placeholders; one within it calls the module; after the last the forward ends.
 Code between modules is computed by every stage that needs it, from the arguments, which every process has.
+
+`split` and the strategy (``steps.pipelined_steps``) make one for each process; ``runtime`` calls `run` with the values that `receives`
+lists, and sends those that `sends` lists. Order and count of both must be alike on all ranks: they are matched by position.
 """
 
 from __future__ import annotations

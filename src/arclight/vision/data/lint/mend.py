@@ -1,4 +1,8 @@
-"""Write a repaired copy of a data set, and list each change and what is left to decide."""
+"""Write a repaired copy of a data set, and list each change and what is left to decide.
+
+``arclight data`` calls `mend` with the report of a check. The original is never written; a fault that has several remedies is listed,
+not mended.
+"""
 
 from __future__ import annotations
 

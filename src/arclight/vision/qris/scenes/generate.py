@@ -1,6 +1,9 @@
 """Write a data set of drawn scenes: YOLO images and labels, and codes with their payloads.
 
 Scene i is drawn from (seed, i) alone, so any number of processes writes the same bytes.
+
+``arclight demo`` and ``arclight data`` call `generate`. Out: a folder with ``data.yaml`` that any detection task reads. A change of
+what is drawn for a seed changes data sets that others rebuild.
 """
 
 from __future__ import annotations
