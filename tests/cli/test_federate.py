@@ -216,7 +216,7 @@ def test_a_centralised_run_is_shown_beside(lines: Path, typed: Typed, folder: Pa
     assert "val/loss vs. centralised at step 12<" in page, "after as many samples"
 
 
-def test_rounds_are_looked_after(lines: Path, typed: Typed, folder: Path) -> None:
+def test_checkpoint_verbs_list_inspect_prune_and_fork_rounds(lines: Path, typed: Typed, folder: Path) -> None:
     typed("federate lines.toml --federation.keep_rounds 0")
     run = "runs/lines/1"
     assert [row["number"] for row in json.loads(typed(f"checkpoint rounds {run} --json")[1])] == [0, 1, 2, 3]
@@ -632,7 +632,7 @@ def test_a_node_that_cannot_divide_its_data_fails_when_it_joins(texts: Path, fol
 
 
 @pytest.mark.slow
-def test_all_hear_of_a_mistake_at_one_site_and_go_on_when_it_is_mended(
+def test_an_error_at_one_site_ends_all_nodes_and_a_fixed_run_resumes(
     lines: Path, broken: Path, typed: Typed, folder: Path
 ) -> None:
     why = "failed: 1 (node b says: task: points.csv is cut short)"
@@ -721,7 +721,7 @@ def test_a_server_that_is_killed_goes_on(lines: Path, typed: Typed, folder: Path
 
 
 @pytest.mark.slow
-def test_clients_whose_data_all_nodes_have_go_where_there_is_room(lines: Path, typed: Typed, folder: Path) -> None:
+def test_clients_of_a_lost_node_move_to_a_node_that_has_their_data(lines: Path, typed: Typed, folder: Path) -> None:
     assert typed("federate lines.toml")[0] == 0
     flags = ["--federation.waiting.nodes", "2", "--federation.waiting.lease_s", "0.5"]
     server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0", *flags)

@@ -88,7 +88,7 @@ def weights(run: str) -> np.ndarray:
     return np.concatenate([value.numpy().ravel() for value in load_checkpoint(last)["model"].values()])
 
 
-def test_the_whole_way(typed: Typed, recipe: str) -> None:
+def test_a_language_model_is_trained_queried_evaluated_and_exported(typed: Typed, recipe: str) -> None:
     status, out, err = typed(f"train {recipe}")
     assert (status, err) == (0, "")
     assert "tokenizing texts" in out

@@ -56,7 +56,7 @@ def test_uncertain_images_are_listed_to_label_next(photos: Path, typed: Typed) -
     assert found == {"sure": 2, "torn": 2, "faint": 0, "none": 0}, "other outputs keep the confidence of predictions"
 
 
-def test_labels_of_what_is_sure(photos: Path, typed: Typed) -> None:
+def test_save_labels_writes_boxes_above_the_thresholds_only(photos: Path, typed: Typed) -> None:
     Path("validate.json").write_text(json.dumps({"classes": {"cat": {"confidence": 0.45}}}))
     status, _, err = typed(f"predict {photos} photos --save-labels new --thresholds validate.json")
     assert (status, err) == (0, "")

@@ -163,7 +163,7 @@ def test_a_run_folder_stands_for_its_recipe_and_its_newest_checkpoint(
     assert ", the newest\n" in out
 
 
-def test_a_run_folder_stands_for_its_best_checkpoint_where_one_is_looked_into(ranked: Path, typed: Typed) -> None:
+def test_checkpoint_verbs_take_the_best_checkpoint_of_a_run_folder(ranked: Path, typed: Typed) -> None:
     best = best_checkpoint(ranked).name
     status, out, _ = typed("checkpoint verify runs/tiny/1")
     assert (status, f"{best} is sound" in out) == (0, True)

@@ -664,7 +664,7 @@ def test_a_block_of_two_consumers_is_fetched_once_and_for_both(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("consumers", [2, 5])
-def test_the_room_is_kept_whatever_consumers_do(tmp_path: Path, consumers: int) -> None:
+def test_the_cache_bound_holds_for_any_order_of_consumers(tmp_path: Path, consumers: int) -> None:
     """Blocks of all sizes, shared and repeated, in any order: the bound holds but for a block each, and nothing is left."""
 
     class Sized(Gated):

@@ -63,7 +63,7 @@ def test_sizes_are_divided_exactly(shares):
     assert [other.site_of(key) for key in sizes] != [division.site_of(key) for key in sizes]
 
 
-def test_equal_things_stay_together_and_few_things_are_whole():
+def test_equal_samples_share_a_site_and_few_samples_are_not_cut():
     division = divide_by_size(Size(), [(b"same", 5)] * 9 + [(b"other", 40)], 2)
     assert {division.site_of(b"same"), division.site_of(b"other")} == {0, 1}
     assert divide_by_size(Size(), [], 3).site_of(b"x") in range(3)
@@ -73,7 +73,7 @@ def test_equal_things_stay_together_and_few_things_are_whole():
         )
 
 
-def test_shares_that_are_none_are_refused():
+def test_invalid_site_shares_are_refused():
     with pytest.raises(ValueError, match="one for each of 3 sites, got 2"):
         divide_by_size(Size(shares=(1.0, 2.0)), [], 3)
     for wrong in ((1.0, 0.0), (1.0, float("nan")), (-1.0,), (float("inf"), 1.0)):

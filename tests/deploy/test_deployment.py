@@ -99,7 +99,7 @@ def test_data_without_inputs_are_refused_by_name(batches: Any, message: str) -> 
 
 
 @pytest.mark.parametrize("example", [{"mask": X}, {"z": X}, 5, ()])
-def test_an_example_that_is_none_is_refused(example: Any) -> None:
+def test_an_invalid_example_input_array_is_refused(example: Any) -> None:
     module = Masked()
     module.example_input_array = example
     with pytest.raises(ExportError, match="example_input_array"):

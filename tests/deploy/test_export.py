@@ -332,7 +332,7 @@ class Masked(nn.Module):
         pytest.param(0, float("-inf"), "infinite in 4 of 4", marks=pytest.mark.slow),
     ],
 )
-def test_outputs_of_which_nothing_can_be_told_are_refused(first: int, value: float, kind: str, tmp_path: Path) -> None:
+def test_outputs_without_comparable_values_are_refused(first: int, value: float, kind: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=f"output logits of the reference is {kind} values"):
         export(
             Masked(first, value), tmp_path / "p.onnx", example_inputs=torch.rand(3, 4), output_names=["shifted", "logits"]

@@ -155,7 +155,7 @@ def test_quantized_programs_are_given_their_rounding_noise(boxes: Path, monkeypa
     assert Program.load(boxes, runtime="openvino").choice.sqnr_db == pytest.approx(26, abs=0.1)
 
 
-def test_inputs_are_drawn_in_the_ranges_of_the_exporters_and_hold_none_of_theirs(tags: Path) -> None:
+def test_inputs_are_drawn_in_the_ranges_of_the_examples_without_their_values(tags: Path) -> None:
     program = Program.load(tags)
     first, *others = other_runtime.drawn(program)
     assert first[0].shape == first[1].shape == (3, 6)

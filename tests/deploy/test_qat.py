@@ -540,7 +540,7 @@ def test_weights_that_were_copied_in_place_are_not_converted_in_other_bits(train
         convert(eight)
 
 
-def test_a_part_of_weights_without_the_record_says_nothing_of_their_bits(
+def test_weights_without_a_record_of_bits_are_refused_if_whole_and_taken_in_part(
     trained: tuple[Normed, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As federations exchange it that send a fragment in each round."""

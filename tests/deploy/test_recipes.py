@@ -310,7 +310,7 @@ def test_calibration_data_that_are_missing_are_asked_for(language: Language, rec
         quantize(language, recipe=recipe)
 
 
-def test_a_convolutional_network_is_told_of_int8() -> None:
+def test_dynamic_int8_of_convolutions_is_refused_and_int8_proposed() -> None:
     with pytest.raises(QuantizeError, match="Convolutions run on integers by Int8"):
         quantize(nn.Sequential(nn.Conv2d(4, 4, 1)), recipe=DynamicInt8(), example=torch.rand(2, 4, 4, 4))
 

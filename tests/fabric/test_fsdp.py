@@ -198,7 +198,7 @@ def _looked_at(fabric: al.Fabric) -> tuple[dict[str, Any], float]:
     return whole(fabric, model), float(model(batches()[0]).detach().sum())
 
 
-def test_a_look_between_backward_and_update_changes_nothing() -> None:
+def test_reading_gradients_between_backward_and_step_changes_nothing() -> None:
     wanted = _looked_at(al.Fabric(accelerator="cpu", devices=1))
     found = fabric_for().launch(_looked_at)
     assert_close(found[0], wanted[0])

@@ -96,7 +96,7 @@ def names_rank_1(errors: str, where: str, root: Path) -> None:
     assert "step=6.ckpt" in [path.name for path in (root / "c").iterdir()]
 
 
-def test_a_rank_that_does_not_come_is_named_with_what_the_others_wait_in(tmp_path: Path) -> None:
+def test_a_missing_rank_is_named_with_the_collective_that_waits_for_it(tmp_path: Path) -> None:
     def check(seconds: float) -> None:
         root = tmp_path / f"{seconds}"
         root.mkdir()

@@ -309,7 +309,7 @@ def test_a_video_is_played_and_watched_to_its_end(page, tmp_path, sample):
     assert "360 × 480 px" in page.text("#timing")
 
 
-def test_a_video_that_is_none_is_said(page, tmp_path):
+def test_the_page_reports_a_file_that_is_not_a_video(page, tmp_path):
     (tmp_path / "a.webm").write_text("I am a text")
     page.type("#file", str(tmp_path / "a.webm"))
     page.wait("document.body.dataset.state === 'error'")

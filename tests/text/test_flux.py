@@ -194,7 +194,7 @@ def test_pictures_of_two_kinds_are_learned() -> None:
     assert (found - base[kind]).abs().mean((1, 2, 3)).max() < 0.3
 
 
-def test_published_sizes_and_what_does_not_fit() -> None:
+def test_published_sizes_match_and_invalid_configurations_are_refused() -> None:
     with torch.device("meta"):
         dev, schnell = Flux(FLUX_SIZES["dev"]), Flux(FLUX_SIZES["schnell"])
     assert sum(p.numel() for p in dev.parameters()) == 11_901_408_320

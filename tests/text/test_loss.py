@@ -83,7 +83,7 @@ def test_a_label_outside_of_the_vocabulary_is_refused(label: int) -> None:
         cross_entropy(hidden, weight, labels)
 
 
-def test_a_label_outside_of_the_vocabulary_gives_nan_where_looking_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_label_outside_of_the_vocabulary_gives_nan_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arclight.text.loss._check_labels", lambda *_: None)  # as for a device that is not asked
     hidden, weight, labels = example()
     labels[1, 2], labels[2, 1] = 300, -1
@@ -105,7 +105,7 @@ def two_processes() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def test_a_label_of_another_process_is_no_stranger(two_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_label_in_another_ranks_shard_is_accepted(two_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = example()
     mesh = init_device_mesh("cpu", (2,))
     rows = DTensor.from_local(weight[:150], mesh, [Shard(0)], run_check=False)

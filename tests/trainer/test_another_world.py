@@ -57,7 +57,7 @@ def test_four_processes_then_two_then_three(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch", [4, 6])
-def test_a_window_of_a_world_that_is_gone_is_summed_anew(tmp_path: Path, batch: int) -> None:
+def test_an_accumulation_window_is_recomputed_for_another_world_size(tmp_path: Path, batch: int) -> None:
     """A checkpoint that says it was made by two processes: what came before the window, and all of it, once."""
     save = str(tmp_path / "a.ckpt")
     (tmp_path / "before").mkdir()
@@ -70,7 +70,7 @@ def test_a_window_of_a_world_that_is_gone_is_summed_anew(tmp_path: Path, batch: 
     assert not after - EVERYTHING
 
 
-def test_a_window_that_cannot_be_summed_anew_is_refused(tmp_path: Path) -> None:
+def test_an_accumulation_window_over_a_stream_is_refused_at_another_world_size(tmp_path: Path) -> None:
     """A list of batches has no place in samples to go back to."""
     save = str(tmp_path / "a.ckpt")
     world_script.main([str(tmp_path), "--stream", "--accumulate", "4", "--stop", "6", "--save", save])
@@ -79,7 +79,7 @@ def test_a_window_that_cannot_be_summed_anew_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_window_under_way_is_summed_anew(tmp_path: Path) -> None:
+def test_batches_of_an_open_accumulation_window_are_trained_again_at_another_world_size(tmp_path: Path) -> None:
     """Its gradients lie with processes that are gone: the batches since its beginning are trained on again, no others."""
     run(tmp_path, 2, "--batch", 2, "--accumulate", 4, "--stop", 6, "--save", tmp_path / "a.ckpt")
     before = seen(tmp_path)

@@ -99,7 +99,7 @@ def test_last_costs_no_space_or_is_a_link_that_moves_with_its_folder(fit: Any, t
         assert not Path(copied.last_model_path).is_symlink()
 
 
-def test_steps_are_a_rhythm_of_their_own(fit: Any) -> None:
+def test_every_n_train_steps_saves_at_steps_not_at_epoch_ends(fit: Any) -> None:
     saver = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, save_last=True)
     fit({"val/score": [0.0, 0.0]}, saver)
     assert names(saver.dirpath) == {"epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt", "last.ckpt"}, "nothing at epoch ends"
@@ -123,7 +123,7 @@ def test_accumulated_batches_are_saved_once(fit: Any) -> None:
     assert count.saves == 4
 
 
-def test_time_is_a_rhythm(fit: Any) -> None:
+def test_train_time_interval_saves_by_elapsed_time(fit: Any) -> None:
     saver = ModelCheckpoint(train_time_interval=timedelta(seconds=0), save_top_k=-1, filename="{step}")
     fit({"val/score": [0.0]}, saver)
     assert names(saver.dirpath) == {f"step={step}.ckpt" for step in (1, 2, 3, 4)}
@@ -364,7 +364,7 @@ def test_the_record_as_yaml(fit: Any, tmp_path: Path) -> None:
     assert any(score == pytest.approx(1e-7) for score in yaml.safe_load(text).values())
 
 
-def test_any_unit_is_a_rhythm(fit: Any) -> None:
+def test_every_takes_epochs_batches_and_durations(fit: Any) -> None:
     def saved(every: Any, **settings: Any) -> set[str]:
         saver = ModelCheckpoint(every=every, save_top_k=-1, filename="{step}")
         fit({"val/score": [0.0, 0.0]}, saver, **settings)
@@ -381,7 +381,7 @@ def test_any_unit_is_a_rhythm(fit: Any) -> None:
     assert ModelCheckpoint(every="1ep").state_key == ModelCheckpoint().state_key
 
 
-def test_a_rhythm_goes_on_where_it_was_when_resumed(fit: Any, scripted: Any, tmp_path: Path) -> None:
+def test_save_intervals_continue_after_a_resume(fit: Any, scripted: Any, tmp_path: Path) -> None:
     def saver() -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path / "c", every="3ba", save_top_k=-1, save_last=True, filename="{step}")
 

@@ -89,7 +89,7 @@ def test_an_exchange_after_every_step_of_sgd_is_gradient_averaging(tmp_path: Pat
     assert_same(found[0], found[1])
 
 
-def test_replicas_part_and_meet(tmp_path: Path) -> None:
+def test_replicas_differ_between_exchanges_and_agree_after_one(tmp_path: Path) -> None:
     apart = fit(tmp_path / "a", replicas(), DiLoCo(3))
     assert not torch.equal(apart[0]["layers.0.weight"], apart[1]["layers.0.weight"])
     together = fit(tmp_path / "b", replicas(), DiLoCo(4))

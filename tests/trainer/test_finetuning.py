@@ -84,7 +84,7 @@ def test_equal_values_are_not_the_same_parameter() -> None:
     assert len(optimizer.param_groups) == 2
 
 
-def test_a_backbone_comes_in_and_catches_up(fit: Any) -> None:
+def test_the_backbone_is_unfrozen_and_its_rate_grows_to_that_of_the_head(fit: Any) -> None:
     net = Net()
     before = net.backbone[0].weight.detach().clone()
     moved: list[bool] = []

@@ -134,7 +134,7 @@ def lost(kept: Any, written: Any, where: str) -> list[str]:
     return []
 
 
-def test_a_field_may_be_added_but_none_may_go_without_another_number(tmp_path: Path) -> None:
+def test_removing_a_field_needs_another_layout_number(tmp_path: Path) -> None:
     capture = Capture()
     fit(tmp_path, capture)
     kept, written = read(LAYOUT)["state"], capture.state

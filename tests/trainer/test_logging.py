@@ -300,7 +300,7 @@ def test_batches_count_with_their_samples(accumulate: int) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_size_of_a_batch_is_guessed_aloud_or_asked_for(accumulate: int) -> None:
+def test_an_ambiguous_batch_size_warns_or_must_be_given(accumulate: int) -> None:
     def fit(batch: Any, **options: Any) -> al.Trainer:
         class Any_(Lines):
             def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -338,7 +338,7 @@ def _no_warning() -> Any:
     return nullcontext()
 
 
-def test_tensors_that_change_later_are_kept_or_missed_aloud() -> None:
+def test_logged_tensors_changed_in_place_are_copied_or_reported() -> None:
     def count(module: Any, index: int) -> None:
         module.counter += 1
         module.log("count", module.counter, on_epoch=True)
@@ -432,7 +432,7 @@ def test_one_name_with_two_settings() -> None:
     trainer().fit(Lines(training_step=agree), batches(2))
 
 
-def test_steps_of_a_hook_that_has_none() -> None:
+def test_on_step_is_refused_in_epoch_hooks() -> None:
     with pytest.raises(MisconfigurationError, match=r"self.log\(on_step=True\).*on_train_epoch_end.*must be one of"):
         trainer().fit(Lines(on_train_epoch_end=log("x", on_step=True)), batches(1))
 
@@ -460,7 +460,7 @@ def test_prediction_and_code_outside_of_a_run() -> None:
         module.log("x", 1.0)
 
 
-def test_a_logger_that_is_not_there_is_missed_once_it_is_asked_for() -> None:
+def test_logging_to_a_missing_logger_warns() -> None:
     with pytest.warns(UserWarning, match=r"log\('x', ..., logger=True\)` but have no logger"):
         trainer().fit(Lines(training_step=log("x", logger=True)), batches(1))
 

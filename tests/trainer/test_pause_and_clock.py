@@ -94,7 +94,7 @@ def test_loggers_have_all_rows_of_all_parts(tmp_path: Path) -> None:
     assert rows("parts", [4, 9, 3]) == rows("whole", [16])
 
 
-def test_a_state_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_in_memory_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="what is in memory has no state_dict"):
         trainer_of(tmp_path).fit(Classifier(), datamodule=NoisyData(), ckpt_path={"loops": {}})
 

@@ -129,7 +129,7 @@ def test_after_a_failure_the_terminal_is_as_before(fit: Any, scripted: Any) -> N
     )
 
 
-def test_off_and_left(fit: Any) -> None:
+def test_a_refresh_rate_of_zero_hides_the_bar_and_leave_keeps_each_epoch(fit: Any) -> None:
     bar, out = shown(True, refresh_rate=0)
     fit({"val/score": [1.0]}, bar)
     assert out.getvalue() == ""
@@ -184,7 +184,7 @@ def test_a_theme_and_columns_of_ones_own(fit: Any) -> None:
     assert re.search(r"now 4 *\n +a: 2\.5e-01 \| b: 4", plain(out))
 
 
-def test_bars_can_be_asked_and_sent_away(fit: Any) -> None:
+def test_progress_bars_show_their_counts_and_are_pickled_without_output(fit: Any) -> None:
     bar, _ = shown(False)
     fit({"val/score": [1.0]}, bar, num_sanity_val_steps=1)
     assert (bar.train_progress_bar.completed, bar.train_progress_bar.total) == (4, 4)

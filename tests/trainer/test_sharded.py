@@ -121,9 +121,7 @@ def test_a_window_of_batches_is_taken_up_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_window_is_begun_again_where_as_many_processes_share_the_work_out_in_another_way(
-    tmp_path: Path, turned: bool
-) -> None:
+def test_an_accumulation_window_restarts_if_gradients_are_sharded_differently(tmp_path: Path, turned: bool) -> None:
     """Its gradients are parts of other parameters."""
     options = {"accumulate_grad_batches": 2}
     first, second = (fsdp(), DDPStrategy(start_method="fork"))[:: -1 if turned else 1]
@@ -226,7 +224,7 @@ class Peculiar(Model):
         self.words = state["words"]
 
 
-def test_all_of_a_model_comes_back(tmp_path: Path) -> None:
+def test_spawned_workers_return_weights_buffers_and_attributes(tmp_path: Path) -> None:
     _, wanted = fit(tmp_path / "1", one := Peculiar())
     _, found = fit(tmp_path / "2", two := Peculiar(), DDPStrategy(start_method="fork"), 2)
     assert_same(found, wanted)

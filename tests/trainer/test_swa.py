@@ -105,7 +105,7 @@ def test_a_checkpoint_has_the_trained_weights_and_the_average_with_its_statistic
     assert not torch.equal(state["model"]["body.1.running_mean"], state["ema"]["body.1.running_mean"])
 
 
-def test_other_habits_of_scheduling(make_trainer: Any) -> None:
+def test_swa_handles_step_schedulers_and_several_parameter_groups(make_trainer: Any) -> None:
     with pytest.warns(UserWarning, match="SWA is currently only supported every epoch"):
         train(make_trainer, Normed("step"), StochasticWeightAveraging(0.05, swa_epoch_start=1), max_epochs=2)
     module = Normed(norm=False)

@@ -155,9 +155,7 @@ def test_the_loss_of_classes_is_the_divergence_at_a_temperature(temperature: flo
 # -- training --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_teacher_changes_what_is_learned_and_is_no_part_of_the_run(
-    shapes: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_a_teacher_changes_training_and_is_not_in_checkpoints(shapes: Path, teacher: Path, tmp_path: Path) -> None:
     plain, student = detector(shapes), detector(shapes, teacher=teacher)
     before = torch.get_rng_state()
     assert student.teacher().network.training is False

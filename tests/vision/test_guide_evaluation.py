@@ -35,7 +35,7 @@ def test_guide_commands_for_detection_errors_run(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_is_the_new_one_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guide_commands_for_comparing_detectors_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = detector_run(tmp_path / "runs" / "detect-qris" / "1")
     shutil.copytree(first, first.with_name("2"))
     shutil.copytree(first.parent / "set", tmp_path / "my")

@@ -159,7 +159,7 @@ def test_slices_are_looked_at_a_few_at_a_time_and_small_images_once() -> None:
 @pytest.mark.parametrize(
     ("size", "overlap", "message"), [(0, 0.2, "1 pixel or more, got 0"), (9, 1.0, r"\[0, 1\), got 1.0")]
 )
-def test_slices_that_are_none(size: int, overlap: float, message: str) -> None:
+def test_invalid_slice_sizes_and_overlaps_are_refused(size: int, overlap: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sliced(detector, size, overlap)
 
@@ -235,7 +235,7 @@ def test_multi_scale_refuses_sizes_that_no_network_takes(sizes: list[int], messa
         multi_scale(network, sizes)
 
 
-def test_variants_that_are_none() -> None:
+def test_invalid_augmentation_variants_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(0, 1\], got 1.3"):
         augmented(detector, variants=[(1.3, False)])
     with pytest.raises(ValueError, match="no variant"):
@@ -307,7 +307,7 @@ def test_an_ensemble_is_nearer_to_the_truth_than_its_members() -> None:
         (lambda: ensemble([]), "an ensemble needs one detector or more"),
     ],
 )  # fmt: skip
-def test_fusions_that_are_none(call, message: str) -> None:
+def test_invalid_fusion_options_are_refused(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 

@@ -453,7 +453,7 @@ def test_a_stream_that_stays_away_is_an_error_that_names_it(impatient: None) -> 
     assert source.skipped[0].path == camera.address
 
 
-def test_an_address_where_nobody_is(impatient: None) -> None:
+def test_an_unreachable_stream_is_an_error_without_its_credentials(impatient: None) -> None:
     with pytest.raises(SourceError, match=r"http://127.0.0.1:9/x cannot be opened, and no frame came for 0.2 s"):
         list(ImageSource("http://who:secret@127.0.0.1:9/x?key=1", reconnect_s=0.2))
 

@@ -295,7 +295,7 @@ def test_a_resumed_run_keeps_the_groups_of_the_epoch_that_was_begun(yaml: Path) 
         {"order_epoch": 10**30},
     ],
 )  # fmt: skip
-def test_an_order_that_is_none_is_refused(yaml: Path, state: dict[str, Any]) -> None:
+def test_an_invalid_saved_order_is_refused(yaml: Path, state: dict[str, Any]) -> None:
     data = DetectionData(DetectionTask(data=yaml, image_size=128, rect_train=True))
     ((name, value),) = state.items()
     with pytest.raises(CheckpointError, match=rf"the checkpoint has {name} = {value!r} .* whole number from [01] to"):

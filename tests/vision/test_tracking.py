@@ -400,7 +400,7 @@ def test_counters_forget_those_that_are_gone() -> None:
         (ZoneCount, [(0, 0), (10, 10), (10, 0), (0, 10)], "the sides of a zone must not cross: side 1 crosses side 3"),
     ],
 )
-def test_lines_and_zones_that_are_none(make, points, message: str) -> None:
+def test_invalid_lines_and_zones_are_refused(make, points, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(points)
 

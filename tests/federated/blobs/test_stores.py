@@ -98,7 +98,7 @@ def test_forgotten_blobs_stay_stored(store: BlobStore) -> None:
     assert store.file(named(BYTES)).read_bytes() == BYTES
 
 
-def test_several_go_to_another_store(store: BlobStore, tmp_path: Path) -> None:
+def test_transfer_copies_several_blobs_between_stores(store: BlobStore, tmp_path: Path) -> None:
     contents = [bytes([number]) * 100_000 for number in range(9)]
     for content in contents:
         store.put(named(content), content)

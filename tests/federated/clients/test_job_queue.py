@@ -258,7 +258,7 @@ def train_disturbed(which: str, seed: int, disturbances: int) -> None:
     assert world.closed() == dict.fromkeys(range(1, ROUNDS + 1), ("0", "1", "2"))
 
 
-def test_an_ask_that_is_sent_again_is_answered_anew() -> None:
+def test_a_repeated_work_request_gets_a_new_answer() -> None:
     """The server was started again, and has lost an update that it had: its order is no old one."""
     jobs = JobQueue(1, threading.Event())
 

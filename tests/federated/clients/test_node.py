@@ -495,7 +495,7 @@ def test_damaged_records_are_reported_and_recreated(tmp_path: Path, caplog: pyte
     assert json.loads(file.read_text())["client"] == "a"
 
 
-def test_a_client_is_one_thing() -> None:
+def test_clients_without_a_module_and_duplicate_names_are_refused() -> None:
     with pytest.raises(FederatedError, match="needs one of module"):
         Client("a")
     with pytest.raises(FederatedError, match="two clients have one name"):

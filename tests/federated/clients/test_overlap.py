@@ -165,7 +165,7 @@ def test_the_weights_know_nothing_of_lines_and_nodes(tmp_path: Path, fragments: 
     assert all(same(ends[0], other) for other in ends[1:])
 
 
-def test_a_line_that_stands_still_keeps_nobody_from_training(tmp_path: Path) -> None:
+def test_a_stalled_upload_does_not_block_training(tmp_path: Path) -> None:
     """An update goes up when the round after it has been trained, and not before; in plain rounds, when another client has been."""
     for name, federation, needed in (
         ("streamed", streamed(4, 1), [("0", 2)]),

@@ -108,7 +108,7 @@ def test_only_changes_travel_to_a_node_with_the_base_and_their_bytes_are_few() -
 @pytest.mark.parametrize(
     "codec", [codec if isinstance(codec, Int8) else pytest.param(codec, marks=pytest.mark.slow) for codec in CODECS]
 )
-def test_clients_come_to_the_servers_weights_once_these_rest(codec: Codec) -> None:
+def test_replicas_converge_to_constant_server_weights(codec: Codec) -> None:
     """Later changes carry the error of earlier ones: no residual is lost."""
     store, chains, own = run(codec, 3)
     chain = chains[-1]
@@ -143,7 +143,7 @@ def test_a_node_too_far_behind_or_new_fetches_the_weights_whole() -> None:
     assert not set(remote.asked) & {blob for one in chains[5].changes for blob in one.blobs}
 
 
-def test_weights_are_fetched_whole_where_the_way_to_them_is_longer() -> None:
+def test_weights_are_fetched_whole_if_the_chain_of_deltas_is_larger() -> None:
     store, chains, _ = run(BF16(), 6, longest=6)
     remote = Counting(store)
     node = WeightsReplica(TemporaryStore(), remote)

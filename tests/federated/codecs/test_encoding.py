@@ -127,7 +127,7 @@ def test_decoded_tensors_are_encoded_without_error(codec) -> None:
 
 
 @pytest.mark.parametrize("codec", [*LOSSY, Int8(feedback=0.5)])
-def test_feedback_makes_the_mean_of_what_is_sent_the_mean_of_what_was_meant(codec) -> None:
+def test_error_feedback_makes_the_sent_mean_equal_the_true_mean(codec) -> None:
     """The sum of all that was said differs from the sum of all that was meant by one residual, which stays bounded."""
     generator = torch.Generator().manual_seed(3)
     meant, said = torch.zeros(4, 1024), torch.zeros(4, 1024)

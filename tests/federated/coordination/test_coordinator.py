@@ -69,7 +69,7 @@ def test_updates_fold_in_the_order_of_the_clients_not_of_their_arrival() -> None
     assert [update.client for update in run.folds[0].updates] == ["a", "b", "c", "d"]
 
 
-def test_an_ask_is_held_until_there_is_work() -> None:
+def test_a_work_request_is_held_until_there_is_work() -> None:
     run = world(clients=["a"])
     run.eager = False
     node = run.node("n")
@@ -82,7 +82,7 @@ def test_an_ask_is_held_until_there_is_work() -> None:
     assert isinstance(run.answers[request], FitPlan)
 
 
-def test_a_held_ask_ends_with_who_is_waited_for() -> None:
+def test_a_held_work_request_is_answered_with_the_clients_that_are_missing() -> None:
     run = world(clients=["a", "b"], waiting=Waiting(heartbeat_interval_s=10.0))
     first, second = run.node("first", "a"), run.node("second", "b")
     first.run()
@@ -472,7 +472,7 @@ def test_run_ends_if_too_few_nodes_join() -> None:
     assert run.ended.why == "0 of 2 nodes came within 60.0 s before the first round"
 
 
-def test_everybody_goes() -> None:
+def test_a_run_fails_if_all_nodes_are_lost_and_none_joins_in_time() -> None:
     run = world(waiting=Waiting(join_timeout_s=60.0))
     run.node("n").take()
     run.pass_(55.0)

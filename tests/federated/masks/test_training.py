@@ -168,7 +168,7 @@ def _loss(module: Module) -> float:
     return float(trainer.validate(module, datamodule=Rows(), verbose=False)[0]["val/loss"])
 
 
-def test_an_average_from_elsewhere_is_brought_back_to_what_gradients_allow() -> None:
+def test_averaged_moments_are_clipped_to_the_bound_of_adam() -> None:
     """Adam's own states never touch the bound; a mean beside squares of zero does, and would throw the weight away."""
     w = torch.nn.Parameter(torch.zeros(4))
     adam = torch.optim.AdamW([w], lr=0.1)

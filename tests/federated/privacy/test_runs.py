@@ -51,7 +51,7 @@ def trained(server: Server, goals: list[float]) -> Server:
 
 
 @pytest.mark.parametrize("robust", [Median(), *(pytest.param(one, marks=pytest.mark.slow) for one in REST)], ids=repr)
-def test_a_run_with_a_liar_stays_where_the_others_are(tmp_path: Path, robust: Robust) -> None:
+def test_robust_aggregation_bounds_a_malicious_client(tmp_path: Path, robust: Robust) -> None:
     federation = Federation(clients=5, rounds=2, local_steps=20, robust=robust, checks=ANY, waiting=Waiting(quorum=1.0))
     server = trained(Server(federation, START, folder=tmp_path / "run"), [1.0, 1.1, 0.9, 1.0, 1e6])
     assert (server.weights()["w"] - 1).abs().max() < 4

@@ -109,7 +109,7 @@ def test_a_dry_fork_and_a_dry_edit_change_nothing(finished: Path, tmp_path: Path
     assert (tmp_path / "fork" / "rounds" / "000001" / "manifest.json").read_bytes() == before
 
 
-def test_an_edit_keeps_what_was_and_what_comes_of_it_counts_on(finished: Path, tmp_path: Path) -> None:
+def test_an_edit_keeps_a_backup_and_later_rounds_count_from_it(finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "fork"
     tools.fork(finished, run, 1)
     edited = tools.edit(run, 1, tools.Edit(clock=500, number=2), dry_run=False)

@@ -178,7 +178,7 @@ def test_memory_is_used_again_only_once_what_lay_in_it_is_written(tmp_path: Path
         assert torch.equal(tensor, torch.full_like(tensor, k))
 
 
-def test_tensors_of_somebody_else_are_not_lent() -> None:
+def test_the_buffer_pool_reuses_only_its_own_memory() -> None:
     memory, own = BufferPool(), torch.zeros(4)
     memory.give_back(own)
     lent = memory.empty(4, torch.float32)

@@ -264,7 +264,7 @@ def test_settings_that_could_close_a_round_that_cannot_be_folded_are_refused(tmp
         Server(secure(), MODEL, folder=tmp_path / "run", clients=[f"c{n}" for n in range(16)]).opened().__enter__()
 
 
-def test_a_round_of_changes_most_of_which_are_zero_is_folded_as_none(
+def test_a_norm_bound_of_mostly_zero_updates_leaves_the_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server(settings(clients=3, rounds=1, robust=NormBound()), START, folder=tmp_path / "run")

@@ -203,7 +203,7 @@ def test_a_folder_has_one_server_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_asks_and_beats_are_answered_while_a_round_is_folded(tmp_path: Path) -> None:
+def test_work_requests_and_heartbeats_are_answered_during_aggregation(tmp_path: Path) -> None:
     going, folded = threading.Event(), threading.Event()
 
     def evaluate(weights: object) -> dict[str, float]:
@@ -224,7 +224,7 @@ def test_asks_and_beats_are_answered_while_a_round_is_folded(tmp_path: Path) -> 
         assert run.runtime.wait(60)
 
 
-def test_an_ask_that_was_held_while_the_server_stood_still_is_answered(
+def test_a_work_request_held_during_a_suspension_of_the_server_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, passed, answers = time.monotonic, [0.0], list[Message]()

@@ -78,7 +78,7 @@ def _next(at: tuple[int, str], count: int) -> list[tuple[int, str]]:
         pytest.param(Streaming(fragments=2, overlap=1), 4, marks=pytest.mark.slow, id="streaming"),
     ],
 )
-def test_killed_here_and_there_it_comes_to_the_same_weights(
+def test_a_server_killed_at_some_writes_ends_with_the_same_weights(
     tmp_path: Path, streaming: Streaming | None, skip: int
 ) -> None:
     _, undisturbed, *_ = through(tmp_path / "a", 3, -1, streaming)
@@ -101,7 +101,7 @@ class Held(Quadratic):
         return super().fit(order, weights, progress)
 
 
-def test_a_server_that_stood_still_hears_its_nodes_before_it_counts_them_as_lost(tmp_path: Path) -> None:
+def test_a_suspended_server_waits_for_heartbeats_before_it_declares_nodes_lost(tmp_path: Path) -> None:
     patient = Waiting(heartbeat_interval_s=0.7, lease_s=30.0)  # a busy machine may keep a node silent for a while, too
     servers = Servers(replace(settings(1), waiting=patient), tmp_path / "run")
     with Nodes(tmp_path / "nodes", servers.port, {"left": {"0": Held(1.0)}, "right": {"1": Held(-2.0)}}) as nodes:
@@ -128,7 +128,7 @@ def test_a_server_that_stood_still_hears_its_nodes_before_it_counts_them_as_lost
 
 
 @pytest.mark.slow
-def test_killed_at_every_point_of_every_write_it_comes_to_the_same_weights(tmp_path: Path) -> None:
+def test_a_server_killed_at_every_write_ends_with_the_same_weights(tmp_path: Path) -> None:
     _, undisturbed, *_ = through(tmp_path / "a", 6, -1)
     kills, disturbed, ready, anew = through(tmp_path / "b", 6, 0)
     assert disturbed == undisturbed

@@ -75,7 +75,7 @@ def test_a_node_cannot_fill_the_disk(served: Served) -> None:
     assert node.send(node.trained(_fit(node))).accepted
 
 
-def test_nor_with_blobs_that_it_never_finishes(served: Served) -> None:
+def test_unfinished_blobs_of_a_node_count_against_its_quota(served: Served) -> None:
     node, before = served.node(), served.on_disk()
     statuses = []
     for number in range(12):
@@ -89,7 +89,7 @@ def test_nor_with_blobs_that_it_never_finishes(served: Served) -> None:
     assert served.on_disk() - before <= ROOM
 
 
-def test_a_blob_that_no_update_can_be_is_refused_before_it_comes(served: Served) -> None:
+def test_a_blob_larger_than_any_update_is_refused_before_it_is_sent(served: Served) -> None:
     node, before = served.node(), served.on_disk()
     content = bytes(ROOM + 1)
     with pytest.raises(RefusedError, match=rf"all updates of node n's clients together need {ROOM:,} at most"):
@@ -206,7 +206,7 @@ def test_names_and_values_that_would_fill_the_journal(served: Served) -> None:
     assert node.send(Heartbeat(node="n", session=node.session)).accepted
 
 
-def test_an_update_that_is_like_the_one_before_does_not_go_with_it(tmp_path: Path) -> None:
+def test_blobs_shared_with_a_finished_update_are_not_removed(tmp_path: Path) -> None:
     """The second is taken just while what the first has left is looked for."""
     accepted, asked = threading.Event(), list[set[str]]()
     server = Server(

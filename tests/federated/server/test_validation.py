@@ -174,7 +174,7 @@ def test_an_update_that_comes_twice_counts_once(bench: Bench) -> None:
     assert bench.server.history[1].contributors == ["0", "1"]
 
 
-def test_a_node_is_not_heard_about_clients_of_others(tmp_path: Path) -> None:
+def test_updates_for_clients_of_another_node_are_refused(tmp_path: Path) -> None:
     """One who may join for a site of his own cannot speak for another's."""
     server = Server(
         Federation(clients=2, rounds=1, local_steps=4, evaluate_on="clients", waiting=CALM),

@@ -146,7 +146,7 @@ def _session(link: HttpLink) -> str:
     return welcome.session
 
 
-def test_a_message_of_the_former_session_is_told_so(link: HttpLink) -> None:
+def test_a_message_of_an_old_session_is_refused(link: HttpLink) -> None:
     """One thread of a node joins again while another still speaks."""
     former, newest = _session(link), _session(link)
     with pytest.raises(SessionError, match="join again"):
@@ -307,7 +307,7 @@ def test_a_node_killed_while_it_sends_goes_on_from_there(
     assert line.up - sent < 3_100_000, "it began anew"
 
 
-def test_a_full_disk_is_told_to_the_node_and_passes(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_full_disk_of_the_server_is_reported_and_uploads_resume_with_space(tmp_path: Path, stack: ExitStack) -> None:
     folder = tmp_path / "small"
     folder.mkdir()
     if subprocess.run(
@@ -333,7 +333,7 @@ def test_a_full_disk_is_told_to_the_node_and_passes(tmp_path: Path, stack: ExitS
     link.close()
 
 
-def test_a_full_disk_at_the_node_is_told_and_passes(
+def test_a_full_disk_of_the_node_is_reported_and_downloads_resume_with_space(
     line: Line, link: HttpLink, store: FolderStore, tmp_path: Path, stack: ExitStack
 ) -> None:
     folder = tmp_path / "small"
@@ -356,7 +356,7 @@ def test_a_full_disk_at_the_node_is_told_and_passes(
 
 
 @pytest.mark.slow
-def test_a_network_that_goes_dark_and_comes_back(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_node_survives_a_network_partition(tmp_path: Path, stack: ExitStack) -> None:
     """Packets are dropped, without resets or refusals. Another machine, so with TLS and a registered node."""
     name = f"arc{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:

@@ -191,13 +191,13 @@ def test_invalid_http_is_refused(running: Running, text: bytes) -> None:
         f"/v1/blobs/.partial/{'a' * 64}",
     ],
 )
-def test_names_that_are_none(running: Running, path: str) -> None:
+def test_malformed_blob_names_are_refused(running: Running, path: str) -> None:
     for method, body in (("GET", None), ("HEAD", None), ("PUT", b"content")):
         status, _, answer = running.ask(method, path, body)
         assert status in (400, 404), (method, path, answer)
 
 
-def test_without_a_session_nothing_is_told(running: Running) -> None:
+def test_requests_without_a_session_are_answered_401(running: Running) -> None:
     running.store.put(DIGEST, BYTES)
     for token in ("", "guessed"):
         for method, path in (
@@ -216,7 +216,7 @@ def test_without_a_session_nothing_is_told(running: Running) -> None:
     assert running.store.received("a" * 64) == 0
 
 
-def test_a_node_speaks_for_itself(running: Running) -> None:
+def test_a_session_is_valid_for_its_own_node_only(running: Running) -> None:
     other = running.say(Join(node="b", clients=("b",)))
     assert isinstance(other, Welcome)
     for node, session, status, words in (
@@ -406,7 +406,7 @@ def test_two_send_the_same_blob_at_once(running: Running) -> None:
     assert running.ask("PUT", f"/v1/blobs/{DIGEST}", BYTES)[0] == 200
 
 
-def test_more_asks_than_are_held_are_told_to_come_back(running: Running) -> None:
+def test_work_requests_beyond_the_limit_are_answered_with_a_retry_delay(running: Running) -> None:
     with ThreadPoolExecutor(2) as pool:
         held = [pool.submit(running.say, WorkRequest(node="a", session=running.token, hold_s=60)) for _ in range(2)]
         running.server.wait_until_held(2)
@@ -417,7 +417,7 @@ def test_more_asks_than_are_held_are_told_to_come_back(running: Running) -> None
         assert [ask.result(30).kind for ask in held] == ["close", "close"]
 
 
-def test_a_fault_of_the_servers_own_is_told_as_one(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_is_answered_500(running: Running, caplog: pytest.LogCaptureFixture) -> None:
     running.server.sessions = None  # type: ignore[assignment]
     status, _, answer = running.ask(
         "POST", "/v1/message", Heartbeat(node="a", session=running.token).to_json().encode()

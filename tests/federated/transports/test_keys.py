@@ -107,7 +107,7 @@ def test_a_half_overwritten_pair_is_never_left(made: Certificate, tmp_path: Path
     assert not made.private_key.exists()
 
 
-def test_a_certificate_that_no_node_would_believe_is_told(
+def test_unusable_certificates_are_refused_with_the_reason(
     made: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = make_certificate(tmp_path / "other", ["example.org"], extra="federated")
@@ -192,7 +192,7 @@ def test_untrusted_certificates_are_explained(kind: str, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("tls", [True, False])
-def test_tls_where_there_is_none_and_none_where_there_is_are_told(tls: bool, made: Certificate, tmp_path: Path) -> None:
+def test_tls_mismatches_of_node_and_server_are_explained(tls: bool, made: Certificate, tmp_path: Path) -> None:
     listening = Listening(certificate=made.certificate, private_key=made.private_key) if tls else Listening()
     with HttpServer(EchoServer(TemporaryStore()), listening) as served:
         wrong = served.address.replace("https:", "http:") if tls else served.address.replace("http:", "https:")
@@ -347,7 +347,7 @@ def test_a_node_signs_for_the_certificate_that_it_sees(
     assert [(one.server, one.run) for one in joins] == [(made.fingerprint, "run")] * 2
 
 
-def test_challenges_cost_nothing_and_push_nobody_out(key: NodeKey, nodes: Path) -> None:
+def test_challenges_use_no_memory_and_do_not_expire_others(key: NodeKey, nodes: Path) -> None:
     guard = Authenticator(Registry(nodes))
     join, first = Join(node="a", clients=("left",), key=key.public), guard.challenge()
     before = sys.getsizeof(vars(guard)), sum(sys.getsizeof(value) for value in vars(guard).values())
@@ -444,7 +444,7 @@ def test_a_challenge_grows_old(key: NodeKey, nodes: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "line", ["a", "a notakey", "a b!=", "a {key} x y", "a b/c {key}", "a {key}\na {key}", "../a {key}"]
 )
-def test_a_file_of_nodes_that_is_none_is_told_with_its_line(line: str, key: NodeKey, tmp_path: Path) -> None:
+def test_a_malformed_node_key_file_is_refused_with_its_line(line: str, key: NodeKey, tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("# nodes\n" + line.format(key=key.public))
     with pytest.raises(FederatedError, match=f"line {2 + line.count(chr(10))}"):
         Registry(tmp_path / "nodes")
@@ -472,7 +472,7 @@ def test_names_that_would_break_the_file_are_refused(key: NodeKey) -> None:
         ("s3://127.0.0.1/run", (), False),
     ],
 )
-def test_a_node_keeps_tensors_where_somebody_at_the_site_has_said(
+def test_a_node_uses_only_object_stores_that_its_site_allows(
     address: str, stores: tuple[str, ...], fine: bool, tmp_path: Path
 ) -> None:
     class Elsewhere(EchoServer):

@@ -132,7 +132,7 @@ def test_a_node_joins_and_is_heard(pair: Pair) -> None:
     )
 
 
-def test_a_held_ask_keeps_nobody_waiting(pair: Pair) -> None:
+def test_held_work_requests_do_not_block_other_messages(pair: Pair) -> None:
     session = join(pair.link)
     with ThreadPoolExecutor(3) as pool:
         held = [pool.submit(pair.link.send, WorkRequest(node="a", session=session, hold_s=60)) for _ in range(3)]
@@ -213,7 +213,7 @@ def test_several_put_and_get_one_blob_at_once(pair: Pair) -> None:
     assert {file.read_bytes() for file in files} == {BYTES}
 
 
-def test_a_session_that_the_server_forgot_is_told(pair: Pair) -> None:
+def test_a_node_joins_again_if_the_server_lost_its_session(pair: Pair) -> None:
     session = join(pair.link)
     pair.server.sessions.clear()
     with pytest.raises(SessionError, match="join again"):
@@ -223,7 +223,7 @@ def test_a_session_that_the_server_forgot_is_told(pair: Pair) -> None:
     assert pair.link.send(Heartbeat(node="a", session=again)) == Receipt(accepted=True)
 
 
-def test_another_version_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_of_another_protocol_version_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     session = join(pair.link)
     monkeypatch.setattr(
         Heartbeat, "to_json", lambda self: f'{{"kind": "beat", "version": 0, "node": "a", "session": "{session}"}}'

@@ -1,6 +1,6 @@
 """``arclight demo``: train a detector on scenes, export it as int8, and read payment codes.
 
-``make demo`` and the README run this. It calls the other verbs' code as a user would, so it has nothing of its own to keep.
+``make demo`` runs this. It calls the other verbs' code as a user would, so it has nothing of its own to keep.
 """
 
 from __future__ import annotations

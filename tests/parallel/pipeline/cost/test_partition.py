@@ -102,7 +102,7 @@ class Case:
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_no_cut_is_better(block: int) -> None:
+def test_the_solved_partition_is_optimal_among_all_cuts(block: int) -> None:
     """Every cut of 400 random chains of up to 12 units is tried."""
     refused = bounded = 0
     for seed in range(40 * block, 40 * block + 40):
@@ -234,7 +234,7 @@ def test_work_grows_as_units_squared_times_stages() -> None:
 # -- several stages of a process -------------------------------------------------------------------------------------
 
 
-def test_climbing_finds_what_all_cuts_give() -> None:
+def test_refined_cuts_are_as_good_as_exhaustive_search() -> None:
     """Two stages on each of three processes: the busiest process decides, and what one has is not contiguous."""
     before, after = [], []
     for seed in range(30):
@@ -256,7 +256,7 @@ def test_climbing_finds_what_all_cuts_give() -> None:
     assert fmean(after) < 1.02 < fmean(before)
 
 
-def test_climbing_asks_no_more_than_it_may() -> None:
+def test_refinement_evaluates_at_most_the_given_number_of_cuts() -> None:
     asked = []
 
     def judge(cuts: tuple[int, ...]) -> tuple[float]:
@@ -276,7 +276,7 @@ def test_without_a_number_there_is_one_micro_batch() -> None:
     assert partition(units, 2, link=link).seconds == 4
 
 
-def test_climbing_stays_where_no_cut_is_better() -> None:
+def test_refinement_stops_at_an_optimum() -> None:
     asked = []
     assert refine((0, 2, 4), 6, lambda cuts: (float(bool(asked.append(cuts))),)) == (0, 2, 4)
     assert len(asked) == len(set(asked)) > 4

@@ -28,7 +28,7 @@ def reason(choice: Choice, words: str) -> str:
     return found
 
 
-def test_no_plan_that_can_be_run_is_faster() -> None:
+def test_the_chosen_plan_is_the_fastest_of_all_simulated_plans() -> None:
     """Every cut of every schedule with every number of micro-batches is simulated by hand."""
     costs, link = blocks(1.0, 0.5, 2.0, 1.0, 3.0, 0.25, 1.5), Link(0.02, 1000.0)
     names = ("1F1B", "GPipe", "ZB-H1", "ZB-H2", "ZBVZeroBubble", "V-Min", "Interleaved1F1B")
@@ -49,7 +49,7 @@ def test_no_plan_that_can_be_run_is_faster() -> None:
     assert [one.seconds for one in found.best] == sorted(one.seconds for one in found.best)
 
 
-def test_zero_bubble_is_chosen_where_memory_allows_and_thrift_where_not() -> None:
+def test_zero_bubble_is_chosen_if_memory_allows_else_v_min_or_v_half() -> None:
     costs = blocks(*[1.0] * 16, saved_activation_bytes=1000, parameters=10)
     free = choose(costs, 16, 4, stages=4)
     assert "ZB" in free.best[0].setting.schedule or free.best[0].setting.schedule == "InterleavedZeroBubble"
@@ -119,7 +119,7 @@ def test_infeasible_settings_are_rejected_with_a_reason() -> None:
     assert {"no pipeline", "a pipeline of 2", "a pipeline of 3", "a pipeline of 6"}.difference(dict(reasons))
 
 
-def test_a_cap_that_no_plan_meets_says_what_would() -> None:
+def test_an_unmet_memory_limit_names_what_would_fit() -> None:
     costs = blocks(*[1.0] * 16, saved_activation_bytes=2**20, output=2**10, parameters=2**20)
     with pytest.raises(
         PlanError,
@@ -144,7 +144,7 @@ def test_a_cap_that_no_plan_meets_says_what_would() -> None:
         ({"processes": 4, "stages": 4, "schedules": "ZB-H1", "compiled": True}, "no schedule can be run over 4 processes: ZB-H1 computes"),
     ],
 )  # fmt: skip
-def test_contradictions_are_said(options: dict[str, object], message: str) -> None:
+def test_contradictory_search_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         choose(blocks(1.0, 1.0, 1.0, 1.0), 8, **options)  # type: ignore[arg-type]
 

@@ -156,7 +156,7 @@ def test_gradients_of_parameters_of_some_stages_are_summed_over_these(tmp_path: 
     assert all(text.endswith("finished") for text in said.values()), said
 
 
-def test_a_board_of_one_process_hears_nobody() -> None:
+def test_a_rank_does_not_read_its_own_failure_report() -> None:
     store = dist.HashStore()
     board = object.__new__(FailureStore)
     board.rank, board._store = 0, store

@@ -138,7 +138,7 @@ def test_the_first_tensor_that_is_too_small_decides_and_smaller_ones_are_refused
         split_arguments(((), {"x": eight}, None), 2, {"x": "all"})
 
 
-def test_outputs_are_put_together_as_is_said() -> None:
+def test_outputs_of_micro_batches_are_merged_by_their_reducers() -> None:
     parts = [{"a": torch.ones(n, 2) * n, "n": torch.tensor(float(n)), "same": None} for n in (1, 3)]
     found = merge_outputs(parts, {"a": 0, "n": "mean"}, [1, 3])
     assert found["a"].shape == (4, 2)

@@ -159,7 +159,7 @@ def test_a_pipeline_trains_what_one_process_trains(tmp_path: Path, strategy: Any
     assert largest_difference(module, alone) < 1e-12
 
 
-def test_names_and_wishes() -> None:
+def test_the_pipeline_strategy_is_selected_by_name_and_refuses_invalid_options() -> None:
     chosen = select(strategy="pipeline", accelerator="cpu", devices=2)
     assert isinstance(chosen, Pipeline)
     assert chosen.plan.pp == chosen.world_size == 2
