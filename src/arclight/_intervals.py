@@ -1,6 +1,6 @@
 """Annotate numbers with intervals, for checks, help texts and schemas alike.
 
-``lr: NonNegativeFloat = 0.1`` in a dataclass that inherits `Checked` is refused where it is negative, NaN or infinite, by a
+``lr: NonNegativeFloat = 0.1`` in a dataclass that inherits `Checked` is refused if it is negative, NaN or infinite, by a
 recipe and by Python alike, and reads ``number >= 0`` in the help. pydantic understands the same annotation.
 """
 

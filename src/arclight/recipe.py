@@ -1,9 +1,9 @@
 """Read recipes from a file or a function, override by flags, check, explain and write them.
 
 The schema is a frozen, keyword-only dataclass and nothing else; the object that a recipe gives is the object used from
-Python. A table fills a dataclass; where a field allows several, ``kind`` chooses: a name in lower case, or
+Python. A table fills a dataclass; if a field allows several, ``kind`` chooses: a name in lower case, or
 ``package.module:Class`` for a class of your own. A text instead of a table is its kind. A kind that a flag changes
-starts from its own defaults. TOML has no null: the text ``"none"`` stands for it where a field may be empty.
+starts from its own defaults. TOML has no null: the text ``"none"`` stands for it if a field may be empty.
 """
 
 from __future__ import annotations
@@ -448,7 +448,7 @@ class Setting(NamedTuple):
     path: str
     kind: str
     type: str
-    default: Any  # MISSING where a recipe must give it
+    default: Any  # MISSING if a recipe must give it
     doc: str
 
 

@@ -42,7 +42,7 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> Path:
 
     A flat dict of tensors, such as the entry `model`, is there under its names (``model.layer.weight``); all other tensors are below
     ``state``, and the text ``.arclight.state`` says how to put them together, which `read_dcp` does bit for bit.
-    Raises CheckpointError where something else is at `path`, and for what cannot be written.
+    Raises CheckpointError if something else is at `path`, and for what cannot be written.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -77,7 +77,7 @@ def read_dcp(path: Path, load: Callable[[io.BytesIO], Any]) -> tuple[dict[str, A
 
     It is our own if `write_dcp` wrote it. Tensors are on the CPU.
 
-    What another project wrote is nested as it was where the folder says how.
+    What another project wrote is nested as it was if the folder says how.
     load: reads the bytes of a ``torch.save`` without unpickling. Raises CheckpointError for a folder that is damaged, or holds classes
     that only unpickling could restore.
     """

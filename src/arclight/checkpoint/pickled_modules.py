@@ -147,7 +147,7 @@ def read_modules(path: Path) -> dict[str, PickledModule]:
 
     If it is a module itself, the key is ``model``.
 
-    Returns an empty dict where there is none. Raises CheckpointError for a file that is damaged or describes tensors that are
+    Returns an empty dict if there is none. Raises CheckpointError for a file that is damaged or describes tensors that are
     not in it.
     """
     try:

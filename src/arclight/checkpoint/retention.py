@@ -29,7 +29,7 @@ def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | N
 
     Of equal steps it is the latest written.
 
-    Warns of each newer one that is damaged, with the reason. None where there is no sound checkpoint. Links are not
+    Warns of each newer one that is damaged, with the reason. None if there is no sound checkpoint. Links are not
     followed: what they point to is found under its own name or lies elsewhere. With `processes`, all of which must call
     this, each reads a part of the files.
     """
@@ -123,7 +123,7 @@ def copy(source: str | Path, target: str | Path) -> None:
 
     The file system copies by itself if it can.
 
-    What was at `target` stays complete until the copy is. Raises CheckpointError where that cannot be.
+    What was at `target` stays complete until the copy is. Raises CheckpointError if that cannot be.
     """
     source, target = to_path(source), to_path(target)
     manifest = read_manifest(source)

@@ -100,7 +100,7 @@ def load(
     only, exclude: what is wanted, default all, and what is not: a pattern or several for dotted names, such as `model`,
     `model.head.*` or `*.exp_avg`. refuse_nan: raise for NaN in the entry `model`. map_location: device of the tensors (arrays stay on the
     CPU). verify: compare the SHA-256 of every file that is read.
-    Raises CheckpointError that names the file and what to do where anything is missing, damaged or of another version.
+    Raises CheckpointError that names the file and what to do if anything is missing, damaged or of another version.
     """
     path = to_path(path)
     if not remote.is_remote(path) and not path.exists() and path.parent.is_dir():

@@ -133,7 +133,7 @@ class StoredTensor(torch.Tensor):
 
         Only its bytes are read, if they lie together.
 
-        into: a tensor of that shape and dtype on the CPU, which is filled. Raises CheckpointError where the file cannot be read.
+        into: a tensor of that shape and dtype on the CPU, which is filled. Raises CheckpointError if the file cannot be read.
         """
         offset = tuple(offset) if offset is not None else (0,) * self.ndim
         shape = tuple(shape) if shape is not None else tuple(self.shape)

@@ -158,7 +158,7 @@ def is_federated(source: str) -> bool:
 def read_as(schema: type[R], parser: Parser, arguments: Sequence[str]) -> tuple[R, argparse.Namespace]:
     """Read the recipe named first, with flags laid over it, and the verb's own options.
 
-    ``options.source`` is the recipe as it was named, or None. Prints the help and ends the program where that is asked
+    ``options.source`` is the recipe as it was named, or None. Prints the help and ends the program if that is asked
     for. Raises UsageError with every problem.
     """
     if asked := [place for place, word in enumerate(arguments) if word in ("-h", "--help")]:
@@ -211,7 +211,7 @@ def shipped_recipes() -> dict[str, Path]:
 def recipe_file(source: str) -> str:
     """Resolve ``source``: itself, the recipe of a run folder, or one that comes with Arclight.
 
-    The latter are found as lm-debug and, where there is no such file, as recipes/lm-debug.toml. Raises UsageError for
+    The latter are found as lm-debug and, if there is no such file, as recipes/lm-debug.toml. Raises UsageError for
     the folder of a run of somebody's own class, whose settings are no recipe.
     """
     path = Path(source)

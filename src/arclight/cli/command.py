@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = dispatch(verb, rest)
         sys.stdout.flush()  # here, where a pipe that nobody reads any more is told apart from a fault
         return status
-    except KeyboardInterrupt as interrupt:  # its text says what is kept, where something is
+    except KeyboardInterrupt as interrupt:  # its text says what is kept, if something is
         print(": ".join(["arclight: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return INTERRUPTED_STATUS
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has had enough

@@ -32,7 +32,7 @@ def recipe_help(parser: ArgumentParser, schema: type, topic: str = "", own: Sequ
     """Return ``parser``'s own options and the fields of ``schema``, as wide as the terminal.
 
     topic: a table whose fields, and those of tables in it, are all that is shown; ``ALL`` for everything. own: the tables that are
-    shown without a topic, the others being named; none for all. Raises LookupError, with the nearest ones, where there is no such table.
+    shown without a topic, the others being named; none for all. Raises LookupError, with the nearest ones, if there is no such table.
     """
     width = min(shutil.get_terminal_size((120, 24)).columns, 130)
     settings = explain(schema)

@@ -106,4 +106,4 @@ class UserRun(TrainingRun):
     model: Imported
     """The module: kind = "package.module:Class" and the arguments of its constructor."""
     data: Imported | None = None
-    """The data module, likewise; none where the module has loaders of its own."""
+    """The data module, likewise; none if the module has loaders of its own."""

@@ -31,7 +31,7 @@ TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 def named_module(arguments: Sequence[str]) -> type | None:
     """Import the Module class that the first word names as ``package.module:Name``; else None.
 
-    Raises UsageError where the word has that form, is no file, and names nothing.
+    Raises UsageError if the word has that form, is no file, and names nothing.
     """
     if not names_target(arguments):
         return None

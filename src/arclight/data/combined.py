@@ -17,7 +17,7 @@ from arclight.data.loader import ResumableLoader
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 Count = int | float
-"""A number of batches; infinity where it is not known."""
+"""A number of batches; infinity if it is not known."""
 
 _END = object()
 
@@ -293,7 +293,7 @@ class ResumableCombination:
 
     combined: of any mode but ``sequential``. parts: a resumable loader for each of ``combined.flattened``.
 
-    Where every part can be reached at any batch at once, so can the combination. Else it keeps where each part stood
+    If every part can be reached at any batch at once, so can the combination. Else it keeps where each part stood
     after its newest rows (see `state_dict`); without such a state the parts are read up to the position.
     Raises ValueError for the ``sequential`` mode, whose parts are read one by one.
     """
@@ -369,7 +369,7 @@ class ResumableCombination:
 
         Up to three rows back.
 
-        Empty where no state is needed. Raises ValueError for a row further back.
+        Empty if no state is needed. Raises ValueError for a row further back.
         """
         if not self._places:
             return dict(self._pending or {})

@@ -68,7 +68,7 @@ class ResumableLoader:
     It pickles the data set for each worker: lambdas and local classes cannot go, and arrays in memory are copied. ``timeout=``
     (seconds for a batch) makes an error of such a wait.
 
-    Raises TypeError where `loader` is none of these and ValueError for an impossible rank.
+    Raises TypeError if `loader` is none of these and ValueError for an impossible rank.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class ResumableLoader:
         """Yield batches ``start, start + 1, ...`` of the epoch on this rank.
 
         cycle: how often the loader was read through in this epoch before; each time has an order of its own.
-        seed_epoch: the epoch that randomness goes by, where it is not the one that samplers and dataset are told.
+        seed_epoch: the epoch that randomness goes by, if it is not the one that samplers and dataset are told.
         """
         if epoch < 0 or start < 0:
             raise ValueError(f"epoch {epoch}, start {start}: neither can be negative")

@@ -18,7 +18,7 @@ from arclight.data.permutation import Ints, keys_of, permute, permute_in_windows
 from arclight.fabric.errors import MisconfigurationError
 
 _BLOCK = 1024
-"""Samples, or those of an epoch where that has fewer, within which the shares hold to one sample."""
+"""Samples, or those of an epoch if that has fewer, within which the shares hold to one sample."""
 _ORDER, _ROUNDING, _PART = range(3)
 
 
@@ -34,7 +34,7 @@ class MixtureOrder(Sampler[int]):
     of 1,024 samples, or of an epoch of fewer), however many epochs of the mixture that takes: a small corpus alone shows each
     sample once an epoch. The sample at a position depends on seed and position since the beginning of training alone: nothing
     else needs to be kept. The tables for that grow by 8 bytes for each part and block.
-    Raises MisconfigurationError for weights that are negative, or all zero at some point, or where a part is empty.
+    Raises MisconfigurationError for weights that are negative, or all zero at some point, or if a part is empty.
     """
 
     def __init__(

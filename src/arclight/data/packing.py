@@ -63,7 +63,7 @@ class Packed:
     Those too long for a sample are cut, and what fits in nowhere leaves room unused.
 
     `build` finds out which belong together and writes it beside the shards, to be opened from then on; `open` does so if need be. Raises
-    FileNotFoundError where that has not been done for this ``length``.
+    FileNotFoundError if that has not been done for this ``length``.
     """
 
     inside_documents = True
@@ -97,7 +97,7 @@ class Packed:
         It lies beside the shards, written atomically.
 
         engine: "ray" packs groups of a million documents on a Ray cluster (`arclight.data.ray_tasks.on_ray`).
-        Raises TokenShardError where no document has two tokens.
+        Raises TokenShardError if no document has two tokens.
         """
         groups = ((_meets(shards, first), length) for first in range(0, shards.documents, _GROUP))
         found = list(on_ray(_pack, groups)) if engine == "ray" else [_pack(*group) for group in groups]

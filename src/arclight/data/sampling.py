@@ -72,7 +72,7 @@ class EpochSampler:
     each of its items as one batch, so rank ``r`` loads items ``r, r + W, ...``.
 
     Training repeats items from the start of the order so that all ranks have equally many batches of equal size (or
-    drops the tail, where the loader says ``drop_last``). Evaluation repeats nothing: a tail with fewer samples than ranks takes
+    drops the tail, if the loader says ``drop_last``). Evaluation repeats nothing: a tail with fewer samples than ranks takes
     some of the batch before it, so that ranks have equally many batches wherever there is a sample for each; only items that
     are whole batches may leave them differing by one. A sampler that shards by itself (DistributedSampler) is taken as it is.
 
@@ -133,7 +133,7 @@ class EpochSampler:
     def go_to(self, epoch: int, place: int) -> int | None:
         """Return the batch to go on with when ``place`` positions of the epoch are done.
 
-        Where batches do not meet there, that batch leaves out what was done. None where there is no order in common.
+        If batches do not meet there, that batch leaves out what was done. None if there is no order in common.
         """
         if not self._placed:
             return None
@@ -149,7 +149,7 @@ class EpochSampler:
         """Yield batches ``start, start + 1, ...``: lists of indices, or the sampler's own items.
 
         seed: gives the seed of the order, or with a batch's number that of its draws; by default from seed and epoch.
-        order: seed and epoch of a computed order, where they are not this sampler's seed and ``epoch``.
+        order: seed and epoch of a computed order, if they are not this sampler's seed and ``epoch``.
         """
         seed = seed or partial(derive_seed, self.seed, epoch)
         for sampler in self._samplers:

@@ -89,7 +89,7 @@ def divide_by_size(partition: Size, samples: Iterable[tuple[bytes, int]], count:
     """Divide samples at random so that each site has its share of their size.
 
     samples: the key (name or content) and the size of every one. A site's size is off by less than the largest sample, or the
-    largest group of samples with equal keys, which stay together. Raises ValueError where there are not as many shares as sites.
+    largest group of samples with equal keys, which stay together. Raises ValueError if there are not as many shares as sites.
     """
     import numpy as np
 
@@ -136,7 +136,7 @@ def check_enough_sources(sources: Collection[str], count: int) -> None:
 def pack_sources(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     """Assign whole sources to sites: the largest first, each to the site that has least so far.
 
-    sizes: of every source. Raises ValueError where there are fewer sources than sites.
+    sizes: of every source. Raises ValueError if there are fewer sources than sites.
     """
     check_enough_sources(sizes, count)
     loads, home = [0] * count, {}

@@ -274,7 +274,7 @@ class TokenShards:
     folder: where what is made of the shards lies (samples that were packed), beside them here. place: their name in messages.
 
     Opening checks every shard's header and size, which costs next to nothing; `verify` checks every byte. Raises
-    FileNotFoundError where there is no corpus and TokenShardError where it is damaged, or where ``tokenizer`` (the
+    FileNotFoundError if there is no corpus and TokenShardError if it is damaged, or if ``tokenizer`` (the
     digest of a vocabulary) is not the one it was made with.
     """
 
@@ -361,7 +361,7 @@ class TokenShards:
     def verify(self, *, again: bool = False) -> None:
         """Verify every byte of shards that changed since the last check, or of all ``again``.
 
-        Raises TokenShardError. What was checked is noted beside the shards, where that can be written.
+        Raises TokenShardError. What was checked is noted beside the shards, if that can be written.
         """
         stamps = {} if again else _read_stamps(self.folder)
         for name, facts in zip(self.names, self.facts, strict=True):

@@ -43,7 +43,7 @@ def as_inputs(batch: Tensor | Sequence[Tensor]) -> Inputs:
 def as_outputs(outputs: Any) -> list[Tensor]:
     """Flatten a model's output to tensors, in the order of torch.export; None is left out.
 
-    Raises ExportError for an output of another type, and where there is no tensor.
+    Raises ExportError for an output of another type, and if there is no tensor.
     """
     tensors = []
     for place, value in tree_leaves_with_path(outputs):
@@ -228,7 +228,7 @@ def capture(
 
     With ``dynamic_batch`` the first dimension of inputs may be any size. ``free`` names the dimensions that may, in
     place of the first ones. ``functional``: no operator writes in place, which takes as long again as the capture; the
-    conversion to ONNX sees to that itself. Raises ExportError where the model cannot be captured, say because it turns
+    conversion to ONNX sees to that itself. Raises ExportError if the model cannot be captured, say because it turns
     its batch size into a plain number, and for inputs that hold no sample, or do not share a batch size that is to be
     free.
     """

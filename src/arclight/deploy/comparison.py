@@ -101,7 +101,7 @@ class Bounds:
     """Bound how far the second one may fall behind the first; None for no bound."""
 
     metric: str | None = None
-    """The score that ``max_drop`` is about; the first one where it is not named."""
+    """The score that ``max_drop`` is about; the first one if it is not named."""
     max_drop: float | None = None
     min_sqnr_db: float | None = None
     max_latency: float | None = None
@@ -123,7 +123,7 @@ class Comparison:
     samples: int
     """Samples that outputs were compared on."""
     outputs: Mapping[str, Parity]
-    """Each output, or part of one, of the second against the first; none where these are of other shapes."""
+    """Each output, or part of one, of the second against the first; none if these are of other shapes."""
     worst: tuple[WorstSample, ...]
     """Samples that differ most by signal-to-noise ratio, the worst first; none that are equal."""
     scores: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -425,7 +425,7 @@ class _Outputs:
 
 
 def _scored(scores: Scores, sides: Sequence[_Side]) -> dict[str, tuple[float, float]]:
-    """Score both; ComparisonError where they are not scored by the same names."""
+    """Score both; ComparisonError if they are not scored by the same names."""
     a, b = (Evaluation(samples=(), scores=scores).scored(side) for side in sides)
     if not a or list(a) != list(b):
         raise ComparisonError(f"A is scored by {', '.join(a) or 'nothing'}, and B by {', '.join(b) or 'nothing'}")

@@ -82,7 +82,7 @@ class Deployment:
     output_names: Sequence[str] | None = None
     parts: Parts | None = None
     quantized_parts: Parts | None = None
-    """What a quantized model is judged by, where not by ``parts``."""
+    """What a quantized model is judged by, if not by ``parts``."""
     float_modules: tuple[str, ...] = ()
     """Modules of ``model`` that every recipe keeps in float32."""
     prefix: str = ""
@@ -91,7 +91,7 @@ class Deployment:
     """What is around ``Program.predict``; a dataclass of this package is named in the program, another one is for this process only."""
     metric: Metric | None = None
     evaluation: Evaluation | None = None
-    """What two networks of the task are compared by, where that is more than the metric, on inputs for calibration."""
+    """What two networks of the task are compared by, if that is more than the metric, on inputs for calibration."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -112,7 +112,7 @@ def configured(module: Module, data: DataModule | None = None, batches: int = 1)
 
     A module's ``configure_deployment`` comes first, then its ``forward`` on ``example_input_array``. Without these,
     ``module.model`` is the network, and training batches are its inputs: a tensor, as many tensors of a sequence as the
-    network takes, or those of a mapping that have the names of its parameters. Raises ExportError where that gives no
+    network takes, or those of a mapping that have the names of its parameters. Raises ExportError if that gives no
     inputs.
     """
     if isinstance(module, Deployable):
@@ -231,8 +231,8 @@ def ship(
 
     ``batch_size`` fixes the first dimension, which may else be of any size. ``max_drop``: how much less the quantized model and its program may
     score than the float model by the deployment's metric. ``format``, ``candidates`` and ``sign`` as in `export`; several formats, and those among which
-    the fastest is looked for, are each quantized for what runs them. Raises ExportError or QuantizeError where the program would not compute what the
-    model does, and before any work where ``format`` does not hold the recipe.
+    the fastest is looked for, are each quantized for what runs them. Raises ExportError or QuantizeError if the program would not compute what the
+    model does, and before any work if ``format`` does not hold the recipe.
     """
     left_out: dict[Format, Exception] = {}
     trained = trained_recipe(deployment.model)
@@ -297,7 +297,7 @@ def planned(
     ``target``: the only one, of a model that was trained for it.
 
     Of those among which the fastest is looked for, the ones that hold the recipe, and in ``left_out`` why the others do not; the first reason is
-    raised where there are none.
+    raised if there are none.
     """
     tried = candidates_of(format, candidates)
     if isinstance(format, list | tuple):
@@ -349,7 +349,7 @@ def _target(path: str | os.PathLike[str], format: Format | None) -> Target | Non
 
 
 _TARGETS: Mapping[str, Target] = {"openvino": "openvino", "aoti": "inductor"}
-"""Format: what runs it, where that is not ONNX Runtime."""
+"""Format: what runs it, if that is not ONNX Runtime."""
 
 
 def trained_recipe(model: nn.Module) -> tuple[Quantization, Target] | None:
@@ -412,7 +412,7 @@ def _with_batch_size(deployment: Deployment, size: int) -> Deployment:
 
 
 def _named(processing: Processing | None) -> dict[str, Any]:
-    """Describe ``processing`` in a way that it is made again from the program, where it is ours."""
+    """Describe ``processing`` in a way that it is made again from the program, if it is ours."""
     kind = type(processing)
     if processing is None or not dataclasses.is_dataclass(processing) or not kind.__module__.startswith("arclight."):
         return {}
@@ -424,7 +424,7 @@ def _network(module: Module) -> tuple[nn.Module, nn.Module]:
 
     That is the module itself if it has a ``forward``, else its ``model``.
 
-    They differ where a part of the module is trained with rounding as a graph: that part is shipped.
+    They differ if a part of the module is trained with rounding as a graph: that part is shipped.
     """
     whole: nn.Module | None = module
     if type(module).forward is nn.Module.forward:
@@ -446,7 +446,7 @@ def _network(module: Module) -> tuple[nn.Module, nn.Module]:
 
 @torch.no_grad()
 def _shipped(network: nn.Module, whole: nn.Module, inputs: Inputs) -> nn.Module:
-    """Return ``network``; ExportError where it is a part of ``whole``, which computes more."""
+    """Return ``network``; ExportError if it is a part of ``whole``, which computes more."""
     if network is whole:
         return network
     device = next((tensor.device for tensor in (*network.parameters(), *network.buffers())), inputs[0].device)
@@ -467,7 +467,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 def _parameters(network: nn.Module, example: Inputs | None) -> list[str]:
     """Return the names of ``forward``'s positional parameters.
 
-    There are as many as ``example`` has, else those without a default. Raises ExportError where ``forward`` takes any
+    There are as many as ``example`` has, else those without a default. Raises ExportError if ``forward`` takes any
     number and no example says how many.
     """
     parameters = _signature(network).parameters.values()
@@ -509,7 +509,7 @@ def _example(example: Any, network: nn.Module) -> Inputs:
 
 
 def _inputs(batch: Any, names: Sequence[str]) -> Inputs:
-    """Return the network's inputs of a batch; ExportError where it holds others."""
+    """Return the network's inputs of a batch; ExportError if it holds others."""
     found: Any = batch
     if isinstance(batch, Mapping):
         if missing := [name for name in names if name not in batch]:
@@ -545,7 +545,7 @@ def _batches(source: Any, stage: str, hook: str) -> Iterator[Any]:
 
 
 def _loaded(source: Any, hook: str) -> Iterable[Any]:
-    """Return the batches of a loader; ExportError where the hook gives several."""
+    """Return the batches of a loader; ExportError if the hook gives several."""
     loader = getattr(source, hook)()
     if isinstance(loader, Mapping) or (
         isinstance(loader, Sequence) and any(isinstance(one, DataLoader) for one in loader)

@@ -65,7 +65,7 @@ def compare(reference: Sequence[Tensor], outputs: Sequence[Tensor], parts: Parts
     Compared together, a large one would hide a small one.
 
     Without ``parts`` the names are the places of the outputs: "0", "1". Values that are infinite in both, as masks are, are
-    left out. Raises ValueError where shapes differ, where a value is NaN, or infinite on one side alone, and where no value
+    left out. Raises ValueError if shapes differ, if a value is NaN, or infinite on one side alone, and if no value
     of the reference is finite.
     """
     shapes, expected = [tuple(o.shape) for o in outputs], [tuple(r.shape) for r in reference]

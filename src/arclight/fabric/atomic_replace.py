@@ -1,6 +1,6 @@
 """Replace a file or folder atomically, so that a kill leaves the old or the new one.
 
-A folder under construction lies beside its destination as ``.<name>.saving-<host>-<pid>-<process>-<number>``; where the
+A folder under construction lies beside its destination as ``.<name>.saving-<host>-<pid>-<process>-<number>``; if the
 file system cannot exchange two folders, the old one waits as ``.<name>.replaced-...`` meanwhile. The name tells whether
 the process that made it still lives, so what a killed process left behind can be told from work in progress.
 """

@@ -94,7 +94,7 @@ def slice_batch(batch: Any, start: int, stop: int, size: int) -> Any:
 def split_batch(module: Any, batch: Any, size: int, count: int) -> Iterator[tuple[Any, int]]:
     """Split a batch of ``size`` samples into ``count`` even parts, and yield each with its size.
 
-    A module cuts its own where it has ``part_of_batch(batch, start, stop)``; otherwise :func:`slice_batch` does.
+    A module cuts its own if it has ``part_of_batch(batch, start, stop)``; otherwise :func:`slice_batch` does.
     """
     if count <= 1:
         yield batch, size

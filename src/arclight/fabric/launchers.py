@@ -250,7 +250,7 @@ class _Job:
     state: dict[str, Any] | None
     """None for forked processes, which have all of it."""
     parent: int | None
-    """The process that waits for them; None where another, that lives as long as it, starts them."""
+    """The process that waits for them; None if another, that lives as long as it, starts them."""
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
@@ -291,7 +291,7 @@ def exit_with_parent(parent: int | None = None) -> None:
 
     It gets SIGTERM, on which a run saves and ends in order, and SIGKILL if it is still there a while later (in a collective
     that nobody else enters, for one). Linux sends the signal itself; elsewhere a thread that looks for the parent does.
-    ``parent``: the process that has to be it, where that is known; it may have gone before this is called.
+    ``parent``: the process that has to be it, if that is known; it may have gone before this is called.
     """
     parent = os.getppid() if parent is None else parent
     if sys.platform == "linux":

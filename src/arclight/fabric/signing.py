@@ -24,7 +24,7 @@ class SigningKey:
     """A private key."""
 
     extra: ClassVar[str] = "deploy"
-    """What to install where cryptography is missing."""
+    """What to install if cryptography is missing."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
@@ -33,7 +33,7 @@ class SigningKey:
     def make(cls, path: str | Path) -> Self:
         """Make a key and write it to ``path``, readable by its owner alone.
 
-        Raises FileExistsError where a file is there.
+        Raises FileExistsError if a file is there.
         """
         key = _cryptography("hazmat.primitives.asymmetric.ed25519", cls.extra).Ed25519PrivateKey.generate()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ class SigningKey:
     def read(cls, path: str | Path) -> Self:
         """Read the key in ``path``, a PEM file without password.
 
-        Raises FileNotFoundError where there is none, SigningError for a file that holds none, or that others can read.
+        Raises FileNotFoundError if there is none, SigningError for a file that holds none, or that others can read.
         """
         serialization = _cryptography("hazmat.primitives.serialization", cls.extra)
         kind = _cryptography("hazmat.primitives.asymmetric.ed25519", cls.extra).Ed25519PrivateKey

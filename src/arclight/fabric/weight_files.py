@@ -21,7 +21,7 @@ class WeightFiles:
 
     In a folder the name is ``<stem>.safetensors``, or that of its index.
 
-    ``name in files`` and iteration open nothing where there is an index. Raises FileNotFoundError where there is neither,
+    ``name in files`` and iteration open nothing if there is an index. Raises FileNotFoundError if there is neither,
     ValueError for an index that cannot be; what is asked for later raises these for its own file, naming that and the tensor.
     """
 

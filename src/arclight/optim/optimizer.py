@@ -88,7 +88,7 @@ class MixedOptimizer(Optimizer):
     """Takes states of any order of parameters, by name."""
 
     skip: torch.Tensor | None = None
-    """A truth value on the device (0-dim): where it is true the next step changes nothing. Nobody waits for it. Used once."""
+    """A truth value on the device (0-dim): if it is true the next step changes nothing. Nobody waits for it. Used once."""
 
     def __init__(self, groups: list[dict[str, Any]], known: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in known}

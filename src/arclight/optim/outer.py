@@ -76,7 +76,7 @@ def fragments_of(names: Iterable[str], count: int) -> list[list[str]]:
     Names that agree up to their first number are one block.
 
     Blocks far apart in one fragment spread what each exchange changes over the depth of the model (streaming DiLoCo, 2.1).
-    Raises ValueError where there are fewer blocks than fragments.
+    Raises ValueError if there are fewer blocks than fragments.
     """
     blocks: dict[str, list[str]] = {}
     for name in names:

@@ -123,7 +123,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int | None = None,
     """Allocate and initialise what of ``model`` is on the meta device.
 
     They are a function of ``seed`` (by default torch's, which must be the same on all processes) and of names: as declared,
-    without communication, and elsewhere by modules' own ``reset_parameters``. Where ``device`` is meta too, nothing is done.
+    without communication, and elsewhere by modules' own ``reset_parameters``. If ``device`` is meta too, nothing is done.
     local: whether processes have different parts of the model, so that nothing can be exchanged.
     """
     if device.type == "meta":

@@ -3,7 +3,7 @@
 Nominal rates are dense (without sparsity). Sources: NVIDIA's data sheets of A100 (2021), H100 (2022), H200 (2023), L40S (2023) and
 HGX B200 (2024), AMD's of MI300X (2023). ``achieved`` and ``attention`` are fitted: those of H100 and H200 so that dense models reach the 47 to
 50 % of the nominal rate that Megatron-LM and nanochat publish for bf16 (a large product alone reaches 80 % of an H200); those of
-the others are estimates. All are to be replaced by one's own in a --gpu file where they are known better. Bandwidths of links are taken as 80 % of nominal.
+the others are estimates. All are to be replaced by one's own in a --gpu file if they are known better. Bandwidths of links are taken as 80 % of nominal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Hardware:
     bf16: float
     """Nominal TFLOP/s of bfloat16 matrix products: what MFU is measured against."""
     fp32: float
-    """Nominal TFLOP/s of float32 matrix products (TF32 where that is what trains)."""
+    """Nominal TFLOP/s of float32 matrix products (TF32 if that is what trains)."""
     achieved: float
     """Share of the nominal rate that large matrix products reach in a training step."""
     attention: float

@@ -14,7 +14,7 @@ from arclight.parallel.plan import Plan, PlanError
 class Mesh:
     """Mesh of the processes of ``plan``; all of them must make it at the same time.
 
-    Dimensions of size 1 are there too. Raises PlanError where the number of processes is another, or they have not
+    Dimensions of size 1 are there too. Raises PlanError if the number of processes is another, or they have not
     found each other.
     """
 
@@ -47,7 +47,7 @@ class Mesh:
                 mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep", "tp"),
             )
         self.replica: Any = None
-        """The group of the processes of this one's replica where replicas are independent, else None."""
+        """The group of the processes of this one's replica if replicas are independent, else None."""
         self._loss: Any = None
         if plan.independent_replicas:
             shape, names = (plan.dp_replicate, plan.world_size // plan.dp_replicate), ("dp_replicate", "replica")

@@ -66,7 +66,7 @@ class Work(NamedTuple):
     attention: float = 0.0
     """Floating-point operations of attention."""
     uncut: float = 0.0
-    """The same on both sides of the diagonal where the mask is causal, forward only."""
+    """The same on both sides of the diagonal if the mask is causal, forward only."""
     messages: tuple[Message, ...] = ()
 
     def line_to(self, other: Work, at: float) -> Work:

@@ -52,7 +52,7 @@ class Pipeline(PlanStrategy):
         replicas, shards: such pipelines beside each other, which read other samples and hold the same weights, or share
         them out (FSDP).
         evaluation_micro_batches: parts of a batch that does not train.
-        example: a batch, where the data give none before they are read.
+        example: a batch, if the data give none before they are read.
         plan: whatever else a `Plan` says.
         options: those of `PlanStrategy`.
         """

@@ -129,7 +129,7 @@ class Plan:
 
     @property
     def pieces(self) -> int:
-        """Return how many micro-batches a batch becomes, where it has as many samples."""
+        """Return how many micro-batches a batch becomes, if it has as many samples."""
         return self.micro_batches or 2 * self.pp
 
     @property
@@ -152,7 +152,7 @@ class Plan:
 
     @property
     def only_replicates(self) -> bool:
-        """Return True where every process holds the whole model (DDP, or independent replicas)."""
+        """Return True if every process holds the whole model (DDP, or independent replicas)."""
         return self.world_size == self.dp_replicate and not self.cpu_offload
 
     def check(

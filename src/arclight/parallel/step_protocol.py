@@ -31,7 +31,7 @@ class Runnable(Protocol):
         """Return ``(args, kwargs, targets)``.
 
         ``args`` go to the first stage, and from there what each stage returns goes to the next. ``kwargs`` go to every stage.
-        ``targets`` go with the last stage's output into :meth:`loss`. Tensors have samples in dimension 0 and, where there are
+        ``targets`` go with the last stage's output into :meth:`loss`. Tensors have samples in dimension 0 and, if there are
         two dimensions or more and ``cp`` is used, the sequence in dimension 1; all else reaches every micro-batch as it is.
         Under ``cp`` the kwargs must contain ``positions`` (B, T), or None under that name for 0, 1, 2, ...: no process can count
         them from its own part.

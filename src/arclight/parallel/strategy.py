@@ -49,7 +49,7 @@ class PlanStrategy(ShardedStrategy):
     Processes may also join. Whatever in a module declares ``sharding`` is cut by it; repeated blocks are found, and
     each step of the module is called as the outermost unit. A module made on the meta device (in ``configure_model``)
     gets memory for its shares only. Checkpoints hold original names and whole tensors, each process writes its shares,
-    and they open on any plan. On processors as many processes start as the plan needs. Where its replicas are
+    and they open on any plan. On processors as many processes start as the plan needs. If its replicas are
     independent, what a step agrees on (weights of batches, norms of gradients, gradients) is agreed on within each.
     ``sequence_length`` is checked against the plan before anything starts.
     """
@@ -74,7 +74,7 @@ class PlanStrategy(ShardedStrategy):
 
     @property
     def in_stages(self) -> bool:
-        """Return True where a schedule takes micro-batches through stages."""
+        """Return True if a schedule takes micro-batches through stages."""
         return self.plan.pp > 1
 
     @property
@@ -107,7 +107,7 @@ class PlanStrategy(ShardedStrategy):
 
     @property
     def replica_mesh(self) -> Any:
-        """The dp_replicate groups, where the plan lets them train independently."""
+        """The dp_replicate groups, if the plan lets them train independently."""
         return self.mesh.dense["dp_replicate"] if self.plan.independent_replicas else None
 
     def replicate_mesh(self, mesh: Any) -> Any:
@@ -247,7 +247,7 @@ class PlanStrategy(ShardedStrategy):
         return partial(self._roots[module], _step=step)
 
     def wrap_evaluation_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an evaluation step; unwrapped where each process has the whole model.
+        """Wrap an evaluation step; unwrapped if each process has the whole model.
 
         Nothing is exchanged then, and numbers of batches may differ.
         """
@@ -389,7 +389,7 @@ def _without(tree: Any, names: set[str]) -> Any:
 
 
 def _united(one: Any, other: Any) -> Any:
-    """Merge two trees recursively; ``one`` wins where both have values."""
+    """Merge two trees recursively; ``one`` wins if both have values."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one | {key: _united(one[key], value) if key in one else value for key, value in other.items()}
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):

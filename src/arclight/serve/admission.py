@@ -109,7 +109,7 @@ class Buffered:
         return self.held + size_bytes <= self.limit
 
     def hold(self, size_bytes: int) -> None:
-        """Count bytes until `release`; raises Refusal 429 where there is no room for them."""
+        """Count bytes until `release`; raises Refusal 429 if there is no room for them."""
         if not self.has_room(size_bytes):
             raise busy("Other uploads fill the server's memory", self._retry_after_s())
         self.held += size_bytes
@@ -135,7 +135,7 @@ class Upload:
         self._buffered.release(len(self.body))
 
     def append(self, piece: bytes) -> None:
-        """Keep a piece; raises Refusal 429 where it does not fit into the server's memory."""
+        """Keep a piece; raises Refusal 429 if it does not fit into the server's memory."""
         self._buffered.hold(len(piece))
         self.body += piece
 
@@ -224,7 +224,7 @@ def file_field(body: bytes, content_type: str, field: str) -> bytes:
     def keep(part: Any) -> None:
         nonlocal parts
         parts += 1
-        if parts > MAX_FORM_PARTS:  # parsing is slow where every part is small
+        if parts > MAX_FORM_PARTS:  # parsing is slow if every part is small
             raise Refusal(400, f"The form has too many fields; send one file in the form field {field!r}.")
         if part.field_name == field.encode() and isinstance(part, multipart.File):
             part.file_object.seek(0)
@@ -407,7 +407,7 @@ class Workers:
         """Return the result of ``work()``; raises Refusal 429 or 503 if no worker is free in time.
 
         ``left()`` ends when the client disconnects: its request gives up its place, or ``turn`` tells its work to stop.
-        Where there is ``together``, it may get ``work``, among others that wait for it, in place of a call.
+        If there is ``together``, it may get ``work``, among others that wait for it, in place of a call.
         """
         if not self._idle:
             if len(self._waiting) >= self.queue:

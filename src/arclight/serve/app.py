@@ -198,7 +198,7 @@ def build_app(
 class Application(FastAPI):
     """FastAPI application behind a `Front`, which answers requests for tensors directly.
 
-    They go through FastAPI where somebody has added middleware that must see them.
+    They go through FastAPI if somebody has added middleware that must see them.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ SERVER_FULL = (429, 503)
 
 
 class Address(NamedTuple):
-    """Labels of a request: a path of the API, and the model it asks, empty where it asks none."""
+    """Labels of a request: a path of the API, and the model it asks, empty if it asks none."""
 
     path: str
     model: str = ""

@@ -163,7 +163,7 @@ def requests_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits, p
 def threads_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits, pool: Pool | None = None) -> int | None:
     """Return the CPU threads of one request to a program; None for as many as its runtime takes.
 
-    Those that are set, or their share of the cores where the number of requests at once is set or was measured (``pool``). Otherwise, and until
+    Those that are set, or their share of the cores if the number of requests at once is set or was measured (``pool``). Otherwise, and until
     it is measured, a program in ONNX Runtime shares the cores among the workers, and OpenVINO lets requests take turns on all cores.
     torch's threads are those of the whole process, and a language program computes all of its texts in one call.
     """

@@ -17,7 +17,7 @@ WRITE = "arclight.write"
 Write = Callable[[MutableMapping[str, Any], bytes, bytes], bool]
 """Write an answer of status 200 to the request of a scope: lines of headers with their ends, and content.
 
-Messages of ASGI take two calls of the system for it, and are checked one header at a time. Returns False, having done nothing, where only
+Messages of ASGI take two calls of the system for it, and are checked one header at a time. Returns False, having done nothing, if only
 messages will do: the client reads too slowly, or the connection ends with this answer.
 """
 FIRST_REQUEST_S = 1.0

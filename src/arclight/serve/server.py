@@ -65,16 +65,16 @@ def serve(
     After SIGTERM the server reports that it is not ready and takes requests for ``limits.drain_s`` more.
 
     A mapping of names to paths serves several programs, of any task: detectors answer photos, language programs texts by
-    OpenAI's protocol, every other program tensors at ``/v2/models/NAME/infer``, detectors as well. Raises ProgramError where a
+    OpenAI's protocol, every other program tensors at ``/v2/models/NAME/infer``, detectors as well. Raises ProgramError if a
     lone ``program_path`` neither detects nor generates nor embeds text, or one of several cannot be loaded, ValueError for a name that no
-    address can have, and AddressError where ``host`` and ``port`` cannot be listened on.
+    address can have, and AddressError if ``host`` and ``port`` cannot be listened on.
 
     With ``api_key``, requests other than for health need ``Authorization: Bearer KEY`` with it, or one of several; an address that
-    other machines reach needs a key and ``tls``, or ``proxied`` where a proxy before it speaks TLS, or ``insecure`` for neither,
+    other machines reach needs a key and ``tls``, or ``proxied`` if a proxy before it speaks TLS, or ``insecure`` for neither,
     else ValueError. On loopback the Host header must name loopback, so that no web page reaches the server under a name of its
     own. ``trusted`` and ``runtime``: as for ``Program.load``; a mapping has runtimes by the names of models.
     A line of JSON about each request is appended to ``request_log``, "-" for standard
-    output, where nothing else is written then: the address goes to standard error. OSError where it cannot be.
+    output, if nothing else is written then: the address goes to standard error. OSError if it cannot be.
     """
     keys = check_access(host, api_key, insecure=insecure, tls=tls, proxied=proxied)
     require_packages()

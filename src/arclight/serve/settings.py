@@ -36,7 +36,7 @@ class Limits:
     """How long a request for which the queue is full waits for its 429, seconds, its body dropped: a client that asks again at once
     would take the cores from those that are served."""
     batch: int = 16
-    """Rows of requests for tensors that one call of a program computes at most, where a measurement at its load says that this pays
+    """Rows of requests for tensors that one call of a program computes at most, if a measurement at its load says that this pays
     and changes no answer; 1: each request by itself."""
     streams: int = 8
     """Texts that a language model generates at the same time; ``queue`` more wait for it."""
@@ -92,7 +92,7 @@ class Limits:
 def check_keys(api_key: str | Sequence[str] | None) -> tuple[str, ...]:
     """Check API keys and return them.
 
-    Raises ValueError for one that is easily guessed, and for none where some are meant.
+    Raises ValueError for one that is easily guessed, and for none if some are meant.
     """
     keys = () if api_key is None else (api_key,) if isinstance(api_key, str) else tuple(api_key)
     for key in keys:

@@ -66,8 +66,8 @@ def generate(
     chosen as likely as they are (temperature 1). Ids may be a tensor (B, T). With ``stream`` an iterator of pieces comes back, for several prompts of
     lists with a piece for each; pieces hold whole characters, and never a part of a text of ``stop``.
     Raises TypeError for unknown options and prompts that are neither text nor ids, ValueError for options out of range, an empty
-    prompt where nothing can begin it, tokens that the model does not know, and a prompt and answer that together are longer than its
-    positions; FloatingPointError where logits are not numbers. Modules are in evaluation mode while the model runs, and as they were
+    prompt if nothing can begin it, tokens that the model does not know, and a prompt and answer that together are longer than its
+    positions; FloatingPointError if logits are not numbers. Modules are in evaluation mode while the model runs, and as they were
     in between.
     """
     settings = GenerationSettings.of(dict(options))

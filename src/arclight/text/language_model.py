@@ -156,7 +156,7 @@ class LanguageModel(Module):
     def start_from(self, weights: Path) -> None:
         """Load the weights of a Hugging Face folder or of a checkpoint.
 
-        Raises ValueError or CheckpointError where they are another model's, or were trained with another tokenizer.
+        Raises ValueError or CheckpointError if they are another model's, or were trained with another tokenizer.
         """
         _, digest = vocabulary_of(weights)
         if self.tokenizer is not None and digest not in (None, self.tokenizer.digest):
@@ -357,7 +357,7 @@ class LanguageModel(Module):
 def vocabulary_of(weights: Path) -> tuple[int | None, str | None]:
     """Read the vocabulary size and tokenizer digest of a Hugging Face folder or checkpoint.
 
-    Either is None where the folder does not say.
+    Either is None if the folder does not say.
     """
     if (weights / "config.json").is_file():
         from arclight.text.data.tokenizer import Tokenizer
@@ -383,7 +383,7 @@ class TokenThroughput(Callback):
     """Log tokens per second, model FLOPs utilisation, share of time without a batch, and memory.
 
     ``speed/mfu`` is the share of what this device reaches in a large matrix product, timed once when training starts;
-    ``speed/mfu_nominal`` that of its data sheet, where the device is known.
+    ``speed/mfu_nominal`` that of its data sheet, if the device is known.
     """
 
     def __init__(self) -> None:
@@ -459,7 +459,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _check_experts(module: LanguageModel, weights: Mapping[str, Any], source: Path) -> None:
-    """Raise WeightsMisfitError where ``weights`` have other numbers of experts than ``module``."""
+    """Raise WeightsMisfitError if ``weights`` have other numbers of experts than ``module``."""
     for name, part in module.named_modules():
         if not isinstance(part, Experts | HeadMaps):
             continue

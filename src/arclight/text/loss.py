@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 IGNORED = -100
 """The label of a token that is not to be predicted."""
 CHUNK_ELEMENTS = 1 << 22
-"""Logits held at a time, 16 MiB of float32, where that is a good many rows and no more than so many chunks:"""
+"""Logits held at a time, 16 MiB of float32, if that is a good many rows and no more than so many chunks:"""
 CHUNKS = 8
 """Each chunk adds to a gradient as large as the weights, which costs as much as its products if it has a few hundred rows only."""
 

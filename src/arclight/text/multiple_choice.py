@@ -111,7 +111,7 @@ def score_choices(
 ) -> Scores:
     """Score every choice by a model: ``logits`` gives (B, T, V) for token ids (B, T).
 
-    Log-likelihoods are summed in float32 or better. See `choice_batches` for the rest. Raises FloatingPointError where one is
+    Log-likelihoods are summed in float32 or better. See `choice_batches` for the rest. Raises FloatingPointError if one is
     NaN: such a model has no answers that could be counted.
     """
     likelihoods = [[0.0] * len(question.choices) for question in questions]

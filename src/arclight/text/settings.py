@@ -135,7 +135,7 @@ class LanguageTask(Checked):
     def with_data(self, data: str) -> LanguageTask:
         """Return the task on a site's own text, all of it.
 
-        Raises ValueError where that would teach it a tokenizer of its own, unless sites are to have such (``by_site``).
+        Raises ValueError if that would teach it a tokenizer of its own, unless sites are to have such (``by_site``).
         """
         from arclight.text.data.corpus import is_corpus
 

@@ -41,7 +41,7 @@ class Vocabulary:
 def vocabulary_of_task(task: LanguageTask) -> Vocabulary:
     """Return the vocabulary of a task's data.
 
-    Raises FileNotFoundError where its tokenizer is not there.
+    Raises FileNotFoundError if its tokenizer is not there.
     """
     from arclight.text.data.data_module import TextDataModule
 

@@ -23,7 +23,7 @@ def workload(
 ) -> Workload:  # fmt: skip
     """Describe what ``settings`` train with ``samples`` sequences a step on ``device``.
 
-    vocab_size: ids of the tokenizer, where the settings do not give the model's. Raises ValueError for an unknown model.
+    vocab_size: ids of the tokenizer, if the settings do not give the model's. Raises ValueError for an unknown model.
     """
     overrides = fields(settings, vocab_size)
 

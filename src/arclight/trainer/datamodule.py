@@ -124,7 +124,7 @@ class DataModule(DataHooks, HyperparametersMixin):
 
         Each has a loader, shuffled for training.
 
-        ``batch_size`` and ``num_workers`` reach the constructor as well where it takes them, like ``datamodule_kwargs``.
+        ``batch_size`` and ``num_workers`` reach the constructor as well if it takes them, like ``datamodule_kwargs``.
         """
         parameters = inspect.signature(cls.__init__).parameters
         anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

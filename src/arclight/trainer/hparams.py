@@ -170,7 +170,7 @@ def known_fields(cls: Any, saved: dict[str, Any], what: str) -> dict[str, Any]:
 
     A warning names the rest, which a later version wrote.
 
-    Raises CheckpointError, naming it, where a field without a default is missing.
+    Raises CheckpointError, naming it, if a field without a default is missing.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
     if unknown := [name for name in saved if name not in fields]:
@@ -314,7 +314,7 @@ class HyperparametersMixin:
 
     _log_hyperparams: bool = False
     _hparams_name: str | None = None
-    """The constructor's argument that holds all of them, ``"kwargs"`` where each is one of its own."""
+    """The constructor's argument that holds all of them, ``"kwargs"`` if each is one of its own."""
 
     def save_hyperparameters(
         self, *args: Any, ignore: Sequence[str] | str | None = None, frame: FrameType | None = None, logger: bool = True
@@ -495,7 +495,7 @@ def hyperparameters_to_log(*owners: Any) -> dict[str, Any] | None:
 
     They are as they were when saved; None if neither logs them.
 
-    Raises RuntimeError where both have a name with different values.
+    Raises RuntimeError if both have a name with different values.
     """
     logging_owners = [owner for owner in owners if getattr(owner, "_log_hyperparams", False)]
     merged: dict[str, Any] = {}
@@ -670,7 +670,7 @@ _PLAIN = (str, bool, int, float, type(None), Enum)
 def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
     """Write a mapping or Namespace as YAML; what is no plain value is left out with a warning.
 
-    An OmegaConf container is written with its references resolved. Raises RuntimeError where the folder is missing.
+    An OmegaConf container is written with its references resolved. Raises RuntimeError if the folder is missing.
     """
     _need_folder(config_yaml)
     values = _plain_containers(vars(hparams) if isinstance(hparams, Namespace) else hparams)
@@ -690,7 +690,7 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
 
     A missing file gives an empty dict and a warning.
 
-    ``use_omegaconf`` gives an OmegaConf container where that package is installed.
+    ``use_omegaconf`` gives an OmegaConf container if that package is installed.
     """
     if not _found(config_yaml):
         return {}

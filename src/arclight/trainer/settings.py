@@ -128,11 +128,11 @@ class TrainerBehavior:
     exit_on_interrupt: bool = False
     """After Ctrl+C has been dealt with the process ends with status 1; else KeyboardInterrupt reaches the caller."""
     metrics_by_batch: bool = False
-    """A progress bar asks for its metrics after every batch (where that does not wait for a device), not ten times a second."""
+    """A progress bar asks for its metrics after every batch (if that does not wait for a device), not ten times a second."""
     callbacks_factory: str = "arclight.callbacks_factory"
     """Group of the entry points by which installed packages bring callbacks."""
     validate_before_stop: bool = False
-    """A fit that ``should_stop`` ends within an epoch validates before it leaves, where that epoch is one that validates."""
+    """A fit that ``should_stop`` ends within an epoch validates before it leaves, if that epoch is one that validates."""
     skip_leaves_out_validation: bool = False
     """An epoch whose rest ``on_train_batch_start`` skips is not validated."""
     frequency_counts_batches: bool = False

@@ -82,7 +82,7 @@ class LayerSummary:
 class ModelSummary:
     """All layers of ``model`` down to ``max_depth`` levels (-1: every one, 0: none).
 
-    Where the model has an ``example_input_array`` it is run once on that (in evaluation mode, without gradients): a
+    If the model has an ``example_input_array`` it is run once on that (in evaluation mode, without gradients): a
     tensor, a tuple of arguments or a dict of named ones. That gives sizes and operations and fills in lazy parameters.
     ``str(summary)`` is the table.
     """

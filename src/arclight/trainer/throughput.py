@@ -119,7 +119,7 @@ class Throughput:
     ``world_size``: devices; with more than one, rates of all together are reported beside ``device/...`` ones.
     ``separator`` stands between ``device`` and the rate's name.
 
-    Operations and items may include padding; where batches are padded, samples per second is the honest number.
+    Operations and items may include padding; if batches are padded, samples per second is the honest number.
     """
 
     def __init__(

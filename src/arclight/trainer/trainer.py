@@ -86,7 +86,7 @@ class Trainer:
 
     # settings that are plain attributes, which callbacks and modules may change while a run lasts
     fast_dev_run: int | bool
-    max_epochs: int  # None until the first fit where the user did not say
+    max_epochs: int  # None until the first fit if the user did not say
     min_epochs: int | None
     max_steps: int
     min_steps: int | None
@@ -210,7 +210,7 @@ class Trainer:
         """Train ``model``.
 
         ``ckpt_path`` resumes exactly from a checkpoint: a path, ``"last"`` for the newest of this run's name (from the
-        start where there is none yet), ``"best"``, or what :meth:`capture` gave.
+        start if there is none yet), ``"best"``, or what :meth:`capture` gave.
         Nothing is unpickled, whatever ``weights_only`` says.
         Raises NonFiniteLossError when the loss is NaN or infinite, CheckpointError for a checkpoint that cannot be used.
         """

@@ -17,7 +17,7 @@ TOP_K = 2000
 """Candidates per image that reach the overlap test, best first: more move mAP by less than 0.001 and cost time."""
 
 MAX_DET = 300
-"""Boxes kept per image where nothing else is asked for."""
+"""Boxes kept per image if nothing else is asked for."""
 
 _CHUNK = 256  # candidates tested together; small enough that their overlap matrix stays in cache
 _MANY_CLASSES = 8  # from here on the maximum over classes costs more than a look at objectness

@@ -32,7 +32,7 @@ SEEN = 0.5
 def sigmas_of(count: int, given: Sequence[float] = (), cyclic: bool = False) -> tuple[float, ...]:
     """Return the OKS deviation of each of ``count`` keypoints.
 
-    Those given, COCO's for 17 that are not ``cyclic``, else 1 / count each. Raises ValueError where those given are not
+    Those given, COCO's for 17 that are not ``cyclic``, else 1 / count each. Raises ValueError if those given are not
     as many.
     """
     if not given:

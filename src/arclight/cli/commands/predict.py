@@ -339,7 +339,7 @@ def doubt_of(options: argparse.Namespace) -> tuple[float | None, dict[str, float
 
     Boxes above a class's threshold are labels.
 
-    Raises UsageError where there are no thresholds, or doubtful boxes would become tracks.
+    Raises UsageError if there are no thresholds, or doubtful boxes would become tracks.
     """
     if options.save_labels is None and options.thresholds is not None:
         raise UsageError("--thresholds are those of --save-labels: give it a folder, too")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from arclight.vision.qris.verification.verifier import Verification
 
 MISMATCH_STATUS = 3
-"""Exit status where a code of a photo is not its place's."""
+"""Exit status if a code of a photo is not its place's."""
 
 
 def scan(arguments: list[str]) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from arclight.deploy.comparison import Evaluation
 
 BATCHES = 8
-"""Training batches of a module of one's own that are read where it has no validation data."""
+"""Training batches of a module of one's own that are read if it has no validation data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Candidate:
     network: Any
     """A `Program`, or a model."""
     task: str | None
-    """What its programs say; None where that is not known."""
+    """What its programs say; None if that is not known."""
     evaluation: Callable[[], Evaluation] | None = None
     """Makes what both are judged by; None of a program, which has no data."""
     module: Any = None

@@ -117,7 +117,7 @@ def write_app(
 
     building: text of its module ``building``, with functions ``server(folder, config)`` and ``client(name, config)``. files: others that
     go beside that module, by name. config: of the run, beside what every app has; `flwr run --run-config` can change what is there.
-    Raises FileExistsError where the folder is there, FederatedError for a name that Flower does not take.
+    Raises FileExistsError if the folder is there, FederatedError for a name that Flower does not take.
     """
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name):
         raise FederatedError(

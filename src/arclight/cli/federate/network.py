@@ -320,7 +320,7 @@ class Site:
     def take(self, recipe: dict[str, Any]) -> None:
         """Take the recipe that the server sent at the join.
 
-        Raises UsageError where it cannot be used here.
+        Raises UsageError if it cannot be used here.
         """
         from arclight.cli.federate.sites import check_division, check_vocabularies
 
@@ -341,7 +341,7 @@ class Site:
     def learner(self, client: str, folder: Path) -> Learner:
         """Build the learner for a client of the server's recipe.
 
-        Raises UsageError where it cannot be used here.
+        Raises UsageError if it cannot be used here.
         """
         from arclight.cli.federate.sites import learner_at
 

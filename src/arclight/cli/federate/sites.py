@@ -55,7 +55,7 @@ class OwnSite:
 def recipe_at_site(recipe: FederatedRecipe, number: int) -> FederatedRecipe:
     """Return the recipe with the data of site ``number`` only.
 
-    Raises UsageError where the task's data cannot be divided.
+    Raises UsageError if the task's data cannot be divided.
     """
     task: Any = recipe.task
     count = recipe.federation.clients
@@ -155,7 +155,7 @@ def with_vocabulary(recipe: FederatedRecipe) -> FederatedRecipe:
 def recipe_with_data(recipe: FederatedRecipe, data: str) -> FederatedRecipe:
     """Return the recipe on a site's own data, all of them.
 
-    Raises UsageError where the task cannot.
+    Raises UsageError if the task cannot.
     """
     task: Any = recipe.task
     if not callable(getattr(task, "with_data", None)):
@@ -236,7 +236,7 @@ class ServerEvaluation:
     def begin(self) -> Module:
         """Build the module as a centralised run of the same seed begins with it.
 
-        It is warm-started and fitted to the data where the recipe says so.
+        It is warm-started and fitted to the data if the recipe says so.
         """
         self._fit_nothing()
         return self.module

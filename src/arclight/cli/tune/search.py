@@ -323,7 +323,7 @@ def run_search(search: Search, limits: dict[str, Any]) -> None:
     try:
         try:
             run_trials(search, study, limits["trials"], deadline, watch.report_ended)
-            watch.keep()  # where the process that ran the last trial was killed before it could
+            watch.keep()  # if the process that ran the last trial was killed before it could
             found = studies.best(study)
             ended = len(studies.finished(study))
         except KeyboardInterrupt:

@@ -159,7 +159,7 @@ class SaveConfigCallback(Callback):
 
     The file is ``config_filename``.
 
-    Raises RuntimeError where the file is there already, unless ``overwrite``. A subclass may override :meth:`save_config` to
+    Raises RuntimeError if the file is there already, unless ``overwrite``. A subclass may override :meth:`save_config` to
     keep it elsewhere too, or instead with ``save_to_log_dir=False``.
     """
 

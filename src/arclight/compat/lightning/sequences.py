@@ -50,7 +50,7 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
 
     The file is in ``data_dir``.
 
-    Raises FileNotFoundError where the file is missing: it is not downloaded, whatever ``download`` says.
+    Raises FileNotFoundError if the file is missing: it is not downloaded, whatever ``download`` says.
     """
 
     def __init__(self, data_dir: Path = Path("./data"), block_size: int = 35, download: bool = False) -> None:

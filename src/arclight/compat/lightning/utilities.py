@@ -86,7 +86,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
     The parent is Module, DataModule or Callback by default.
 
-    Raises ValueError where the parent cannot be told, or has no such method.
+    Raises ValueError if the parent cannot be told, or has no such method.
     """
     if instance is None:
         return False
@@ -156,7 +156,7 @@ def collect_init_args(
 
     The most derived class comes last.
 
-    Only constructors of instances of ``classes`` count, where given.
+    Only constructors of instances of ``classes`` count, if given.
     """
     while frame.f_back is not None:
         values = frame.f_locals
@@ -219,7 +219,7 @@ def _map_leaves(data: Any, function: Callable[[Any], Any]) -> Any:
 def extract_batch_size(batch: Any) -> int:
     """Return a batch's number of samples, its tensors' first dimension; warn if they differ.
 
-    Raises MisconfigurationError where it holds no tensor.
+    Raises MisconfigurationError if it holds no tensor.
     """
     sizes = list(batch_sizes(batch))
     if not sizes:
@@ -242,7 +242,7 @@ def has_len_all_ranks(
 
     Warns if there is nothing for any rank, or too little for this one.
 
-    Raises RuntimeError where others have batches and this rank has none, unless that is allowed.
+    Raises RuntimeError if others have batches and this rank has none, unless that is allowed.
     """
     length, name = sized_len(dataloader), type(dataloader).__name__
     if length is None:
@@ -270,7 +270,7 @@ def is_shared_filesystem(strategy: Strategy, path: str | Path | None = None, tim
 
     Rank 0 puts a file there for ``timeout`` seconds and the others look for it, so the place must be writable; every rank must
     call this. With one process, and for addresses such as ``s3://...``, the answer is yes.
-    Raises FileNotFoundError where the path does not exist on every rank.
+    Raises FileNotFoundError if the path does not exist on every rank.
     """
     if "://" in str(path or "") and not str(path).startswith(("file://", "local://")):
         return True
@@ -346,7 +346,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
 
     norm_type: 2, 1, ``"inf"``, ...
 
-    Keys are ``grad_2.0_norm/<parameter>`` and ``grad_2.0_norm_total``; nothing where no parameter has a gradient.
+    Keys are ``grad_2.0_norm/<parameter>`` and ``grad_2.0_norm_total``; nothing if no parameter has a gradient.
     Raises ValueError for a norm that is not positive.
     """
     order = float(norm_type)

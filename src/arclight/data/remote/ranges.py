@@ -43,7 +43,7 @@ class Found(NamedTuple):
     """Facts of a file at an address."""
 
     size_bytes: int | None
-    """None where the server does not say."""
+    """None if the server does not say."""
     etag: str | None
 
 
@@ -82,7 +82,7 @@ class RemoteFiles:
 
     patience_s: seconds for which a transient failure is tried again, at growing intervals; any other is raised at once.
     request_timeout_s: seconds without an answer after which a request has failed.
-    Raises RemoteReadError where the file system is not installed, and from all methods what keeps them from reading.
+    Raises RemoteReadError if the file system is not installed, and from all methods what keeps them from reading.
     """
 
     def __init__(self, address: str, *, patience_s: float = 300.0, request_timeout_s: float = 60.0) -> None:
@@ -96,7 +96,7 @@ class RemoteFiles:
     ) -> bytes:
         """Return the bytes ``start`` up to ``stop`` of a file.
 
-        size: bytes that the file must have, which is asked again where fewer came. cancel: gives up when it is set.
+        size: bytes that the file must have, which is asked again if fewer came. cancel: gives up when it is set.
         """
         wanted = stop - start
 

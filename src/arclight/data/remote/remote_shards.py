@@ -1,6 +1,6 @@
 """Read token shards at an address like those on disk: the same order, the same bits.
 
-`text.data` opens a `RemoteTokenShards` where a recipe's ``data`` is an address; everything else uses it as a `TokenShards`. File layout
+`text.data` opens a `RemoteTokenShards` if a recipe's ``data`` is an address; everything else uses it as a `TokenShards`. File layout
 and digests are those of `token_shards`, which corpora that lie on servers already have.
 """
 

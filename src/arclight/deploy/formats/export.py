@@ -174,9 +174,9 @@ def export(
     predictions: {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}``. The program records each, and what is None and left out as
     ``absent_outputs``. ``sign``: an Ed25519 key, or its file.
 
-    Raises ExportError, and leaves whatever was at ``path`` as it was, where the model cannot be captured or converted,
+    Raises ExportError, and leaves whatever was at ``path`` as it was, if the model cannot be captured or converted,
     the program differs by more than the bound, or quantized layers would not run on integer kernels, for which 4-bit
-    activations have none; QuantizeError where the program's metric drops further than the model was quantized with.
+    activations have none; QuantizeError if the program's metric drops further than the model was quantized with.
     """
     request = Request(
         example_inputs=example_inputs, input_names=input_names, output_names=output_names, dynamic_batch=dynamic_batch, dynamic=dynamic,
@@ -214,7 +214,7 @@ def export_one(
 def candidates_of(format: Format | Fastest | Several | None, candidates: Sequence[Format] | None) -> Sequence[Format]:
     """Return the formats to time for the fastest: ``candidates``, or the usual ones.
 
-    Raises ExportError for candidates where the fastest is not asked for, for none of them, and for what is no format.
+    Raises ExportError for candidates if the fastest is not asked for, for none of them, and for what is no format.
     """
     if candidates is None:
         return CANDIDATES
@@ -328,7 +328,7 @@ def export_fastest(
     """Export ``models``, by format, time them in turns, and keep the fastest at ``path``.
 
     The times of all are kept with it. A format that this machine cannot write or run is left out, with a warning and
-    the reason in the program, beside those ``left_out`` before; the first reason is raised where none is left.
+    the reason in the program, beside those ``left_out`` before; the first reason is raised if none is left.
     """
     check_folder(path)
     sources = _Source.of_each(models, request)
@@ -721,7 +721,7 @@ class _Sizes:
         return list(self.batches.values())[: PROBES if self.free is not None else 1]
 
     def one(self, inputs: Inputs) -> Inputs:
-        """Return one sample of ``inputs``, where the batch is free."""
+        """Return one sample of ``inputs``, if the batch is free."""
         return resized(inputs, 1) if self.dynamic_batch else inputs
 
 
@@ -819,7 +819,7 @@ def precision_of(recipe: Quantization) -> str:
 
 
 def _way_out(quantized: QuantizedModel | None) -> str:
-    """Return what to do about a program that differs, where the reason is known."""
+    """Return what to do about a program that differs, if the reason is known."""
     if quantized is None or not overflows():
         return ""
     reason = "this processor has no VNNI, and its sums of 8-bit products overflow"
@@ -831,7 +831,7 @@ def _way_out(quantized: QuantizedModel | None) -> str:
 
 
 def _accept(found: Mapping[str, Parity], max_difference: float | None, precision: str, way_out: str) -> None:
-    """Raise ExportError where an output of the program is further from the model's than allowed."""
+    """Raise ExportError if an output of the program is further from the model's than allowed."""
     for name, parity in found.items():
         if limit := broken_bound(parity, precision, max_difference):
             raise ExportError(

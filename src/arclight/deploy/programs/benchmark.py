@@ -61,11 +61,11 @@ class Row:
     speedup_high: float
     """90th percentile of the same."""
     nbytes: int | None
-    """Size of the file, or of a model's weights; none where unknown."""
+    """Size of the file, or of a model's weights; none if unknown."""
     build_s: float | None = None
-    """Seconds that capture, quantization and writing of a program took together, as its description says; none where it does not."""
+    """Seconds that capture, quantization and writing of a program took together, as its description says; none if it does not."""
     load_s: float | None = None
-    """Seconds to check and load a program in a process of its own; none where that was not asked for, or there is no program."""
+    """Seconds to check and load a program in a process of its own; none if that was not asked for, or there is no program."""
     peak_bytes: int | None = None
     """Most memory that this process of its own held while it loaded and ran the program, the runtime's libraries included."""
     extra: Mapping[str, float] = field(default_factory=dict)

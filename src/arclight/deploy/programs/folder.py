@@ -46,7 +46,7 @@ _PURPOSE = b"arclight program "
 
 
 Mark = tuple[int, int, int, int]
-"""Device, number, size and time of change of a file: where it is replaced or written, the mark is another one."""
+"""Device, number, size and time of change of a file: if it is replaced or written, the mark is another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def write(
 def read(folder: Path, trusted: Trusted | None = None) -> Contents:
     """Verify the program in ``folder`` and return its contents, before any runtime reads it.
 
-    ``trusted`` asks for a signature by one of these keys. Raises ProgramError where anything is missing, changed, added or
+    ``trusted`` asks for a signature by one of these keys. Raises ProgramError if anything is missing, changed, added or
     not signed as asked.
     """
     keys = None if trusted is None else trusted_keys(trusted)
@@ -275,7 +275,7 @@ def _contents(body: dict[str, Any], signer: str | None, digest: str) -> Contents
 
 
 def _signer(folder: Path, digest: str, signature: Any, keys: frozenset[str] | None) -> str | None:
-    """Return the trusted key that signed ``digest``; None where none is asked for."""
+    """Return the trusted key that signed ``digest``; None if none is asked for."""
     if keys is None:
         return None
     if signature is None:

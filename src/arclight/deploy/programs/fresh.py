@@ -40,7 +40,7 @@ class FreshRun:
 def run_fresh(program: Program, calls: Sequence[Sequence[np.ndarray[Any, Any]]]) -> FreshRun:
     """Load ``program`` in a new process, in the same runtime, and run it on ``calls``.
 
-    Raises ProgramError where that fails or takes longer than 15 minutes.
+    Raises ProgramError if that fails or takes longer than 15 minutes.
     """
     with tempfile.TemporaryDirectory(prefix="fresh-") as folder:
         place = Path(folder)

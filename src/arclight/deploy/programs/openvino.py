@@ -102,7 +102,7 @@ class OpenVinoSession:
 def _core() -> Any:
     """Return the process's one core.
 
-    Each core that compiles sets the thread's alternate signal stack, and puts back the one before when it goes. Where two go in
+    Each core that compiles sets the thread's alternate signal stack, and puts back the one before when it goes. If two go in
     the order in which they came, the stack of the first is put back after it was unmapped, and the next signal ends the process.
     """
     return require("openvino", extra="deploy").Core()

@@ -73,7 +73,7 @@ class Program:
         self.inputs = session.inputs if contents is None else contents.inputs
         self.outputs = session.outputs if contents is None else contents.outputs
         self.marks = marks or {}
-        """Marks of its files as they were checked: where others are at its path now, it was replaced."""
+        """Marks of its files as they were checked: if others are at its path now, it was replaced."""
         self.digest = digest
         """SHA-256 by which programs are told apart, hexadecimal: of all that was exported, or of an .onnx file from elsewhere."""
         self.choice = choice or RuntimeChoice(exported_for=metadata.get("runtime", "onnxruntime"))
@@ -100,13 +100,13 @@ class Program:
 
         ``requests``: most calls that are computed at once, each on ``threads``, while others wait (default: any number; in OpenVINO one).
         Both may be functions that give them for the program's runtime and metadata.
-        ``processing`` replaces what the program names. ``device``: cuda needs onnxruntime-gpu; auto takes it where it is,
+        ``processing`` replaces what the program names. ``device``: cuda needs onnxruntime-gpu; auto takes it if it is,
         except for quantized programs, whose kernels are those of the CPU. ``runtime`` replaces what the program
-        names (default: ONNX Runtime): a program of our export is compared with itself in that one on drawn inputs, and ProgramError raised where an
+        names (default: ONNX Runtime): a program of our export is compared with itself in that one on drawn inputs, and ProgramError raised if an
         output differs by more than its precision allows, unless ``parity`` is False; "fastest" times ONNX Runtime and OpenVINO, as far as they
         run the format, and takes the faster. `choice` has what was found.
         ``trusted``: load it only if one of these public keys signed it, which formats that run
-        what their file says (pt2, aoti) always need. Raises ProgramError where the program is
+        what their file says (pt2, aoti) always need. Raises ProgramError if the program is
         missing, damaged, changed since its export, not signed as asked, or names a processing outside this package; no runtime has
         seen it by then.
         """
@@ -160,7 +160,7 @@ class Program:
 
     @property
     def signer(self) -> str | None:
-        """Public key of the trusted signer, base64; None where `load` was not asked for a signature."""
+        """Public key of the trusted signer, base64; None if `load` was not asked for a signature."""
         return None if self._contents is None else self._contents.signer
 
     @property
@@ -286,7 +286,7 @@ class Program:
 
         The device stays.
 
-        Raises ProgramError where its files were replaced since it was loaded.
+        Raises ProgramError if its files were replaced since it was loaded.
         """
         file = self.path if self._contents is None else self.path / self._contents.main
         with folder.unchanged(self.marks):
@@ -315,7 +315,7 @@ class Program:
 
 
 def import_runtime(runtime: Runtime) -> None:
-    """Import the package that ``runtime`` is in; MissingExtraError where it is not installed."""
+    """Import the package that ``runtime`` is in; MissingExtraError if it is not installed."""
     package = {"onnxruntime": "onnxruntime", "torch": "torch", "inductor": "torch"}.get(runtime, "openvino")
     require(package, extra="deploy")
 
@@ -360,7 +360,7 @@ class _Files:
         return "onnx" if self.contents is None else self.contents.format
 
     def session(self, runtime: Runtime, threads: int | None, device: Device, requests: int | None) -> Session:
-        """Open the main file; ProgramError where it is not what was checked."""
+        """Open the main file; ProgramError if it is not what was checked."""
         with folder.unchanged(self.marks):
             session = _session(self.main, threads, device, runtime, self.contents, requests)
         if self.contents is None and session.stored(KEY) != self.text:  # the runtime must read what was checked
@@ -424,7 +424,7 @@ def _session(
     contents: folder.Contents | None,
     requests: int | None = None,
 ) -> Session:
-    """Open ``file`` in ``runtime``; ProgramError where it cannot run it."""
+    """Open ``file`` in ``runtime``; ProgramError if it cannot run it."""
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
     if requests is not None and requests < 1:

@@ -90,7 +90,7 @@ class QuantizationAwareTraining(Callback):
         return self.recipe.needs_calibration
 
     def prepared(self, pl_module: Module) -> PreparedModel:
-        """Return the model that is trained; MisconfigurationError where no run has prepared it."""
+        """Return the model that is trained; MisconfigurationError if no run has prepared it."""
         model = getattr(pl_module, self.attribute)
         if not isinstance(model, PreparedModel):
             raise MisconfigurationError(
@@ -308,7 +308,7 @@ class QuantizationAwareTraining(Callback):
 
     def _evaluate_int8(self, pl_module: Module, enabled: bool) -> None:
         model = getattr(pl_module, self.attribute, None)
-        if isinstance(model, PreparedModel):  # not where a converted one is scored, or setup has failed
+        if isinstance(model, PreparedModel):  # not if a converted one is scored, or setup has failed
             model.evaluate_int8(enabled)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -350,7 +350,7 @@ def _described(recipe: Quantization) -> dict[str, Any]:
 
 
 def _differing(before: Mapping[str, Any], here: Mapping[str, Any], left_out: Collection[str]) -> str:
-    """Describe the fields that are not alike, but for those ``left_out``; empty where all are."""
+    """Describe the fields that are not alike, but for those ``left_out``; empty if all are."""
     names = [name for name in {**before, **here} if here.get(name) != before.get(name) and name not in left_out]
     return ", ".join(f"{name} = {before.get(name)}, here {here.get(name)}" for name in names)
 

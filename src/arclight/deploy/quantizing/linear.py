@@ -205,7 +205,7 @@ def _weights(graph: GraphModule, chosen: Callable[[str], bool]) -> dict[Node, li
 
 
 def check_groups(inputs: Mapping[str, int], size: int) -> None:
-    """Raise QuantizeError where groups of ``size`` do not divide the inputs of a layer, by name."""
+    """Raise QuantizeError if groups of ``size`` do not divide the inputs of a layer, by name."""
     if wrong := {name: count for name, count in inputs.items() if count % size}:
         fits = [other for other in WeightOnly.GROUP_SIZES if not any(count % other for count in inputs.values())]
         way = f"take group_size={fits[-1]}" if fits else "keep these layers in float with skip"

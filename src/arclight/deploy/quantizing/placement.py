@@ -1,6 +1,6 @@
 """Place quantization: decide which tensors of an exported graph become int8.
 
-A runtime uses an integer kernel only where an operator reads *and* writes quantized tensors, so placement decides
+A runtime uses an integer kernel only if an operator reads *and* writes quantized tensors, so placement decides
 speed: quantizing just the inputs of convolutions runs no faster than float32 in ONNX Runtime. Here everything
 between two layers with weights stays quantized: activations, sums, products, pooling, resizing and concatenation.
 What follows the last such layer (box decoding, softmax, the outputs) stays in float32, and so do a convolution whose

@@ -72,7 +72,7 @@ class Scores:
     quantized_model: float
     max_drop: float | None
     search: Search | None = None
-    """How layers were chosen that stay in float for the score; None where it was kept without any."""
+    """How layers were chosen that stay in float for the score; None if it was kept without any."""
 
     def check(self, score: float, of: str) -> None:
         """Raise QuantizeError for a ``score`` that is not finite, or drops beyond ``max_drop``.
@@ -166,7 +166,7 @@ class QuantizedModel(NamedGraphs):
     sqnr_db: float
     """Signal-to-noise ratio of the noisiest output against the float model on the first calibration batch (or the example), decibels."""
     scores: Scores | None
-    """Scores of both models, where a metric was given."""
+    """Scores of both models, if a metric was given."""
     seconds: float
     """Wall time that quantization took."""
 
@@ -237,7 +237,7 @@ def quantize(
     what the graph is captured on; the batch size stays free, or the dimensions that ``dynamic`` names by input, as in `export`.
     ``parts`` takes the outputs and names tensors in them that are judged each by itself (default: the outputs). ``metric`` scores a model
     on data of its own, more being better; with ``max_drop`` the quantized model, and its program in `export`, may score that much less (a
-    program of one batch size is given as its `Program.in_batches`): where it would score lower, the fewest layers that mend it stay in
+    program of one batch size is given as its `Program.in_batches`): if it would score lower, the fewest layers that mend it stay in
     float, found in at most 16 scores; ``scores.search`` names them, and the returned ``recipe`` has them in ``skip``. ``target`` is the
     runtime to place integers for (default: onnxruntime). ``quantizer``: one of torchao's, such as X86InductorQuantizer, that places
     integers in our stead; ``recipe`` then says how much is calibrated and how noisy an output may be, and ``target`` what runs the
@@ -316,7 +316,7 @@ class _Source:
 def _within(source: _Source, quantized: QuantizedModel, metric: Metric, max_drop: float | None) -> QuantizedModel:
     """Score both models; return the one with fewest float layers within ``max_drop``.
 
-    Raises QuantizeError where none does.
+    Raises QuantizeError if none does.
     """
     before = _scored(metric, source.reference)
     _check_finite(before, "float model")

@@ -155,7 +155,7 @@ class PreparedModel(NamedGraphs):
     def __reduce__(self) -> tuple[Callable[..., PreparedModel], tuple[Any, ...]]:
         """Pickle the float model and ranges, as for spawned ranks; graphs are captured again.
 
-        Torch's pickles lose their notes. Raises QuantizeError where a layer or tensor was put here since: the float
+        Torch's pickles lose their notes. Raises QuantizeError if a layer or tensor was put here since: the float
         model does not have it.
         """
         self._bind_own()
@@ -403,10 +403,10 @@ def convert(
 
     Batch norms are folded and weights become integers.
 
-    ``prepared`` itself is not changed, and can be trained further. Where FSDP shards it every rank has to call this, and each gets
+    ``prepared`` itself is not changed, and can be trained further. If FSDP shards it every rank has to call this, and each gets
     the whole model. The ratio of the noisiest output, or part, against the trained float model is measured on ``example_inputs``, by default those of
     `prepare_qat`; a model of a checkpoint has none, and one of `RoundedLinear` layers is captured on them, with ``dynamic`` as in `quantize`. Raises
-    QuantizeError below ``recipe.min_sqnr_db``, and where inputs are needed.
+    QuantizeError below ``recipe.min_sqnr_db``, and if inputs are needed.
     """
     if not isinstance(prepared, PreparedModel):
         if trained_linears(prepared)[0] is None:
@@ -493,7 +493,7 @@ def capture_as(
 ) -> GraphModule:  # fmt: skip
     """Capture ``model`` in its mode, with gradients; ``kind`` names the purpose in errors.
 
-    The first dimension of inputs may have any size, or those that ``free`` names. Raises ExportError where the model cannot be
+    The first dimension of inputs may have any size, or those that ``free`` names. Raises ExportError if the model cannot be
     captured, takes its batch size for a constant, or writes into a tensor that others read.
     """
     size = max(2, batch_size(example))

@@ -38,7 +38,7 @@ class Search:
     """The fewest layers in float with which a model keeps its score, and how they were found."""
 
     sensitivity: Mapping[str, float]
-    """Layers, the most sensitive first, and the ratio of the noisiest output (decibels) where that layer alone is rounded."""
+    """Layers, the most sensitive first, and the ratio of the noisiest output (decibels) if that layer alone is rounded."""
     kept: tuple[str, ...]
     """Layers that were kept in float for the score."""
     evaluations: tuple[Evaluation, ...]

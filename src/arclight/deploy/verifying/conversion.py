@@ -29,7 +29,7 @@ class Conversion:
     """One model before and after a quantizer."""
 
     reference: nn.Module
-    """The float model, with trained weights where it was trained."""
+    """The float model, with trained weights if it was trained."""
     captured: GraphModule
     """The captured graph: the operators that the quantizer saw, before batch norms were folded."""
     twin: GraphModule
@@ -79,7 +79,7 @@ def trained(
 ) -> Conversion:  # fmt: skip
     """Train a copy of ``model`` with fake quantization towards its own outputs; convert it.
 
-    Training takes ``steps``. Ranges start from all of ``batches``, in evaluation mode. Raises VerificationError where a
+    Training takes ``steps``. Ranges start from all of ``batches``, in evaluation mode. Raises VerificationError if a
     rounded weight gets no gradient, or the loss is not finite; ExportError for a model that cannot be captured in
     training mode.
     """

@@ -64,7 +64,7 @@ DEFAULT_BOUNDS: Mapping[str, float] = {
 trained graph and each runtime, the least share of integer layers that must run on integer kernels, and what the float program's
 latency over the quantized one's must be more than."""
 FURTHER_BOUNDS = ("node_sqnr_db",)
-"""Least ratio of any single operator: judged where it is given."""
+"""Least ratio of any single operator: judged if it is given."""
 TWIN_DB = 60.0
 """Least ratio of the graph that is quantized, without rounding, to the model: it is the same computation."""
 TIMED_ROUNDS = 15
@@ -107,9 +107,9 @@ class Verification:
     judge: Mapping[str, Parity] = field(default_factory=dict)
     """Outputs beside those of the float64 interpreter."""
     rewritten_nodes: int | None = None
-    """Quantize and dequantize operators that torchao's reference representation rewrites; None where another check failed before."""
+    """Quantize and dequantize operators that torchao's reference representation rewrites; None if another check failed before."""
     reference: Mapping[str, Parity] = field(default_factory=dict)
-    """Outputs beside the reference representation's; empty where it rewrites nothing."""
+    """Outputs beside the reference representation's; empty if it rewrites nothing."""
     trained: Mapping[str, Parity] = field(default_factory=dict)
     """Outputs beside those of the graph as it was trained, in mode qat."""
     backends: Mapping[str, BackendReport] = field(default_factory=dict)

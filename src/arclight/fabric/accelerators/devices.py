@@ -180,7 +180,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     Returns their indices.
 
     On machines whose devices are set to serve one process each, others may hold some of them.
-    Raises ValueError where there are too few, RuntimeError where too many are taken.
+    Raises ValueError if there are too few, RuntimeError if too many are taken.
     """
     if num_devices == 0:
         return []

@@ -1,6 +1,6 @@
 """Key optimizer states by parameter name, so that they load under any sharding of a model.
 
-An optimizer counts its parameters. Counts say nothing where processes hold different parameters, as a pipeline's stages do.
+An optimizer counts its parameters. Counts say nothing if processes hold different parameters, as a pipeline's stages do.
 The names stand in the groups as ``param_names``, where torch has them too; where processes' parameters differ, ``params``
 and ``state`` go by name altogether, as in ``torch.distributed.checkpoint.state_dict``.
 

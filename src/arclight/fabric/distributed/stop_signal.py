@@ -92,7 +92,7 @@ class StopSignal:
     def due(self, position: int) -> bool:
         """Return True if all ranks stop before whatever follows ``position``.
 
-        Raises TimeoutError, naming them, where ranks leave this one without an answer.
+        Raises TimeoutError, naming them, if ranks leave this one without an answer.
         """
         self.position = position
         if not self.asked:

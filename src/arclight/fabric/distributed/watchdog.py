@@ -43,10 +43,10 @@ class Watchdog:
     """Thread that watches one rank through the store, without collectives or devices.
 
     * It carries :class:`StopSignal` between ranks.
-    * Where this rank has been inside the same collective for ``patience`` seconds, it asks all ranks for the number of
+    * If this rank has been inside the same collective for ``patience`` seconds, it asks all ranks for the number of
       collectives that they have entered and for their stacks, and names on standard error those that are behind,
       with their stacks. One rank reports, once. The group's own timeout then ends the run if they never come, with a
-      RankMissingError on every rank that waits; where that timeout does not, this thread ends the process soon after.
+      RankMissingError on every rank that waits; if that timeout does not, this thread ends the process soon after.
     * It remembers which rank failed first (:meth:`failed_first`), so that one traceback is shown and not one per rank.
     """
 

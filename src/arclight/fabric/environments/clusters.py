@@ -151,7 +151,7 @@ class PlainEnvironment(ClusterEnvironment):
 
     They are set by hand or by any scheduler.
 
-    ``LOCAL_RANK`` and ``NODE_RANK`` are 0 where they are not set: one process on each of several one-device nodes needs no more.
+    ``LOCAL_RANK`` and ``NODE_RANK`` are 0 if they are not set: one process on each of several one-device nodes needs no more.
     """
 
     @staticmethod
@@ -232,7 +232,7 @@ class SLURMEnvironment(ClusterEnvironment):
 
     ``auto_requeue``: on ``requeue_signal`` (default SIGUSR1; ask SLURM for it with ``--signal=SIGUSR1@90``), save a checkpoint and
     put the job back into the queue. Inside an allocation one may still start processes oneself: name the job ``bash`` or ``interactive``.
-    Raises RuntimeError where tasks are counted for the whole job instead of for each node.
+    Raises RuntimeError if tasks are counted for the whole job instead of for each node.
     """
 
     def __init__(self, auto_requeue: bool = True, requeue_signal: signal.Signals | None = None) -> None:

@@ -169,7 +169,7 @@ class BitsandbytesPrecision(TruePrecision):
     They are quantized when they arrive on a CUDA GPU.
 
     ``mode``: ``nf4`` or ``fp4`` (with ``-dq`` the scales are quantized too), ``int8`` for inference, ``int8-training``. ``dtype`` is
-    what is computed in: float16 for the int8 modes, else bfloat16 where the GPU has it. Layers whose names begin with one of
+    what is computed in: float16 for the int8 modes, else bfloat16 if the GPU has it. Layers whose names begin with one of
     ``ignore_modules`` stay as they are. Raises ModuleNotFoundError without bitsandbytes, ValueError for another mode or type.
     """
 

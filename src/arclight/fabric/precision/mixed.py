@@ -16,7 +16,7 @@ from arclight.fabric.precision.base import Precision, Step, floats_to
 class MixedPrecision(Precision):
     """Keep parameters in float32 and autocast to a half type: ``16-mixed`` or ``bf16-mixed``.
 
-    float16 holds no small gradients, so that the loss is scaled up by ``scaler`` (one is made where none is given) and
+    float16 holds no small gradients, so that the loss is scaled up by ``scaler`` (one is made if none is given) and
     steps whose gradients overflowed are left out. Raises ValueError for another name, or a scaler for bfloat16, which needs none.
     """
 

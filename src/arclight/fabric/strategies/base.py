@@ -31,11 +31,11 @@ class Strategy:
 
     name = "single"
     evaluates_in_inference_mode = True
-    """False where a forward makes tensors that later training steps use again."""
+    """False if a forward makes tensors that later training steps use again."""
     evaluates_together = False
     """Whether a forward of one process needs all others to do as many: they exchange weights or activations in it."""
     contributes_logs = True
-    """Whether values logged on this rank are added to those of all; False where another rank logs the same ones."""
+    """Whether values logged on this rank are added to those of all; False if another rank logs the same ones."""
 
     FORMER: ClassVar[dict[str, str]] = {
         "bare": "unwrap", "settle": "sync_module_attributes", "check_alike": "verify_same_across_ranks",
@@ -370,7 +370,7 @@ class Strategy:
         With one process the tensor is returned as it is.
 
         With ``sync_grads`` a gradient of the result flows back to the rank that each part came from. Raises ValueError on all
-        ranks where shapes or types differ (see :meth:`verify_same_across_ranks`).
+        ranks if shapes or types differ (see :meth:`verify_same_across_ranks`).
         """
         return tensor
 

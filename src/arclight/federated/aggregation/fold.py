@@ -6,7 +6,7 @@ which mean the client that counted furthest. A key that only some contributors h
 contributor gave comes out as it is, bit for bit.
 
 A chunk of a key goes through all steps while it is in a core's cache: each contributor's part is read and added, the mean is
-taken, compared with every part, and given away. Where contributors are many, or have to be decoded whole, each is gone through
+taken, compared with every part, and given away. If contributors are many, or have to be decoded whole, each is gone through
 in its turn instead, and the key's sums are kept between them.
 """
 

@@ -17,27 +17,27 @@ class BlobStore(Protocol):
     """
 
     def size(self, digest: str) -> int | None:
-        """Return a blob's bytes; None where it is not there (yet)."""
+        """Return a blob's bytes; None if it is not there (yet)."""
 
     def read(self, digest: str, offset: int = 0, length: int | None = None) -> Iterable[bytes]:
-        """Yield part of a blob, piece by piece. Raises BlobError where it is missing."""
+        """Yield part of a blob, piece by piece. Raises BlobError if it is missing."""
 
     def put(self, digest: str, source: Path | bytes) -> None:
         """Keep a file or bytes, durably when this returns.
 
         Resuming an earlier attempt is the store's business.
 
-        Raises BlobError where the content is not what ``digest`` says, OSError (ENOSPC) where there is no room.
+        Raises BlobError if the content is not what ``digest`` says, OSError (ENOSPC) if there is no room.
         """
 
     def file(self, digest: str) -> Path:
-        """Return a local, complete and verified file, fetched first where need be. Raises BlobError."""
+        """Return a local, complete and verified file, fetched first if need be. Raises BlobError."""
 
     def forget(self, digest: str) -> None:
         """Free a local copy of a blob that stays elsewhere; do nothing if there is none."""
 
     def remove(self, digest: str) -> None:
-        """Remove a blob; nothing happens where it is not there."""
+        """Remove a blob; nothing happens if it is not there."""
 
 
 PIECE_BYTES = 1 << 20
@@ -69,7 +69,7 @@ def wrong_content(digest: str, found: str, size: int) -> BlobError:
 def read_pieces(path: Path, offset: int = 0, length: int | None = None, size: int = PIECE_BYTES) -> Iterator[bytes]:
     """Yield a file's bytes from ``offset`` on, ``length`` or all, up to ``size`` at once.
 
-    Raises BlobError where it ends before.
+    Raises BlobError if it ends before.
     """
     with path.open("rb", buffering=0) as file:
         file.seek(offset)

@@ -45,9 +45,9 @@ class FolderStore:
 
     Temporary files of dead processes are removed.
     keep_partial_s: seconds for which a blob that came only in part waits for the rest. durable: what a power failure may not lose
-    and is on the disk before its name is seen: all, only what is made here (`create`), or none, where others have it too or it
+    and is on the disk before its name is seen: all, only what is made here (`create`), or none, if others have it too or it
     can be made again. What need not be there after a power failure is verified when the folder is first opened after one (any
-    restart of the machine), and removed where it is not sound.
+    restart of the machine), and removed if it is not sound.
     """
 
     def __init__(self, folder: str | Path, *, keep_partial_s: float = 86_400.0, durable: Durable = "all") -> None:
@@ -123,7 +123,7 @@ class FolderStore:
 
         It is there, under its SHA-256, when the block ends.
 
-        digest: which one it has to be. Raises BlobError, and keeps nothing, where another comes out.
+        digest: which one it has to be. Raises BlobError, and keeps nothing, if another comes out.
         """
         with self._write(digest, durable=self._durable != "none") as file:
             yield file
@@ -150,7 +150,7 @@ class FolderStore:
     def receive(self, digest: str) -> PartialBlob:
         """Resume a blob that comes in piece by piece, from where the last attempt ended.
 
-        Raises BusyError where another thread or process is receiving it.
+        Raises BusyError if another thread or process is receiving it.
         """
         return PartialBlob(
             digest, self._partial / check_digest(digest), self._path(digest), durable=self._durable == "all"
@@ -166,7 +166,7 @@ class FolderStore:
     def check(self, digest: str) -> None:
         """Read a blob again.
 
-        Raises BlobError, and removes it, where the disk no longer gives what was put there.
+        Raises BlobError, and removes it, if the disk no longer gives what was put there.
         """
         with self.file(digest).open("rb", buffering=0) as file:
             found, size = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
@@ -185,7 +185,7 @@ class FolderStore:
         self._path(digest).unlink(missing_ok=True)
 
     def discard(self, digest: str) -> bool:
-        """Remove a blob, or its partial file; False where someone is writing it."""
+        """Remove a blob, or its partial file; False if someone is writing it."""
         if self.received(digest) and not PartialBlob.drop(self._partial / digest):
             return False
         self.remove(digest)
@@ -223,7 +223,7 @@ class FolderStore:
     def _link(self, digest: str, source: Path, seen: os.stat_result) -> bool:
         """Link a file under its digest, if it is still the one that was seen.
 
-        False where links cannot be.
+        False if links cannot be.
         """
         target = self._path(digest)
         if self._durable == "all":

@@ -153,7 +153,7 @@ class ManifestReader(Mapping[str, Encoded]):
     def read(self, key: str) -> Encoded:
         """Read a tensor into memory of its own.
 
-        Raises KeyError for a key that is not there, BlobError where the file fails.
+        Raises KeyError for a key that is not there, BlobError if the file fails.
         """
         return self._take(key, _File.copied)
 
@@ -187,7 +187,7 @@ class ManifestReader(Mapping[str, Encoded]):
 def open_manifest(manifest: Manifest, store: BlobStore) -> ManifestReader:
     """Open the tensors of ``manifest``; blobs of a remote ``store`` are fetched first.
 
-    Raises BlobError where a blob is missing or no safetensors file, or where it does not hold what the manifest says: each
+    Raises BlobError if a blob is missing or no safetensors file, or if it does not hold what the manifest says: each
     tensor that it names, under the size of the file, and for raw ones the type and shape. What encoded ones need is for their
     codec to check.
     """

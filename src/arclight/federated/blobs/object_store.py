@@ -144,7 +144,7 @@ class MirroredStore(FolderStore):
 
     What is put here is put there, what is only there is fetched, what is removed here is removed there.
 
-    Iterating gives the blobs that are here. Besides what a folder raises, LinkError where the address cannot be reached.
+    Iterating gives the blobs that are here. Besides what a folder raises, LinkError if the address cannot be reached.
     """
 
     def __init__(self, folder: str | Path, address: str) -> None:

@@ -26,7 +26,7 @@ class BusyError(BlobError):
 class PartialBlob:
     """Complete the file ``partial`` and move it to ``target``; hold a lock on it until `close`.
 
-    Raises BusyError where another attempt holds the lock.
+    Raises BusyError if another attempt holds the lock.
     """
 
     def __init__(self, digest: str, partial: Path, target: Path, *, durable: bool = True) -> None:
@@ -55,7 +55,7 @@ class PartialBlob:
     def write(self, pieces: Iterable[bytes | memoryview]) -> None:
         """Add pieces.
 
-        Raises OSError (ENOSPC and kin) where there is no room, and drops what was there.
+        Raises OSError (ENOSPC and kin) if there is no room, and drops what was there.
         """
         try:
             with explain_no_space(self._target.parent, f"blob {self._digest[:12]}"):
@@ -77,7 +77,7 @@ class PartialBlob:
         self._hash, self.offset = hashlib.sha256(), 0
 
     def finish(self) -> None:
-        """Publish the blob. Raises BlobError, and drops what came, where it is not the one named."""
+        """Publish the blob. Raises BlobError, and drops what came, if it is not the one named."""
         found, size = self._hash.hexdigest(), self.offset
         if found != self._digest:
             self.restart()
@@ -105,7 +105,7 @@ class PartialBlob:
 
     @staticmethod
     def drop(partial: Path) -> bool:
-        """Remove a partial file; False where someone is writing it."""
+        """Remove a partial file; False if someone is writing it."""
         file = _lock(partial)
         if file >= 0:
             partial.unlink()

@@ -103,7 +103,7 @@ class FinishedUpdates:
         return Residuals(self._residuals / str(slot))
 
     def update(self, round: int) -> Update:
-        """Read a finished update. Raises FederatedError where it is missing or damaged."""
+        """Read a finished update. Raises FederatedError if it is missing or damaged."""
         path = self._place(round) / _UPDATE
         try:
             update = read(path.read_bytes(), stored=True)
@@ -329,7 +329,7 @@ class Residuals:
     def load(self, round: int) -> dict[str, torch.Tensor]:
         """Load the residuals that the update of a round adds, by key; none before there are any.
 
-        Raises FederatedError where they are damaged.
+        Raises FederatedError if they are damaged.
         """
         former = [one for one in self._rounds() if one < round]
         if not former:
@@ -346,7 +346,7 @@ class Residuals:
 
     @staticmethod
     def save(folder: Path, left: Mapping[str, torch.Tensor]) -> None:
-        """Save residuals beside an update; nothing is written where nothing is left."""
+        """Save residuals beside an update; nothing is written if nothing is left."""
         if left:
             checkpoints.save(folder, {_ENTRY: dict(left)})
 

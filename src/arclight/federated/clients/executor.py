@@ -49,7 +49,7 @@ class Executor(Protocol):
 
         ``order.weights`` lie in ``weights``.
 
-        Raises what the training raised, CancelledError where ``progress`` said so.
+        Raises what the training raised, CancelledError if ``progress`` said so.
         """
 
     def evaluate(self, order: Evaluate, weights: FolderStore) -> Evaluated:

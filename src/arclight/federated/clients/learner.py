@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     Tensors = Mapping[str, torch.Tensor]
     Progress = Callable[[int, float | None], None]
-    """Called with steps done of this round, and the newest loss where one is at hand. It raises CancelledError where the work is
+    """Called with steps done of this round, and the newest loss if one is at hand. It raises CancelledError if the work is
     no longer wanted: end it and let the error pass."""
 
 
@@ -22,9 +22,9 @@ class Outcome:
     """The result of training for a round, or of an evaluation."""
 
     tensors: Tensors = field(default_factory=dict)
-    """Weights after training, and local moments where they were asked for, by manifest key (``model/...``); empty for measurements.
+    """Weights after training, and local moments if they were asked for, by manifest key (``model/...``); empty for measurements.
     With masks or streaming those that ``LocalPolicy.of(order).transfer_mask.up(keys, order.round)`` lets through (`arclight.federated.clients.local_policy`).
-    They may be read until the learner is asked for something else; where several processes train together, all of them read
+    They may be read until the learner is asked for something else; if several processes train together, all of them read
     alike."""
     samples: int = 0
     tokens: int = 0

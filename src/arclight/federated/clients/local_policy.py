@@ -163,8 +163,8 @@ def clamp_adam_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Clamp Adam's ``exp_avg`` to what its ``exp_avg_sq`` allows after one was replaced.
 
     Whatever the gradients, ``|exp_avg| <= c sqrt(exp_avg_sq)`` with ``c = (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2))``, by
-    Cauchy and Schwarz. A mean of other clients' averages beside this one's own squares may break that where this client has
-    seen no or tiny gradients, and one step would throw those weights away. Where both came together nothing changes.
+    Cauchy and Schwarz. A mean of other clients' averages beside this one's own squares may break that if this client has
+    seen no or tiny gradients, and one step would throw those weights away. If both came together nothing changes.
     """
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Adam):

@@ -349,7 +349,7 @@ class WeightsCache:
     def fetch(self, order: Fit | Evaluate, needed: Set[str], wanted: Callable[[], None]) -> FolderStore:
         """Return the files of the order's weights, fetched if need be.
 
-        needed: digests of weights that stay; others are removed before. wanted: raises where the order has been withdrawn
+        needed: digests of weights that stay; others are removed before. wanted: raises if the order has been withdrawn
         meanwhile. Raises BlobError, LinkError as `WeightsReplica.fetch`.
         """
         self.tidy(needed)

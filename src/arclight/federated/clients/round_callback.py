@@ -91,7 +91,7 @@ class RoundCallback(Pause):
         super().__init__()
         self._order: Fit | None = None
         self.cancelled: CancelledError | None = None
-        """Why the round was ended early, where it was."""
+        """Why the round was ended early, if it was."""
 
     def begin(
         self,

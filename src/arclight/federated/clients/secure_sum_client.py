@@ -41,7 +41,7 @@ class Identity:
     """Sign a node's clients' keys, and verify others'."""
 
     sign: Callable[[bytes], str] | None = None
-    """A text to the signature by the node's key; None where it has none."""
+    """A text to the signature by the node's key; None if it has none."""
     vouches: Callable[[str, str, bytes, str], bool] | None = None
     """Whether a node may speak for a client and has signed a text so: `Registry.vouches`. None: the server is believed."""
 
@@ -73,7 +73,7 @@ class SecureSumClient:
     def masked(self, update: Update, blobs: FolderStore, into: Path) -> Update:
         """Return the update with its values masked, their blobs below ``into``.
 
-        Raises ClientError where the others do not come.
+        Raises ClientError if the others do not come.
         """
         mine = self._me.keys
         own = {"mask": mine.mask.hex(), "cipher": mine.cipher.hex(), "seal": mine.seal.hex()}
@@ -126,7 +126,7 @@ class SecureSumClient:
     def _keys(self, client: str, keys: Mapping[str, str]) -> PublicKeys:
         """Read a client's keys as the server passes them on.
 
-        Raises ClientError where its node has not signed them.
+        Raises ClientError if its node has not signed them.
         """
         vouches, node = self._identity.vouches, keys.get("node", "")
         if vouches is not None and not vouches(node, client, self._text(client, keys), keys.get("signature", "")):

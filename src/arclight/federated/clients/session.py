@@ -77,9 +77,9 @@ class Session:
         return self._welcome
 
     def join(self, lost: str | None = None) -> Welcome:
-        """Join; again where the session ``lost`` is still the newest one.
+        """Join; again if the session ``lost`` is still the newest one.
 
-        Raises ClosedError where there is nothing to join.
+        Raises ClosedError if there is nothing to join.
         """
         with self._lock:
             if self._welcome is not None and self._welcome.session != lost:
@@ -117,7 +117,7 @@ class Session:
     def send(self, make: Callable[[str], Message]) -> Message:
         """Send ``make(session)`` and return the reply.
 
-        Join and send again where the session is lost.
+        Join and send again if the session is lost.
         """
         until = time.monotonic() + self._retry_timeout_s
         while True:
@@ -133,7 +133,7 @@ class Session:
             self.join(lost=session)
 
     def retry(self, action: Callable[[], None]) -> None:
-        """Run a transfer, again where the server is away or has lost the session."""
+        """Run a transfer, again if the server is away or has lost the session."""
         until, away = time.monotonic() + self._retry_timeout_s, False
         while True:
             session = self.welcome.session
@@ -149,7 +149,7 @@ class Session:
                 self._pause(_RETRY_PAUSE_S, until, str(error))
 
     def try_to_send(self, make: Callable[[str], Message]) -> Message | None:
-        """Send once what can be sent later too; None where it failed."""
+        """Send once what can be sent later too; None if it failed."""
         if self._welcome is None:
             return None
         try:

@@ -96,7 +96,7 @@ class TrainerLearner:
                 if callback.cancelled is not None:
                     raise callback.cancelled
                 outcome = self._outcome(order)
-                untouched = state if isinstance(state, dict) else None  # where nothing was left to train
+                untouched = state if isinstance(state, dict) else None  # if nothing was left to train
                 self._memory = untouched if callback.state is None else callback.state
                 return outcome
             finally:
@@ -161,7 +161,7 @@ class TrainerLearner:
 
         Callbacks that copy the module when a fit starts, as averages do, then see these and not initial ones.
         """
-        parameters = list(self.module.parameters())  # none yet where they are made in `configure_model`
+        parameters = list(self.module.parameters())  # none yet if they are made in `configure_model`
         if parameters and not any(parameter.is_meta for parameter in parameters):
             check_trained_alike(self.module, weights, MODEL)
             transfer_mask = LocalPolicy.of(order).transfer_mask
@@ -229,7 +229,7 @@ class TrainingCheckpoints:
     def newest(self) -> Path | None:
         """Return the newest whose files are all sound; None if there never was one.
 
-        Tells of newer ones that are damaged. Raises FederatedError where there are some and none is sound.
+        Tells of newer ones that are damaged. Raises FederatedError if there are some and none is sound.
         """
         found = self._all()
         for _, path in reversed(found):

@@ -56,7 +56,7 @@ class ProcessExecutor:
     """Implement `Executor` with ``count`` workers, each of ``ranks`` processes (FSDP, DDP, ...).
 
     Clients need a ``build`` function, which is called once in each worker that trains them. In their place: a function that
-    gives the client of a name there, for ``names``, or for any client of the run where none are said. A client stays with its worker while
+    gives the client of a name there, for ``names``, or for any client of the run if none are said. A client stays with its worker while
     that is free; its state is on the disk, so any other can go on. resident: how many clients' learners a worker keeps in
     memory, by default all. start_timeout_s: seconds that new processes may take to come up.
     """
@@ -249,7 +249,7 @@ class WorkerGroup:
         self._processes, self._pipes = [], []
 
     def _check(self, until: float, about: str) -> None:
-        """Raise WorkerDiedError where a process has ended, or time is up."""
+        """Raise WorkerDiedError if a process has ended, or time is up."""
         for rank, process in enumerate(self._processes):
             if not process.is_alive():
                 raise WorkerDiedError(f"worker {self._number}, rank {rank}, {_ending(process.exitcode)}")
@@ -339,7 +339,7 @@ def run_worker(
 ) -> None:
     """Run a worker process.
 
-    environment: torchrun's variables where it is one of several ranks. resident: see `ClientRunners`.
+    environment: torchrun's variables if it is one of several ranks. resident: see `ClientRunners`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the node decides what ends
     os.environ.update(environment)

@@ -67,8 +67,8 @@ def extend_chain(
     """Extend the chain by one delta to the server's new ``weights`` (whole, in ``store``).
 
     At most ``longest`` changes are kept; 0 keeps none, so that all see the weights themselves. Nothing is added where `Raw`
-    would say most of them again (the weights' own blobs do, and no second copy is written), where nothing has changed, or
-    where names, shapes or types are others than before. Tensor by tensor; the same again after a crash in between.
+    would say most of them again (the weights' own blobs do, and no second copy is written), if nothing has changed, or
+    if names, shapes or types are others than before. Tensor by tensor; the same again after a crash in between.
     """
     if chain is None or longest < 1 or not _alike(chain.weights, weights):
         return DeltaChain(weights=weights)
@@ -123,7 +123,7 @@ class WeightsReplica:
     ) -> ManifestReader:
         """Return the tensors of ``weights``, by the shortest chain of deltas, or downloaded whole.
 
-        wanted: called before each blob that is fetched whole; what it raises ends that. Raises BlobError where blobs cannot be
+        wanted: called before each blob that is fetched whole; what it raises ends that. Raises BlobError if blobs cannot be
         fetched or are not what their manifests say.
         """
         digest = weights.digest
@@ -164,7 +164,7 @@ class WeightsReplica:
         return ()
 
     def _follow(self, route: Sequence[Manifest], digest: str) -> bool:
-        """Apply deltas to reach ``digest``; False, and a warning, where other weights come of it."""
+        """Apply deltas to reach ``digest``; False, and a warning, if other weights come of it."""
         held = self._known(str(route[0].base))
         assert held is not None  # the route begins with what is here
         manifests = [open_manifest(one, self._remote) for one in route]

@@ -163,7 +163,7 @@ def pack_bits(values: torch.Tensor, width: int) -> torch.Tensor:
 def unpack_bits(packed: torch.Tensor, width: int, count: int) -> torch.Tensor:
     """Invert `pack_bits`, int32.
 
-    Raises BlobError where the bytes are not those of ``count`` integers.
+    Raises BlobError if the bytes are not those of ``count`` integers.
     """
     if packed.dtype != torch.uint8 or packed.shape != (packed_bytes(count, width),):
         raise BlobError(

@@ -31,7 +31,7 @@ def assign_experts(experts: Experts, count: int, seed: int, client: int, round: 
     """Return the rising numbers of the experts, of ``count``, that a client has in ``round``.
 
     Fixed: client i has ``per_client`` consecutive ones from ``i (per_client - overlap)`` on, modulo ``count``. Random: the first
-    of all experts in the order of SHA-256 of (seed, client, draw, expert). Raises SettingsError where there are too few.
+    of all experts in the order of SHA-256 of (seed, client, draw, expert). Raises SettingsError if there are too few.
     """
     check_per_client(experts, count)
     if experts.assign == "fixed":

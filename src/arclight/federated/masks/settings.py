@@ -80,7 +80,7 @@ class Masks(Checked):
     """Rounds between two initialisations."""
     periods: dict[str, PositiveInt] = field(default_factory=dict)
     """Pattern to the rounds from one exchange to the next: in between, a client continues with its own values. A pattern
-    is a whole key (``exp_avg/blocks.*``), a local state (``exp_avg``) or a name; where several match, they count in this order,
+    is a whole key (``exp_avg/blocks.*``), a local state (``exp_avg``) or a name; if several match, they count in this order,
     and among several of a sort the longest. Longer periods for what changes slowly are DES-LOC (Iacob et al. 2026): exp_avg
     every 3, exp_avg_sq every 6; see `half_life`. All states go in the first round too, so that none
     that is averaged is divided by the root of one that is still zero."""

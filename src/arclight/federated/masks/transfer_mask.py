@@ -187,7 +187,7 @@ class TransferMask:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise SettingsError where the settings do not fit the model."""
+        """Raise SettingsError if the settings do not fit the model."""
         masks, names = self.masks, self.names
         for what in ("send", "leave_out", "frozen", "personal", "randomised"):
             check_patterns(f"masks.{what}", getattr(masks, what), names)
@@ -264,7 +264,7 @@ class ServerMasks:
     def whole(self, weights: Manifest) -> TransferMask:
         """Return the mask of all clients together.
 
-        Raises SettingsError where the settings do not fit the model; see `TransferMask.check` and `expert_counts`.
+        Raises SettingsError if the settings do not fit the model; see `TransferMask.check` and `expert_counts`.
         """
         names = tuple(key.removeprefix(MODEL) for key in weights.tensors if key.startswith(MODEL))
         if self._whole is None or self._whole.names != names:
@@ -304,7 +304,7 @@ class ServerMasks:
 def expert_counts(masks: Masks, weights: Manifest) -> dict[str, int]:
     """Count the experts of a model, and those of each of its heads, for the masks.
 
-    Raises SettingsError where ``heads`` does not divide the pairs, or a client would have more than there are.
+    Raises SettingsError if ``heads`` does not divide the pairs, or a client would have more than there are.
     """
     found: dict[str, int] = {}
     if masks.experts is not None:

@@ -169,7 +169,7 @@ def split_secret(secret: bytes, count: int, threshold: int) -> dict[int, int]:
 def join_shares(parts: Mapping[int, int], length: int) -> bytes | None:
     """Join a secret from at least ``threshold`` shares, by Lagrange's formula at 0.
 
-    None where the parts are not those of such a secret; other wrong parts give another secret: compare it with what is known of it.
+    None if the parts are not those of such a secret; other wrong parts give another secret: compare it with what is known of it.
     """
     result = 0
     for place, value in parts.items():

@@ -71,7 +71,7 @@ class NoisyFold(Fold):
     With ``by="clients"`` the noise is in the changes already, which are summed as they are. Tensors of integers get none, and
     variances do not go below zero (see `held`).
     Statistics are those of the changes without the server's noise: what is shown of them is not protected.
-    Raises FederatedError where clients weigh differently, send weights, or send anything but ``model/`` tensors.
+    Raises FederatedError if clients weigh differently, send weights, or send anything but ``model/`` tensors.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Ledger:
     def epsilon(self, delta: float) -> float:
         """Compute the epsilon spent at ``delta``.
 
-        How well the weights of all rounds hide whether a client's changes counted or were zero. Where a round drew some
+        How well the weights of all rounds hide whether a client's changes counted or were zero. If a round drew some
         of the clients by chance, without replacement, this protects in return. It is counted as for a client that is
         replaced by another, which moves the sum by up to twice the clip and covers the case above (Wang et al. 2019,
         arXiv 1808.00087). As what holds without any chance holds too, the smaller of both is returned. Raises
@@ -264,7 +264,7 @@ class Budget:
     def release(self, multiplier: float, drawn: int, *, all_drawn: bool) -> Release:
         """Return the release of a round.
 
-        all_drawn: just those that chance drew first are in it. Where others answered in their place, who took part
+        all_drawn: just those that chance drew first are in it. If others answered in their place, who took part
         hangs on who could be reached, and chance does not count.
         """
         if all_drawn and self.by_chance and self.per_round < self.clients:
@@ -289,7 +289,7 @@ class Budget:
         return low
 
     def check(self, rounds: int, before: Ledger | None = None) -> None:
-        """Raise BudgetError where so many rounds more would spend more than the settings' epsilon."""
+        """Raise BudgetError if so many rounds more would spend more than the settings' epsilon."""
         if self.noise.epsilon is None or rounds < 1 or (spent := self.epsilon(rounds, before)) <= self.noise.epsilon:
             return
         past = f", {sum(before.releases.values())} earlier ones included," if before else ""

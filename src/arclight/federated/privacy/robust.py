@@ -73,7 +73,7 @@ def bounded(
 ) -> list[Contribution]:
     """Return the contributions with those shrunk whose changes are longer than the bound.
 
-    Where most have not moved at all, the median bounds every change by zero: what others sent is left out of the mean.
+    If most have not moved at all, the median bounds every change by zero: what others sent is left out of the mean.
     """
     given = list(contributions)
     norms = [measure(one.client, one.tensors, threads).norm() if one.norm is None else one.norm for one in given]

@@ -130,7 +130,7 @@ class Participant:
         """Yield every key's int64 values with the masks added modulo 2^64, flat, one at a time.
 
         received: what partners wrote to this client; those that are not among them have left and share no masks.
-        Raises FederatedError where a letter was changed on its way, or too few partners are left for anything to be hidden.
+        Raises FederatedError if a letter was changed on its way, or too few partners are left for anything to be hidden.
         """
         for sender, sealed in received.items():
             if sender not in self._keys:
@@ -161,7 +161,7 @@ class Participant:
     def reveal(self, here: Collection[str]) -> RevealedShares:
         """Return shares of the survivors' seeds, and of the mask keys of the others.
 
-        Raises FederatedError if asked again with other names, which would give both secrets of a client away, or where so few
+        Raises FederatedError if asked again with other names, which would give both secrets of a client away, or if so few
         are left that a sum would tell too much.
         """
         names = frozenset(here)
@@ -288,7 +288,7 @@ class MaskedSum:
     def _joined(self, client: str, is_right: Callable[[bytes], bool]) -> bytes:
         """Join a client's secret, without a partner that gives wrong shares if others suffice.
 
-        Raises FederatedError where no one partner's absence makes it right.
+        Raises FederatedError if no one partner's absence makes it right.
         """
         holders, needed = self._cohort.holders(client), self._cohort.threshold_of(client)
         parts = (self._seeds if client in self.survivors else self._parts)[client]

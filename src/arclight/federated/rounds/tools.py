@@ -221,7 +221,7 @@ def prune(run: str | Path, *, keep: int, dry_run: bool = True) -> list[int]:
     """Remove all but the newest ``keep`` sound rounds, and damaged ones; return their numbers.
 
     What stays has been read in full. Raises ValueError for keeping none, FederatedError while a server has the run open, and
-    where no round is sound.
+    if no round is sound.
     """
     if keep < 1:
         raise ValueError(f"keep = {keep}: at least the newest round must stay, or the run is lost")

@@ -1,7 +1,7 @@
 """Write a round's checkpoint tensor by tensor, with one tensor in memory at a time.
 
 It is an ordinary checkpoint folder. Entries of tensors: ``model`` (by parameter name), ``moments`` (averaged local moments,
-``exp_avg/<parameter name>``) and ``server`` (the strategy's states, ``<state>/<parameter name>``); all others are JSON. Where the
+``exp_avg/<parameter name>``) and ``server`` (the strategy's states, ``<state>/<parameter name>``); all others are JSON. If the
 module keeps the arguments that it was built with, they are there as in a trainer's checkpoint, so that it can be built again. Its
 files of weights and moments are the blobs that nodes fetch: their SHA-256 comes out while they are written.
 

@@ -75,7 +75,7 @@ class PublishedWeights:
         """Publish a round's weights as blobs, and append a link to the delta chain.
 
         Files are linked as blobs without reading them. Nodes are offered the blobs of that chain alone: a round's own
-        files are put at no other address where a lossy chain leads past them. Tensors that each client initialises
+        files are put at no other address if a lossy chain leads past them. Tensors that each client initialises
         itself are left out; the others of the same file are then written as blobs of their own. So are, where weights
         come whole, tensors that clients keep after the first round: their blob stays the same, and nodes fetch it once.
         all_changed: every tensor differs from the round before, so that they need not be compared.

@@ -239,7 +239,7 @@ class Runtime:
         late = 0.0 if due is None else self.now() - due
         if due is None or late <= _STALL_S or self._paused:  # a pause counts by itself
             return
-        # Once for one alarm; again where little but a standstill is as late, but not for ever: time goes on however slow this machine is.
+        # Once for one alarm; again if little but a standstill is as late, but not for ever: time goes on however slow this machine is.
         self._stalls = 0 if due >= self._compensated_until else self._stalls
         if self._stalls == 0 or (late > waiting.silence_s / 2 and self._stalls < _MAX_STALLS):
             self._stalls += 1

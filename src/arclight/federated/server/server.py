@@ -142,7 +142,7 @@ class Server:
             try:
                 node.run()
             except FederatedError:
-                run.wait(0.0)  # where the server has failed, that is why
+                run.wait(0.0)  # if the server has failed, that is why
                 raise
             run.wait()
         return self.history

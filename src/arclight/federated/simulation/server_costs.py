@@ -32,7 +32,7 @@ def measure_costs(
     model_bytes: of its model.
 
     folder: on the disk that is to be measured; by default a temporary one. rate and threads are taken as they are given.
-    Takes some seconds, and room for about 20 models. Raises FederatedError where the server refuses what it is sent.
+    Takes some seconds, and room for about 20 models. Raises FederatedError if the server refuses what it is sent.
     """
     with tempfile.TemporaryDirectory(dir=folder) as place:
         small, _ = _rounds(Path(place) / "small", _FEW, _SMALL)

@@ -22,7 +22,7 @@ def simulate(
     Report times and traffic.
 
     The coordinator is the one of real runs, on a virtual clock; messages weigh what they would weigh. A million clients of which
-    a thousand are drawn take seconds. ``waiting.heartbeat_interval_s`` may be raised to 30 s where clients train for minutes, which saves
+    a thousand are drawn take seconds. ``waiting.heartbeat_interval_s`` may be raised to 30 s if clients train for minutes, which saves
     time here.
 
     model: parameter name to shape, or the model's bytes. dtype: of its weights, as safetensors names it.

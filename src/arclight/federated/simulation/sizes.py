@@ -100,7 +100,7 @@ class Sizes:
 
         A node with -1 has none.
 
-        A chain of changes where that is kept and is less than the weights themselves.
+        A chain of changes if that is kept and is less than the weights themselves.
         """
         if has == base:
             return 0

@@ -91,7 +91,7 @@ def server_app(build: str) -> Any:
 
 @dataclass
 class Sessions:
-    """Keep one long message open with each SuperNode; send another where it came to nothing."""
+    """Keep one long message open with each SuperNode; send another if it came to nothing."""
 
     grid: Any
     server: ServerProcess

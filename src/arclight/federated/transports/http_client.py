@@ -63,7 +63,7 @@ _OLDER_TLS_REASONS = ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL", "W
 class HttpLink:
     """Connect one node to the server at ``address`` ("https://host:port").
 
-    cache: folder of blobs that were fetched. key: the node's, where the server asks for registered ones. cafile: PEM file with
+    cache: folder of blobs that were fetched. key: the node's, if the server asks for registered ones. cafile: PEM file with
     the certificates that may vouch for the server, the system's by default; or fingerprint: SHA-256 of the server's own
     certificate, then nobody need vouch for it. retry_timeout_s: how long a server that does not answer is tried.
     blobs: where blobs go and come from, where that is not the server itself (an object store). stores: addresses at or below which
@@ -118,7 +118,7 @@ class HttpLink:
     def send(self, message: Message) -> Message:
         """Send as `Link.send`.
 
-        Raises SessionError where the server does not know this node's session any more: join again.
+        Raises SessionError if the server does not know this node's session any more: join again.
         """
         limit = _ANSWER_TIMEOUT_S + (message.hold_s if isinstance(message, WorkRequest | SecureSumRequest) else 0.0)
         answer = self._retrier.call(f"answer {message.kind!r}", lambda: self._attempt(message, limit))
@@ -163,7 +163,7 @@ class HttpLink:
 
         Raises TransientHttpError for what may pass.
 
-        limit: seconds without a byte of the answer. Raises LinkError where the other side is not the server it should be,
+        limit: seconds without a byte of the answer. Raises LinkError if the other side is not the server it should be,
         SessionError and ProtocolError as `send`.
         """
         import urllib3
@@ -571,7 +571,7 @@ class Retrier:
     def call(self, what: str, attempt: Callable[[], T]) -> T:
         """Return ``attempt()``'s result.
 
-        Raises LinkError where it was unavailable for all of the time; other errors pass.
+        Raises LinkError if it was unavailable for all of the time; other errors pass.
         """
         began = since = time.monotonic()
         tries, wait = 0, _FIRST_WAIT_S

@@ -125,7 +125,7 @@ class HttpServer:
     def start(self) -> None:
         """Bind and answer.
 
-        Raises AddressError for an address that cannot be listened on, FederatedError where it does not come up.
+        Raises AddressError for an address that cannot be listened on, FederatedError if it does not come up.
         """
         uvicorn = require("uvicorn", extra="federated")
         oldest, newest = UVICORN

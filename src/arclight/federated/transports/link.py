@@ -22,7 +22,7 @@ class Link(Protocol):
 
         Attempts are repeated until a deadline, so messages may arrive twice.
 
-        Raises LinkError where the server cannot be reached, ProtocolError where it refuses the message as such.
+        Raises LinkError if the server cannot be reached, ProtocolError if it refuses the message as such.
         """
 
     def cancel_on(self, stopping: threading.Event) -> None:
@@ -56,7 +56,7 @@ class ServerApi(Protocol):
     def reserve_upload(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
         """Reserve room while a node puts a blob, or a part of it.
 
-        Raises RefusedError where none of its updates needs as much.
+        Raises RefusedError if none of its updates needs as much.
         """
 
 

@@ -15,11 +15,11 @@ class Limits(Checked):
     """The most that one node can ask of the server."""
 
     message_bytes: PositiveInt = 64 << 20
-    """Largest message, where the run's model does not need less; an update's manifest has some 250 bytes for each tensor."""
+    """Largest message, if the run's model does not need less; an update's manifest has some 250 bytes for each tensor."""
     join_bytes: PositiveInt = 256 << 10
     """Largest message of a node that has not joined yet: names of some 10,000 clients."""
     blob_bytes: PositiveInt = 64 << 30
-    """Largest blob, where a node's updates do not need less."""
+    """Largest blob, if a node's updates do not need less."""
     uploads: PositiveInt = 64
     """Blobs that are received at the same time; further ones are asked to come back."""
     held: PositiveInt = 256
@@ -79,7 +79,7 @@ FLOWER_DEFAULTS: dict[str, str | int | float | bool] = {
     "folder": "",  # the run's; empty: runs/flower/<run id>. One that is there is gone on with
     "host": "127.0.0.1",  # where the server listens
     "port": 0,  # 0: a free one
-    "known-as": "",  # how sites reach it, where that is not ``host``
+    "known-as": "",  # how sites reach it, if that is not ``host``
     "days": 30.0,  # the longest that a run, and with it a session, may take
     "patience": 3600.0,  # seconds for which a node tries to reach a server that does not answer
 }

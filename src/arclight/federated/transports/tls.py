@@ -100,7 +100,7 @@ def explain_link_error(error: LinkError, address: str) -> LinkError:
 def speaks_tls(host: str, port: int) -> bool | None:
     """Return True if the listener answers a TLS greeting in kind.
 
-    None where nobody can be reached, or it says neither.
+    None if nobody can be reached, or it says neither.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

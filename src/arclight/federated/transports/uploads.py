@@ -39,7 +39,7 @@ UploadReservation = Callable[[int], AbstractContextManager[None]]
 def length_of(request: Request, largest: int, what: str) -> int:
     """Return the bytes of a body that is about to come.
 
-    Raises Refusal where it does not say, or is too large.
+    Raises Refusal if it does not say, or is too large.
     """
     header = request.headers.get("content-length")
     if header is None:
@@ -174,7 +174,7 @@ class UploadHandler:
                 await self._in_thread(partial(incoming.write, batch))
 
     def _open_blob(self, digest: str, rested: PartialBlob | None) -> PartialBlob | None:
-        """Return the partial blob to write to; None where the blob is there already."""
+        """Return the partial blob to write to; None if the blob is there already."""
         if rested is None and self._store.size(digest) is not None:
             return None
         incoming = rested or self._spool.receive(digest)

@@ -109,7 +109,7 @@ class ContextParallel:
     ``gather``: keys and values of all parts come together by an all-gather (in backward a reduce-scatter), and each of the two
     chunks of queries is computed with the keys up to its own end (and from where a window or a chunk of attention begins).
     ``ulysses``: one all-to-all gives each process whole sequences for its share of the heads, a second one gives the outputs
-    back. Key heads are repeated where there are fewer than processes.
+    back. Key heads are repeated if there are fewer than processes.
 
     Masks keep what they say of documents, windows, and positions: those of other parts are fetched once for each mask.
     """
@@ -165,7 +165,7 @@ class ContextParallel:
         if not names:
             return whole
         own = torch.stack([given[name] for name in names]).long()
-        # No functional collective: where activations are computed again what is kept of those is counted, and this runs once.
+        # No functional collective: if activations are computed again what is kept of those is counted, and this runs once.
         parts = own.new_empty(self.cp * len(names), *own.shape[1:])
         dist.all_gather_into_tensor(parts, own, group=self.mesh.get_group())
         ids = _in_order(parts.unflatten(0, (self.cp, -1)), 2)
@@ -240,7 +240,7 @@ def kv_repeats(heads: int, kv_heads: int, cp: int) -> int:
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, method: Method = "gather") -> int:
     """Set context parallelism over ``mesh`` in each attention of ``model``; return how many.
 
-    An attention is a module that has ``context`` and ``attend``; the masks are made by a module that has ``masks(mask)``. Raises PlanError where there is none.
+    An attention is a module that has ``context`` and ``attend``; the masks are made by a module that has ``masks(mask)``. Raises PlanError if there is none.
     """
     context, found = ContextParallel(mesh, method), 0
     modules: Iterable[Any] = model.modules()
@@ -263,7 +263,7 @@ def shard_arguments(split: Split, mesh: DeviceMesh) -> Split:
     """Shard the result of `Runnable.split_batch` along its sequences.
 
     Sequences are dimension 1 of every tensor that has it. ``positions`` that are None become 0, 1, 2, ... of the
-    sequence. Raises PlanError where the model takes none.
+    sequence. Raises PlanError if the model takes none.
     """
     from torch.utils._pytree import tree_map_only
 

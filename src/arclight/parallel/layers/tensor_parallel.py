@@ -100,7 +100,7 @@ _CUT = ("column", "head", "row", "part", "vocabulary")
 
 
 def _cut_dimension(style: str, parameter: str) -> int | None:
-    """Return the dimension of a parameter that is cut; None where each process has all of it."""
+    """Return the dimension of a parameter that is cut; None if each process has all of it."""
     if style not in _CUT:
         return None
     if style not in ("row", "part"):

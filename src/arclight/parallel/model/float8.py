@@ -24,8 +24,8 @@ def convert_to_float8(model: nn.Module, plan: Plan, device: torch.device) -> lis
 
     ``plan.float8`` says how.
     Large: both widths are ``plan.float8_smallest`` or more. Layers whose widths (of the part that ``tp`` leaves) the hardware
-    does not take, and the output over the vocabulary, stay. Where the device does not multiply in 8 bits, values are rounded to
-    them and multiplied in their own type. Raises PlanError where no layer is left, MissingExtraError without torchao.
+    does not take, and the output over the vocabulary, stay. If the device does not multiply in 8 bits, values are rounded to
+    them and multiplied in their own type. Raises PlanError if no layer is left, MissingExtraError without torchao.
     """
     if plan.float8 == "none":
         return []

@@ -23,14 +23,14 @@ def parallelize(
 ) -> nn.Module:  # fmt: skip
     """Shard ``model`` over the processes of ``plan``; return what is to be called.
 
-    All of the processes call this. The model is changed in place and comes back itself (or ``root``); where the plan
-    only replicates, it comes back in a DistributedDataParallel (not where replicas are independent). On the meta device
+    All of the processes call this. The model is changed in place and comes back itself (or ``root``); if the plan
+    only replicates, it comes back in a DistributedDataParallel (not if replicas are independent). On the meta device
     it takes memory only once it is sharded, and its first values are a function of ``seed`` (by default torch's) and
     names; otherwise its values must be equal on all processes. Losses are means over what a process sees: gradients are
-    averaged over ``dp_replicate * dp_shard * cp`` processes, over ``dp_shard * cp`` where replicas are independent.
+    averaged over ``dp_replicate * dp_shard * cp`` processes, over ``dp_shard * cp`` if replicas are independent.
 
     device: this process's. types: see `FsdpTypes`. root: a module around the model that is called in its place and may use its parts.
-    sequence_length: that of its input, to be checked. Raises PlanError, before anything is changed, where the plan does not fit.
+    sequence_length: that of its input, to be checked. Raises PlanError, before anything is changed, if the plan does not fit.
     """
     device = torch.device(device)
     mesh = plan if isinstance(plan, Mesh) else Mesh(plan, device.type)
@@ -81,7 +81,7 @@ def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
 def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, world_size: int | None = None) -> None:
     """Raise PlanError, with the fix, if ``plan`` does not fit ``model``, changing nothing.
 
-    Besides the sharding tables these attributes of a ``config`` of the model (or of a part of it) are looked at, where they are
+    Besides the sharding tables these attributes of a ``config`` of the model (or of a part of it) are looked at, if they are
     there: heads, kv_heads, hidden, vocab_size, experts, layers, repeats.
     """
     check_sizes(model, plan, sequence_length, world_size)

@@ -58,7 +58,7 @@ class StageModule(NamePreservingStage):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load as any module, with buffers that the first stage saves for all stages.
 
-        They are loaded where ``state_dict`` has them.
+        They are loaded if ``state_dict`` has them.
         """
         own = OrderedDict(state_dict)
         for name in self._sliced.borrowed:
@@ -131,13 +131,13 @@ class Pipe:
         """Return a runner of the stages on ``group``, all of whose processes call this alike.
 
         By default the group is all processes; one process runs all stages.
-        micro_batches: how many a batch becomes, or fewer where it has fewer samples. loss: of the last stage's output and targets,
+        micro_batches: how many a batch becomes, or fewer if it has fewer samples. loss: of the last stage's output and targets,
         ``(sum, count)`` or a number; without it the model's own result is that. reduction, weight: see `LossReduction`. chunks: how
         arguments are cut, by position or name (and "targets"): a dimension (0 by default), "replicate", or a tree of these. outputs:
         how results are merged: a dimension, "sum", "mean", a `Reducer`, or a tree of these. data: the group of processes that run
         other batches through the same stages; gradients become those of all batches.
 
-        Raises PlanError where schedule, stages and processes do not fit.
+        Raises PlanError if schedule, stages and processes do not fit.
         """
         options = RunOptions(schedule, micro_batches, loss, reduction, weight, chunks, outputs)
         return PipeRunner(self, group, options, data, device)
@@ -225,7 +225,7 @@ def split(
 
     frontend: "slice" runs the model's own code in each stage; "trace" cuts a graph of its operations, which is true for shapes, mode and
     precision of the example only (`arclight.parallel.pipeline.splitting.traced.traced_stage`), but may be cut where code computes with parameters
-    between modules; "auto" slices, and traces with a warning where that cannot be.
+    between modules; "auto" slices, and traces with a warning if that cannot be.
 
     Raises PlanError for a model that cannot be cut so, and says what can be done.
     """
@@ -326,7 +326,7 @@ def default_cuts(
 
 
 def _predicted(find: Callable[[], ModelCosts], graph: CallGraph, parameters: Mapping[str, nn.Parameter]) -> ModelCosts:
-    """Predict costs, or warn and count parameters where no prediction can be made."""
+    """Predict costs, or warn and count parameters if no prediction can be made."""
     try:
         return find()
     except PlanError as error:

@@ -93,7 +93,7 @@ class ModelCosts:
 
     units: tuple[UnitCost, ...]
     crossing: tuple[int, ...] = ()
-    """Bytes that cross a cut before each unit; none where it is the output of the unit before."""
+    """Bytes that cross a cut before each unit; none if it is the output of the unit before."""
     ties: tuple[Tie, ...] = ()
     closed: tuple[int, ...] = ()
     """Units before which there can be no cut: what they do with earlier ones is done once."""
@@ -142,7 +142,7 @@ class ModelCosts:
         return empty.line_to(self, samples)
 
     def recomputed(self) -> ModelCosts:
-        """Return the costs with recomputation, where each unit keeps its output alone.
+        """Return the costs with recomputation, if each unit keeps its output alone.
 
         Its forward is computed again before its backward. What one unit holds for the moment is not in them: see
         :meth:`moment`.

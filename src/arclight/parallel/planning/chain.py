@@ -56,7 +56,7 @@ class Workload:
     compute: torch.dtype = torch.bfloat16
     """Dtype of products and gathered weights; stored weights, gradients and moments are float32."""
     compiled: bool = True
-    """Whether blocks are compiled: then what is no matrix product is fused, and computed again where that is cheaper than keeping it."""
+    """Whether blocks are compiled: then what is no matrix product is fused, and computed again if that is cheaper than keeping it."""
     moments: int = 2
     """Tensors that the optimizer keeps of each parameter (2 for Adam)."""
     device: Hardware = TABLE["h100"]
@@ -140,7 +140,7 @@ class Chain:
 
     @cached_property
     def experts(self) -> int:
-        """The number of experts of each mixture; 0 where there is none."""
+        """The number of experts of each mixture; 0 if there is none."""
         found = {next(experts.parameters()).shape[0] for _, _, experts in expert_layers(self.model)}
         return min(found, default=0)
 
@@ -297,7 +297,7 @@ State = tuple[int, int, Work]
 
 
 class _StoppedError(Exception):
-    """Raised where nothing but what blocks are given was asked for."""
+    """Raised if nothing but what blocks are given was asked for."""
 
 
 class _FirstBlockStop(nn.Module):

@@ -184,7 +184,7 @@ def refined(estimate: Estimate, device: Hardware) -> Estimate:
 def simulated(estimate: Estimate, device: Hardware) -> Prediction:
     """Return a step of one of the plan's pipelines, each action at its time.
 
-    Where a process has several stages, they share its time and its activations alike; half of a backward is that of the weights.
+    If a process has several stages, they share its time and its activations alike; half of a backward is that of the weights.
     Raises PlanError for a plan without a pipeline.
     """
     plan = estimate.plan

@@ -25,7 +25,7 @@ class MemoryEstimate:
     gradients: int = 0
     """The share of their gradients, float32."""
     optimizer: int = 0
-    """The optimizer's moments of that share; where replicas are independent, also the weights they agreed on and the outer velocity."""
+    """The optimizer's moments of that share; if replicas are independent, also the weights they agreed on and the outer velocity."""
     activations: int = 0
     """What one micro-batch leaves for backward, and what the link at hand needs for the moment."""
     in_flight: int = 0
@@ -60,7 +60,7 @@ def reduces_once(plan: Plan) -> bool:
 
 
 def adds_up_whole(plan: Plan) -> bool:
-    """Return True where they add up as whole tensors beside the shares, which takes memory."""
+    """Return True if they add up as whole tensors beside the shares, which takes memory."""
     return reduces_once(plan) and plan.dp_shard * plan.cp > 1
 
 

@@ -100,7 +100,7 @@ class Batcher:
     def measure(self, program: Program) -> None:
         """Measure the batch that costs least per row.
 
-        There is none where rows change each other, or where none pays.
+        There is none if rows change each other, or if none pays.
         """
         self.measured = measure(program, self.most)
 
@@ -110,7 +110,7 @@ class Batcher:
 
     @property
     def rows(self) -> int:
-        """Return the most rows of one batch; 1 where requests are computed one by one."""
+        """Return the most rows of one batch; 1 if requests are computed one by one."""
         return 1 if self.measured is None else self.measured.rows
 
     def rows_of(self, job: Job) -> int:
@@ -238,7 +238,7 @@ class Batcher:
 def measure(program: Program, most: int) -> BatchCost | None:
     """Measure batches of 2, 4, 8, ... up to ``most`` rows against single rows.
 
-    None where none pays, or where rows change each other. The program must be of our export (what it computes is
+    None if none pays, or if rows change each other. The program must be of our export (what it computes is
     bounded by the sizes of its inputs), and the first dimension of each input and output the only one of any size.
     """
     if "parity" not in program.metadata or not _is_batched(program):

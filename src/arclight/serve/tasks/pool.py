@@ -62,7 +62,7 @@ class Pool:
     threads: int
     """CPU threads of each."""
     measured: tuple[PoolRate, ...] = ()
-    """What was measured at the load; empty where a setting has decided."""
+    """What was measured at the load; empty if a setting has decided."""
 
 
 def shares(workers: int, cores: int) -> list[Share]:
@@ -87,8 +87,8 @@ def pooled(
 
     It is opened again if another share gives more requests per second.
 
-    ``program`` is open as without a measurement, which took ``load_s`` seconds. It stays so, without a `Pool`, where one core or one
-    worker leaves no choice, where a call is so short that the event loop computes it, or opening it again and calling it would take longer than
+    ``program`` is open as without a measurement, which took ``load_s`` seconds. It stays so, without a `Pool`, if one core or one
+    worker leaves no choice, if a call is so short that the event loop computes it, or opening it again and calling it would take longer than
     `BUDGET_S`, and if it is not of our export (what it computes is bounded by the sizes of its inputs).
     """
     options = shares(workers, cores)
@@ -107,7 +107,7 @@ def pooled(
         if call_s < Pace.QUICK_S:
             return program, None
         calls = {option: max(2, math.ceil(BURST_S / call_s / option[0])) for option in options}
-        # of a round, where several at once gain nothing
+        # of a round, if several at once gain nothing
         longest_s = {option: option[0] * calls[option] * call_s for option in options}
         opened = {usual: program.with_requests(usual[0])}
         for option in options:

@@ -262,7 +262,7 @@ class GenerationReply:
     async def pieces(self, turn: Turn) -> AsyncIterator[tuple[int, Piece]]:
         """Yield the pieces of all texts.
 
-        Raises Refusal 503 where the first does not come before the deadline, 500 for a fault.
+        Raises Refusal 503 if the first does not come before the deadline, 500 for a fault.
         """
         left = len(self.generations)
         waiting: float | None = turn.left_s()

@@ -34,7 +34,7 @@ class ExpertMonitor(StepMonitor):
     the step, over all ranks, and of a head's in attention; their histograms by layer are ``plots/experts.svg``, which
     the report shows. Similarities are mean absolute cosines over pairs of experts, of one head in attention: of their
     rows in the router's weight, and of all their maps. Training keeps its bits. Raises MisconfigurationError before the
-    first step for a model without layers of experts, and where weights are sharded or cut into stages.
+    first step for a model without layers of experts, and if weights are sharded or cut into stages.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:

@@ -59,8 +59,8 @@ def write_corpus(
     "__main__"``.) engine: "ray" tokenizes on the Ray cluster that RAY_ADDRESS names, or on one that is started here, with as
     many shards at a time as it has CPUs, or ``workers`` if that is more; what a lost node was at work on is done again elsewhere.
     about: noted in the index of each split. progress: told documents and bytes so far.
-    Raises FileExistsError where the folder is there already, SourceError for documents that cannot be read, and
-    MisconfigurationError where there are none, or those of one source do not follow one another.
+    Raises FileExistsError if the folder is there already, SourceError for documents that cannot be read, and
+    MisconfigurationError if there are none, or those of one source do not follow one another.
     """
     folder = Path(folder)
     if folder.exists():
@@ -156,7 +156,7 @@ def _cut(document: Document, share: float) -> Iterator[Document]:
 def documents_of(shards: TokenShards, tokenizer: Tokenizer) -> Iterator[Document]:
     """Decode the texts that shards were made of.
 
-    Raises TokenShardError where ``tokenizer`` is not the one they were made with, or the counts beside them are damaged.
+    Raises TokenShardError if ``tokenizer`` is not the one they were made with, or the counts beside them are damaged.
     """
     TokenShards(shards.folder, tokenizer.digest)
     found = read_unigrams(shards) if has_unigrams(shards) else []
@@ -244,7 +244,7 @@ def corpora_among(sources: Iterable[str]) -> list[Path | str]:
 
 
 def find_split(folder: Path | str, split: str, tokenizer: Tokenizer, reader: BlockReader) -> TokenShards | None:
-    """Open one split of a corpus as `open_split` does; None where it has none."""
+    """Open one split of a corpus as `open_split` does; None if it has none."""
     if isinstance(folder, Path) and not (folder / split).is_dir():
         return None
     try:
@@ -260,7 +260,7 @@ def open_split(
 ) -> TokenShards:
     """Open one split of a corpus; one at an address is read through ``reader``.
 
-    Raises FileNotFoundError where it has none, TokenShardError for another tokenizer's.
+    Raises FileNotFoundError if it has none, TokenShardError for another tokenizer's.
     """
     digest = None if tokenizer is None else tokenizer.digest
     if is_address(folder):

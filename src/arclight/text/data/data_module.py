@@ -77,7 +77,7 @@ class TextDataModule(DataModule):
 
     @property
     def corpora(self) -> list[Path | str]:
-        """List the folders and addresses of tokens that are this site's; all where no site is given."""
+        """List the folders and addresses of tokens that are this site's; all if no site is given."""
         names = self.selection.names if self._ready else ()
         return corpus.corpora_among(source for name in names for source in self.parts[name])
 
@@ -99,7 +99,7 @@ class TextDataModule(DataModule):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Raises FileNotFoundError where it is to be learned and `prepare_data` has not run yet."""
+        """Raises FileNotFoundError if it is to be learned and `prepare_data` has not run yet."""
         if self._ready:
             return corpus.open_tokenizer((self.corpora or self._ready)[0], self._reader)
         match self.settings.tokenizer:
@@ -262,7 +262,7 @@ class TextDataModule(DataModule):
     def batch_size(self) -> int:
         """Return the samples per step on each device.
 
-        Raises MisconfigurationError where the global batch does not divide among them.
+        Raises MisconfigurationError if the global batch does not divide among them.
         """
         total = self.settings.global_batch_size
         if total is None:

@@ -41,7 +41,7 @@ class Column:
     name: str
     encoding: str
     size: int | None
-    """Bytes; None where each sample says its own."""
+    """Bytes; None if each sample says its own."""
 
 
 @dataclass(frozen=True)

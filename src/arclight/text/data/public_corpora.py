@@ -29,7 +29,7 @@ class PublicCorpus:
     size: str | None
     """Size of the files to fetch; None if not known."""
     documents: dict[str, int]
-    """Number of documents by part, where known."""
+    """Number of documents by part, if known."""
     repository: str
     """Git repository with the files, large ones as Git LFS pointers."""
     revision: str

@@ -59,7 +59,7 @@ class SiteShare(Numbered):
 
 
 class SiteSplit:
-    """The documents of one site; all of them where no site is given.
+    """The documents of one site; all of them if no site is given.
 
     parts: the names of the text's sources, each with the files and folders that it is read from. field: of a row, which holds the text.
     """
@@ -72,7 +72,7 @@ class SiteSplit:
     def names(self) -> list[str]:
         """List the parts that this site has documents of.
 
-        Raises MisconfigurationError where tokens cannot be divided.
+        Raises MisconfigurationError if tokens cannot be divided.
         """
         if self.site is None:
             return list(self.parts)

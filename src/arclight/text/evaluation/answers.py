@@ -14,7 +14,7 @@ _LETTER = (
 def letter(text: str, choices: int) -> str | None:
     """Extract the letter of a choice by MMLU-Pro's three rules; None if none applies.
 
-    Wang et al. 2024. They are, in order: "answer is (X)", "answer: X", and the last single letter of the text. Where
+    Wang et al. 2024. They are, in order: "answer is (X)", "answer: X", and the last single letter of the text. If
     the authors would guess then, the question counts as not answered, as it does for a letter beyond the first
     ``choices``.
     """

@@ -26,11 +26,11 @@ class Item:
     """The file and row it comes from."""
     stem: str
     choices: tuple[str, ...] = ()
-    """Texts to choose from; none where the answer is free."""
+    """Texts to choose from; none if the answer is free."""
     answer: int = -1
     """Which of the choices is right."""
     solution: str = ""
-    """Text of the right answer as an example shows it, with the way to it where the set has one."""
+    """Text of the right answer as an example shows it, with the way to it if the set has one."""
     final: str = ""
     """What has to be extracted from a generated answer."""
     group: str = ""
@@ -278,7 +278,7 @@ def _math(row: Any) -> dict[str, Any]:
 def read_head(path: Path, group: str) -> str:
     """Read the text before a group's questions.
 
-    Of BBH's prompts it is what follows the line of dashes. Raises FileNotFoundError where a folder has no file of the
+    Of BBH's prompts it is what follows the line of dashes. Raises FileNotFoundError if a folder has no file of the
     group.
     """
     file = path / f"{group}.txt" if path.is_dir() else path

@@ -75,7 +75,7 @@ class TaskScore:
     chance: float | None = None
     """Accuracy of guessing; None without choices."""
     groups: dict[str, float] = field(default_factory=dict)
-    """Accuracy of each group; empty where there is one."""
+    """Accuracy of each group; empty if there is one."""
 
     def facts(self) -> dict[str, Any]:
         return asdict(self)

@@ -112,7 +112,7 @@ class Alibi(nn.Module):
     """Attention with linear biases (Press et al. 2022): slope * (place of key - place of query).
 
     The queries' part is the same for all keys, so softmax does without it. The keys' part is a product of two more dimensions of queries
-    and keys, so that it is there on every back end, in caches, and where heads or sequences are sharded. Places are split at 256, which
+    and keys, so that it is there on every back end, in caches, and if heads or sequences are sharded. Places are split at 256, which
     bfloat16 can represent.
     """
 

@@ -53,7 +53,7 @@ class QuestionRow(NamedTuple):
     question: str
     context: str
     answers: tuple[str, ...]
-    """None in SQuAD 2.0 where the context has no answer."""
+    """None in SQuAD 2.0 if the context has no answer."""
     start: int
     """Place of the first answer in the context, in characters."""
 

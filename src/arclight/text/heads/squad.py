@@ -27,7 +27,7 @@ class Window(NamedTuple):
     """Bytes of the context that each of its tokens stands for."""
     start: int
     end: int
-    """Places of the answer's first and last token; both `NO_ANSWER` where it is not wholly inside."""
+    """Places of the answer's first and last token; both `NO_ANSWER` if it is not wholly inside."""
 
 
 def windows(
@@ -38,7 +38,7 @@ def windows(
 
     A window has at most ``length`` tokens, and starts ``stride`` tokens after the one before.
     token_bytes: of each token of the context. answer: its bytes in the context, from and to; None for no answer. Each token is in a
-    window, and none but the last window is shorter than it could be. Raises ValueError where the prefix leaves no room.
+    window, and none but the last window is shorter than it could be. Raises ValueError if the prefix leaves no room.
     """
     room = length - len(prefix)
     if room < 1:
@@ -75,7 +75,7 @@ class Span:
     """Logit of its start plus that of its end."""
     start: int
     stop: int
-    """Bytes of the context; both 0 where the context has no token here."""
+    """Bytes of the context; both 0 if the context has no token here."""
     null: float
     """Logits of no answer."""
 

@@ -28,8 +28,8 @@ def from_hf(
     model: fill this one, in its own types: whole, on meta (it moves to ``device``), sharded (each rank reads its shards
     only), a pipeline stage (its parameters only), or one with more beside the trunk (which stays as it is). Otherwise a new
     one is made, in ``dtype`` (None: that of config.json, or of the weights of a model). Values are copied, never shared.
-    Raises FileNotFoundError where the folder or its files are missing, ValueError where config.json asks for what the family
-    here does not do, differs from ``model``'s, or where tensors are missing, left over or of other shapes: all are named.
+    Raises FileNotFoundError if the folder or its files are missing, ValueError if config.json asks for what the family
+    here does not do, differs from ``model``'s, or if tensors are missing, left over or of other shapes: all are named.
     """
     theirs = _config_of(source) if isinstance(source, nn.Module) else read_config(Path(source))
     family = family_of_type(theirs.get("model_type") or theirs.get("_class_name", ""))
@@ -244,7 +244,7 @@ class Folder:
 
     They are in ``<stem>.safetensors``, or in the shards that its index lists.
     prefix: names that lack it are found with it, because files of a family's trunk alone leave it out.
-    block: height and width of the blocks of 8-bit weights that share a scale, where the folder has such.
+    block: height and width of the blocks of 8-bit weights that share a scale, if the folder has such.
     """
 
     def __init__(

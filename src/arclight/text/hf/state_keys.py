@@ -34,7 +34,7 @@ class Key:
     span: int = 1
     """How many of the equal parts ours is, from ``part`` on."""
     exact: bool = False
-    """Whether it stays in its type where weights are written in another."""
+    """Whether it stays in its type if weights are written in another."""
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -104,7 +104,7 @@ class Piece:
 def pieces(keys: list[Key], shapes: dict[str, torch.Size]) -> Iterator[Piece]:
     """List what to write for our parameters ``keys``, each tensor once.
 
-    Raises ValueError where a part of one is missing.
+    Raises ValueError if a part of one is missing.
     """
     together: dict[str, list[Key]] = {}
     for key in keys:

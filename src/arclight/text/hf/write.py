@@ -34,7 +34,7 @@ def to_hf(
     It has config.json, safetensors and the tokenizer. Multipliers of muP are folded into the weights. A sharded model
     is gathered tensor by tensor; every process calls this, rank 0 writes. max_shard_size: bytes of a file, a number or
     such as "500MB". dtype: that of the written weights, None for their own. The folder appears when it is complete.
-    Raises FileExistsError where something is already there, ValueError for a pipeline stage and for what the family at
+    Raises FileExistsError if something is already there, ValueError for a pipeline stage and for what the family at
     Hugging Face does not do.
     """
     folder, family, limit = Path(folder), family_of_model(model), byte_count(max_shard_size)

@@ -80,7 +80,7 @@ class Mask:
 
         The last bound is the end. The places are among the ``batch * length`` tokens.
 
-        Raises ValueError where queries and keys are not the same whole sequences.
+        Raises ValueError if queries and keys are not the same whole sequences.
         """
         if self.index_q is not None or self.index_k is not None or self.documents_q is not self.documents_k:
             raise ValueError("pieces of packed sequences are told where queries and keys are the same tokens, in order")
@@ -157,10 +157,10 @@ def attention(
     """Compute softmax(q k^T * scale + mask) v.
 
     q: (B, H, T, C); k, v: (B, K, S, C) with H a multiple of K (v may have another width); gives (B, H, T, width of v).
-    scale: default 1 / sqrt(C). ``sdpa`` runs everywhere, with the mask in full where it is no plain triangle; ``flex`` leaves out
+    scale: default 1 / sqrt(C). ``sdpa`` runs everywhere, with the mask in full if it is no plain triangle; ``flex`` leaves out
     blocks that nobody sees (CUDA; on a CPU forward only); ``varlen`` runs FlashAttention over packed documents (CUDA, 16-bit).
     ``auto`` is sdpa wherever it needs no mask in full, there are few queries, or the device is a CPU; flex elsewhere.
-    Raises ValueError for heads that do not divide and masks that a back end does not know, RuntimeError where it does not run.
+    Raises ValueError for heads that do not divide and masks that a back end does not know, RuntimeError if it does not run.
     """
     heads, kv_heads = q_BHTC.shape[1], k_BKSC.shape[1]
     if heads % kv_heads:
@@ -238,7 +238,7 @@ class InnerAttention(nn.Module):
         super().__init__()
         self.backend, self.scale = backend, scale
         self.context: Any = None
-        """Called with (q, k, v, mask, attend) in the place of ``attend``; None where sequences are whole."""
+        """Called with (q, k, v, mask, attend) in the place of ``attend``; None if sequences are whole."""
 
     def forward(self, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, mask: Mask) -> Tensor:
         if self.context is not None:

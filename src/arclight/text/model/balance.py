@@ -106,7 +106,7 @@ def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None)
 
     Gives what the loads were, as tensors on the device: the mean and the highest over layers of ``max_violation`` (highest load
     over mean load, minus 1) and the mean of ``entropy`` (of the loads, 1 where all are equal). Of experts of attention they are those among
-    the experts of a head, averaged over heads. Empty where nothing was counted.
+    the experts of a head, averaged over heads. Empty if nothing was counted.
     """
     layers = [router for _, router in routers(model)]
     if not layers:

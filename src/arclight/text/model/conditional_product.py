@@ -41,7 +41,7 @@ def conditional_product(
     precision: with ``e4m3`` and ``int8`` each row of ``x`` and of a matrix is divided by a scale of its own and rounded to 8 bits.
     Their gradient is straight-through: that of the product without rounding.
 
-    Raises TypeError for types other than bfloat16, float16 and float32, and RuntimeError where no kernel runs: see `refusal`.
+    Raises TypeError for types other than bfloat16, float16 and float32, and RuntimeError if no kernel runs: see `refusal`.
     """
     if (reason := refusal(x.device, precision)) is not None:
         raise RuntimeError(reason)

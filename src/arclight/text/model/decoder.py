@@ -102,7 +102,7 @@ class BlockContext:
     rotation: RotaryEmbedding | None
     cache: KVCache | None = None
     repeat: int = 0
-    """Number of the run through all blocks, where they run several times."""
+    """Number of the run through all blocks, if they run several times."""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -226,7 +226,7 @@ def flops_per_token(model: nn.Module, sequence: int) -> float:
     """Count forward and backward operations for a token: 6 N + 12 H C (sum over layers of keys).
 
     N: parameters of the trunk that it is multiplied with (of experts, the chosen ones), as often as it is; what is beside the trunk sees
-    other things than tokens. Keys: those of the sequence, or of a layer's window or chunk where that is shorter; counted whole although half of
+    other things than tokens. Keys: those of the sequence, or of a layer's window or chunk if that is shorter; counted whole although half of
     them are masked, as publications of MFU do.
     """
     config: Any = model.config

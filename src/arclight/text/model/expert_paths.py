@@ -28,9 +28,9 @@ from arclight.text.model.moe import MoE, MoEConfig, Path
 from arclight.text.model.switch_head import HeadMaps, HeadOutputs, HeadValues, SwitchHeadConfig
 
 FASTER = 0.95
-"""Another path than the grouped one is chosen where it takes at most this part of its time."""
+"""Another path than the grouped one is chosen if it takes at most this part of its time."""
 DENSE_OVER_CHOSEN = 4
-"""The dense path is tried where there are at most so many experts for each that a token chooses."""
+"""The dense path is tried if there are at most so many experts for each that a token chooses."""
 _measured: dict[tuple[str, tuple[Path, ...]], Path] = {}
 
 

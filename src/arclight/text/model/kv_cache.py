@@ -24,7 +24,7 @@ class KVCache:
     def extend(self, layer: str, *new: Tensor) -> tuple[Tensor, ...]:
         """Append the tensors (B, K, T, C) of a step; gives all tokens so far.
 
-        Raises ValueError where the room is used up.
+        Raises ValueError if the room is used up.
         """
         stop = self.used + new[0].shape[2]
         if stop > self.length:

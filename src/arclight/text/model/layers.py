@@ -34,7 +34,7 @@ def in_compute_type(x: Tensor) -> Tensor:
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
     """Return a context without autocast, for captured graphs a null context if possible.
 
-    Captured graphs know no such context, and need none where nothing would be cast.
+    Captured graphs know no such context, and need none if nothing would be cast.
     """
     active = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if active else nullcontext()
@@ -129,7 +129,7 @@ class RotaryEmbedding:
 
     @property
     def of_keys(self) -> RotaryEmbedding:
-        """Return the rotation of keys, where it differs from that of queries."""
+        """Return the rotation of keys, if it differs from that of queries."""
         return self
 
     def apply(self, x_BTHC: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def check_path(name: str, path: str) -> None:
 class MoEConfig:
     """Routing of a layer of experts.
 
-    Two are equal where they compute the same, however they are balanced while they train.
+    Two are equal if they compute the same, however they are balanced while they train.
     """
 
     experts: int
@@ -127,7 +127,7 @@ class BaseRouter(nn.Module):
         self.scale_per_token = False
         """Whether that is multiplied by the number of tokens."""
         self.groups = TokenGroups()
-        """Set from outside where others read other tokens, or the same ones."""
+        """Set from outside if others read other tokens, or the same ones."""
         self.counts = torch.zeros(rows, dtype=torch.int64, device="cpu")
         """Choices of each expert since the last step, (rows,). No buffer, as it is each process's own; added to in place as well."""
         self.valid: Tensor | None = None
@@ -367,7 +367,7 @@ class Experts(nn.Module):
         self.parts = 1
         """Processes that each have a part of the hidden width of every expert here."""
         self.shard: Callable[[Tensor], Tensor] | None = None
-        """What turns a weight into the tensor that this process multiplies with; None where weights are whole."""
+        """What turns a weight into the tensor that this process multiplies with; None if weights are whole."""
         self.path: Path = "grouped" if config.path == "auto" else config.path
         self.precision = config.precision
 
@@ -564,7 +564,7 @@ class MoE(nn.Module):
         Hidden values are weighted. It takes E / K times the operations, and no sorting, no sizes that depend on data,
         and no operator that quantizers and runtimes do not know.
 
-        Raises RuntimeError where other processes keep a part of the experts.
+        Raises RuntimeError if other processes keep a part of the experts.
         """
         if not isinstance(self.dispatcher, LocalDispatcher):
             raise RuntimeError(

@@ -32,7 +32,7 @@ from arclight.text.model.moe import (
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchHeadConfig:
-    """Routing of the experts of attention; two are equal where they compute the same."""
+    """Routing of the experts of attention; two are equal if they compute the same."""
 
     experts: int
     """Experts of each head, for values and for outputs."""

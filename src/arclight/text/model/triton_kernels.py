@@ -118,8 +118,8 @@ def multiply(
     """Multiply rows of ``x`` (N, I) by their expert's matrix in ``w`` (E, O, I): (R, O).
 
     ``w`` may have any strides, and the result is in ``dtype``.
-    ends: (E,) int32 ends of each expert's rows, the last one R. source: (R,) rows of ``x``, None where R is N. scales: of
-    ``x`` (N,) and of ``w`` (E, O), where both hold 8 bits.
+    ends: (E,) int32 ends of each expert's rows, the last one R. source: (R,) rows of ``x``, None if R is N. scales: of
+    ``x`` (N,) and of ``w`` (E, O), if both hold 8 bits.
     """
     rows, (experts, columns, inner) = len(x) if source is None else len(source), w.shape
     out = x.new_empty(rows, columns, dtype=dtype)

@@ -62,7 +62,7 @@ class Images:
 
         Images are float. An image keeps its proportions.
 
-        With ``most`` None images keep their size; raises ValueError where it is no multiple of ``patch``.
+        With ``most`` None images keep their size; raises ValueError if it is no multiple of ``patch``.
         """
         parts, sizes = [], []
         for image in images:

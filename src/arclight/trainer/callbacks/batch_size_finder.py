@@ -28,7 +28,7 @@ class BatchSizeFinder(Callback):
     ``optimal_batch_size`` is the size found. A resumed fit keeps the size of its run, without a search. To search at other moments
     override the hooks and call :meth:`scale_batch_size`. A trial leaves no trace; the module's hooks run in it, those of callbacks do not.
     Raises ValueError for arguments out of range, MisconfigurationError for several processes, for loaders that were passed
-    ready made, for several evaluation loaders, and where nothing has the setting.
+    ready made, for several evaluation loaders, and if nothing has the setting.
     """
 
     SUPPORTED_MODES = ("power", "binsearch")

@@ -39,8 +39,8 @@ class EarlyStoppingReason(Enum):
 class EarlyStopping(Callback):
     """Ask the trainer to stop once ``monitor`` has not improved for ``patience`` checks.
 
-    A check is made after each validation run, or at the end of each training epoch where that is the same
-    number of times (or where ``check_on_train_epoch_end`` says so). An improvement is a change of more than
+    A check is made after each validation run, or at the end of each training epoch if that is the same
+    number of times (or if ``check_on_train_epoch_end`` says so). An improvement is a change of more than
     ``min_delta`` in the direction of ``mode``. Training also stops when the value is not finite
     (``check_finite``), as good as ``stopping_threshold``, or worse than ``divergence_threshold``.
     With several processes, all stop when one of them would: they agree once per check. With ``log_rank_zero_only``

@@ -22,7 +22,7 @@ class GradientAccumulationScheduler(Callback):
     ``GradientAccumulationScheduler({4: 2})`` steps after every batch in epochs 0 to 3 and after every second one later.
     The trainer's own ``accumulate_grad_batches`` must be 1, and is so again after fit.
     Raises TypeError for an empty schedule, MisconfigurationError for epochs below 0 and numbers of batches below 1,
-    and where training begins RuntimeError for manual optimization, ValueError for a trainer with a number of its own.
+    and if training begins RuntimeError for manual optimization, ValueError for a trainer with a number of its own.
     """
 
     def __init__(self, scheduling: dict[int, int]) -> None:

@@ -27,7 +27,7 @@ class LearningRateFinder(Callback):
     ``optimal_lr`` is an :class:`arclight.trainer.tuner.LRFinder`. A resumed fit keeps that of its run, without a search. To search at
     other moments override ``on_fit_start`` and call :meth:`lr_find`. The search leaves no trace but the rate; the module's hooks run in
     it, those of callbacks do not.
-    Raises ValueError for another mode, MisconfigurationError for several optimizers, AttributeError where there is no
+    Raises ValueError for another mode, MisconfigurationError for several optimizers, AttributeError if there is no
     attribute to set. ``weights_only`` is taken for the sake of code that has it: nothing is read from a file.
     """
 

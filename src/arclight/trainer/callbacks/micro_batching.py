@@ -33,7 +33,7 @@ class MicroBatching(Callback):
 
     Raises MisconfigurationError with manual optimization, several processes (of which one alone could fail),
     ``accumulate_grad_batches`` above 1, optimizers that take a closure and an overridden ``optimizer_step``; the
-    error itself where the batch cannot be cut any smaller.
+    error itself if the batch cannot be cut any smaller.
     """
 
     def __init__(self, micro_batch_size: int | None = None) -> None:

@@ -36,7 +36,7 @@ class Pause(Callback):
     def __init__(self, steps: int | None = None) -> None:
         self.steps = steps
         self.state: dict[str, Any] | None = None
-        """What :meth:`Trainer.capture` gave at the break, for ``ckpt_path``; None where the newest fit came to its own end."""
+        """What :meth:`Trainer.capture` gave at the break, for ``ckpt_path``; None if the newest fit came to its own end."""
         self._until: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:

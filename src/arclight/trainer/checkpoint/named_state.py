@@ -151,7 +151,7 @@ def load_optimizer_state(
 ) -> None:
     """Copy ``moments`` into the optimizers' ``state`` tensors.
 
-    Parameters that have no state yet get one first, which counts ``steps`` steps. Raises WeightsMisfitError where an optimizer
+    Parameters that have no state yet get one first, which counts ``steps`` steps. Raises WeightsMisfitError if an optimizer
     keeps no such state.
     """
     for optimizer in optimizers:

@@ -92,7 +92,7 @@ class CheckpointSelector:
 
         ``"best"`` and ``"last"`` are those of this trainer's checkpoint callbacks; ``"last"`` also continues the newest run of
         this name in its own folder, ``"hpc"`` one that was requeued. ``fit_before``: an evaluation without a module after a fit,
-        which by Lightning's convention takes the best. Raises ValueError where there is none, FileNotFoundError for a path that
+        which by Lightning's convention takes the best. Raises ValueError if there is none, FileNotFoundError for a path that
         does not exist.
         """
         if self._is_set:

@@ -3,7 +3,7 @@
 Its keys are those that Lightning's hooks ``on_save_checkpoint`` and ``on_load_checkpoint`` know:
 
     state_dict          weights under their own names
-    ema (or another)    averaged weights, same names, where a callback keeps an average
+    ema (or another)    averaged weights, same names, if a callback keeps an average
     epoch, global_step  for people and tools that read the file; a resume goes by ``loops``
     optimizer_states, lr_schedulers, callbacks, and the data module's state under its class's name
     hyper_parameters    the module's constructor arguments

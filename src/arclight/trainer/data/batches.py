@@ -38,7 +38,7 @@ def batch_transfer(
 
     Each hook is the data module's own or else the module's.
 
-    None where there is nothing to do, and for training steps that take their batches from an iterator.
+    None if there is nothing to do, and for training steps that take their batches from an iterator.
     """
     if training and takes_iterator(module.training_step):
         note_iterator("training_step")
@@ -87,7 +87,7 @@ def _wraps_default(data: DataModule, name: str) -> bool:
 class BatchIterator:
     """Iterator over ``(batch, batch_idx, dataloader_idx)``; the step decides how many to take.
 
-    length: batches in all, infinity where it is not known. start: batches taken before, by the run that is resumed.
+    length: batches in all, infinity if it is not known. start: batches taken before, by the run that is resumed.
     """
 
     def __init__(self, batches: Iterator[tuple[Any, int, int]], length: Count, start: int = 0) -> None:

@@ -364,7 +364,7 @@ class DataConnector:
     def _fetched(self, loader: ResumableLoader | ResumableCombination, epoch: int, start: int) -> Iterator[Any]:
         """Profile the wait for batches; of unknown length, check that all ranks have a first one.
 
-        Then it is a collective of each epoch. Raises MisconfigurationError on all of them where only some have.
+        Then it is a collective of each epoch. Raises MisconfigurationError on all of them if only some have.
         """
         trainer = self._trainer
         batches = profile_items(trainer.profiler, trainer.behavior.fetch_label("train"), loader.batches(epoch, start))
@@ -392,7 +392,7 @@ class DataConnector:
         """Return the step of ``stage`` and its first batch (or ``given``), on the device.
 
         For strategies that must know what a step does before optimizers are made. The loop reads that batch again, and no random
-        number is drawn. Raises MisconfigurationError where there is none to see without taking it away.
+        number is drawn. Raises MisconfigurationError if there is none to see without taking it away.
         """
         step = getattr(module, STEPS[stage])
         if takes_iterator(step):

@@ -59,7 +59,7 @@ def started_by_command_line() -> bool:
 def from_command_line(accelerator: Any, strategy: Any, devices: Any, num_nodes: Any, precision: Any) -> Choices:
     """Take the command line's choice for each argument that the script left at its default.
 
-    Raises ValueError where the script and the command line choose differently.
+    Raises ValueError if the script and the command line choose differently.
     """
     choices = Choices(accelerator, strategy, devices, num_nodes, precision)
     if not started_by_command_line():

@@ -83,7 +83,7 @@ class FabricModule(nn.Module):
     def mark_forward_method(self, method: MethodType | str) -> None:
         """Let calls of ``method`` pass through the processes' wrapper, as those of ``forward`` do.
 
-        Raises TypeError for what is neither a method nor a name, AttributeError where the module has no such method.
+        Raises TypeError for what is neither a method nor a name, AttributeError if the module has no such method.
         """
         if not isinstance(method, (MethodType, str)):
             raise TypeError(f"mark_forward_method: Expected a method or a string, not {type(method).__name__}")
@@ -305,7 +305,7 @@ def is_wrapped(obj: object) -> bool:
 def unwrap(obj: Any) -> Any:
     """Return what Fabric was given for ``obj``, through lists, tuples and dicts.
 
-    Of a module it is the one that runs: the processes' wrapper, where there is one.
+    Of a module it is the one that runs: the processes' wrapper, if there is one.
     """
     if isinstance(obj, Mapping):
         return {key: unwrap(value) for key, value in obj.items()}
@@ -321,7 +321,7 @@ def unwrap(obj: Any) -> Any:
 
 def uncompiled(obj: Any) -> tuple[Any, Any]:
     """Return the module inside a compiled one and how it was compiled; anything else and None."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # where it is not loaded, nothing has been compiled
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # if it is not loaded, nothing has been compiled
     if dynamo is None or not isinstance(obj, dynamo.OptimizedModule):
         return obj, None
     return obj._orig_mod, obj.dynamo_ctx

@@ -36,7 +36,7 @@ class CSVLogger(FolderLogger):
     A cell without a value is empty.
 
     Without ``save_dir`` the file is ``metrics.csv`` in the run folder; with it,
-    ``save_dir/name/version_<version>/metrics.csv``, the version counting up where none is given. A file that is already
+    ``save_dir/name/version_<version>/metrics.csv``, the version counting up if none is given. A file that is already
     there is moved aside, with a warning. Numbers are written with ``repr``, so that they read back bit for bit. Rows
     reach the operating system every ``flush_logs_every_n_steps`` rows and at :meth:`save`.
 

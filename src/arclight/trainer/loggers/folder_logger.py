@@ -22,7 +22,7 @@ class FolderLogger(Logger):
     There they are in ``save_dir/name/version_<version>``.
 
     ``save_dir`` may be any place that fsspec knows; ``~`` and ``$VARIABLES`` in it are replaced. The version counts up
-    where none is given; a text is the folder's own name. ``inside_run`` and ``sub_dir`` are folders within these two.
+    if none is given; a text is the folder's own name. ``inside_run`` and ``sub_dir`` are folders within these two.
     A logger that nobody gives a folder makes a run folder of its own, ``runs/run/<n>``, when it first writes.
     Rows that a full disk does not take are a warning, once: training goes on, and a checkpoint that does not fit raises.
     """

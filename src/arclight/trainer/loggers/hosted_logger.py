@@ -74,7 +74,7 @@ class HostedLogger(Logger):
 class CheckpointArtifacts:
     """Remember which checkpoints a logger has sent.
 
-    ``log_model`` as for :class:`HostedLogger`; with ``save_top_k=-1``, where none is ever removed, True sends each at once.
+    ``log_model`` as for :class:`HostedLogger`; with ``save_top_k=-1``, if none is ever removed, True sends each at once.
     """
 
     def __init__(self, log_model: bool | str) -> None:

@@ -27,7 +27,7 @@ _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED", "a
 class MLFlowLogger(HostedLogger):
     """A run of ``experiment_name`` in the MLflow store at ``tracking_uri``.
 
-    ``tracking_uri`` is a server or ``file:<folder>``; where it is not given, ``MLFLOW_TRACKING_URI``, else the folder
+    ``tracking_uri`` is a server or ``file:<folder>``; if it is not given, ``MLFLOW_TRACKING_URI``, else the folder
     ``save_dir``. ``run_id`` goes on with a run that is there, ``run_name`` and ``tags`` describe a new one.
     ``log_model``: True sends the checkpoints that are left when training ends as artifacts, ``"all"`` each as it is
     saved. ``synchronous=False`` lets MLflow send in the background. Needs ``mlflow`` or ``mlflow-skinny`` (extra

@@ -34,7 +34,7 @@ class TensorBoardLogger(FolderLogger):
 
     Without ``save_dir`` the files lie in ``tensorboard/`` of the run folder; with it, in
     ``save_dir/name/version_<version>[/sub_dir]``. ``default_hp_metric`` gives hyper-parameters the metric
-    ``hp_metric`` = -1 where none is passed, as TensorBoard's HPARAMS page needs one. Further arguments go to the
+    ``hp_metric`` = -1 if none is passed, as TensorBoard's HPARAMS page needs one. Further arguments go to the
     SummaryWriter. Needs the extra ``track``.
     """
 

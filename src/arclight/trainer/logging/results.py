@@ -110,7 +110,7 @@ def find_metric(module: nn.Module, path: str, name: str) -> Any:
 
     They logged it as ``name``.
 
-    Raises MisconfigurationError where it holds none.
+    Raises MisconfigurationError if it holds none.
     """
     try:
         return _part(module, path)
@@ -154,7 +154,7 @@ FLUSH = 256
 """Pending values per name before they are folded into one sum; fixed, so that sums never depend on when they were read."""
 
 LOADER_SUFFIX = "/dataloader_idx_{}"
-"""Ending of a name's values where an evaluation has several loaders."""
+"""Ending of a name's values if an evaluation has several loaders."""
 
 
 class ResultMetric:
@@ -194,7 +194,7 @@ class ResultMetric:
         """The arguments of the call that made this entry: a call with the same ones needs no further check."""
         self.metric: Any = None
         self.double = False
-        """Whether other processes have logged float64 where this one has logged nothing."""
+        """Whether other processes have logged float64 if this one has logged nothing."""
         self.clear()
 
     def replace_settings(self, settings: LogSettings) -> None:
@@ -411,7 +411,7 @@ class ResultCollection:
         self.tables: dict[str, dict[str, ResultMetric]] = {}
         self.hook = ""
         self.loader: int | None = None
-        """Number of the loader under way where there are several."""
+        """Number of the loader under way if there are several."""
         self.has_steps = False
         """Whether any name is logged ``on_step``."""
         self.in_batches = False
@@ -435,7 +435,7 @@ class ResultCollection:
 
         ``given``: the arguments of that call.
 
-        Raises MisconfigurationError where nothing can be logged (so), or where the name is logged with other arguments.
+        Raises MisconfigurationError if nothing can be logged (so), or if the name is logged with other arguments.
         """
         if self.stage == "predict":
             raise MisconfigurationError(

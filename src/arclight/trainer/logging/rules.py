@@ -81,7 +81,7 @@ _ONLY_EPOCH: Allowed = ((False,), (True,))
 def levels(hook: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
     """Return ``on_step`` and ``on_epoch`` with the hook's defaults filled in.
 
-    Raises MisconfigurationError where the hook cannot log (so), RuntimeError for a hook that does not exist.
+    Raises MisconfigurationError if the hook cannot log (so), RuntimeError for a hook that does not exist.
     """
     if hook in _NOWHERE:
         raise MisconfigurationError(

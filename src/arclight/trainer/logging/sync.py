@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
 
 Key = tuple[str, str, int]
-"""Hook, name and loader (-1 where there is only one)."""
+"""Hook, name and loader (-1 if there is only one)."""
 
 
 class LoggedNamesDifferError(RuntimeError):
@@ -91,7 +91,7 @@ def _missing_entries(
 
     It may have had no batch.
 
-    A second exchange, of how they are kept and shown, where a process lacks any.
+    A second exchange, of how they are kept and shown, if a process lacks any.
     """
     known: list[set[Key]] = [{*rank["names"], *rank["metrics"]} for rank in everyone]
     wanted = {key for names in known for key in names if not all(key in others for others in known)}

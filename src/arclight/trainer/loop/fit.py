@@ -142,7 +142,7 @@ class FitLoop:
     def train_epoch(self) -> bool:
         """Train the rest of the epoch that the progress points into; True if it was completed."""
         trainer, run, progress = self.trainer, self.run_state, self.run_state.progress
-        trainer.data.load("train")  # again, where it is time to
+        trainer.data.load("train")  # again, if it is time to
         if progress.batch == 0:
             self._take_up_rng()
         trainer.call("on_train_epoch_start")

@@ -40,7 +40,7 @@ def clip_settings(
 
     Each is a value and an algorithm.
 
-    Raises MisconfigurationError where they contradict each other, and for an unknown algorithm.
+    Raises MisconfigurationError if they contradict each other, and for an unknown algorithm.
     """
     for name, mine, theirs in zip(("gradient_clip_val", "gradient_clip_algorithm"), own, given, strict=True):
         if mine is not None and theirs is not None and mine != theirs:

@@ -24,7 +24,7 @@ class Predictions:
     outputs: list[list[Any]] = field(default_factory=list)
     """Outputs of the batches of each loader, on the host."""
     current_batch_indices: Any = None
-    """Places in the data set of the samples of the newest batch; None where the data have no such places."""
+    """Places in the data set of the samples of the newest batch; None if the data have no such places."""
     epoch_batch_indices: list[list[Any]] = field(default_factory=list)
     """Indices of every batch of each loader, kept for callbacks whose ``interval`` is the epoch."""
     _epochs: bool = False

@@ -32,7 +32,7 @@ class Progress:
     validated_at: int = -1
     """Batches of this epoch that were done at its last validation, -1 before the first."""
     plateau_step: int = -1
-    """``global_step`` up to which schedulers that watch a value at every update have been stepped, -1 where that is not known."""
+    """``global_step`` up to which schedulers that watch a value at every update have been stepped, -1 if that is not known."""
     ended: bool = False
     """Whether this epoch's last batch, validation and schedules are done; only its end hooks remain."""
 

@@ -45,7 +45,7 @@ class RunState:
         self.step_module: torch.nn.Module | None = None
         """What runs a training step: the module, or what a strategy wraps it in."""
         self.close_window: Callable[[], None] | None = None
-        """Ends an accumulation window early; None where no step builds one."""
+        """Ends an accumulation window early; None if no step builds one."""
         self.eval_batch = 0
         """Batches of the evaluation under way."""
         self.evaluated: Counter[str] = Counter()

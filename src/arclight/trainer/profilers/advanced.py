@@ -22,7 +22,7 @@ class AdvancedProfiler(Profiler):
     ``line_count_restriction``: how many functions an action's report lists, a count or a share in [0, 1]. ``dump_stats``
     also writes ``<action>.prof`` files for tools that show them. One cProfile can run at a time: while an action
     lies within another, the time is the inner one's alone.
-    Raises ValueError where an action is stopped and was never started.
+    Raises ValueError if an action is stopped and was never started.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ class SimpleProfiler(Profiler):
 
     ``extended`` adds the number of calls and the share of the time since the profiler was made; rows are in order of
     that share, else of the mean duration. An action that lies within another counts for both.
-    Raises ValueError where an action is started twice, or stopped and never started.
+    Raises ValueError if an action is started twice, or stopped and never started.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from arclight.fabric.rank_zero import rank_zero_warn
 class RunFolder:
     """Folder of one run; its number ``n`` counts up and is unique across processes.
 
-    ``RunFolder(root, name)`` makes a new one, with ``number`` exactly that one (FileExistsError where
+    ``RunFolder(root, name)`` makes a new one, with ``number`` exactly that one (FileExistsError if
     it is taken); :meth:`open` goes on in one that exists.
     """
 

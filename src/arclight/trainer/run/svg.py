@@ -214,7 +214,7 @@ def axes(
     """Draw both axes: grid lines, tick texts and names.
 
     Compact without ``y_name``: the name of x stands before its ticks. With it, grid lines run both ways, and the names have room
-    of their own below and at the left. ``x_texts``: the ticks of x and what they say, where these are not its numbers.
+    of their own below and at the left. ``x_texts``: the ticks of x and what they say, if these are not its numbers.
     """
     left, right, base, top = x_axis.start, x_axis.end, y_axis.start, y_axis.end
     y_ticks = y_axis.ticks(5)

@@ -37,7 +37,7 @@ def scale_batch_size(trainer: Trainer, module: Module, search: Search) -> int | 
 
     None in a development run, which tries nothing.
 
-    Raises MisconfigurationError where not even one sample fits, and any error of a trial that is not about memory.
+    Raises MisconfigurationError if not even one sample fits, and any error of a trial that is not about memory.
     """
     if trainer.fast_dev_run:
         trainer.warn("Skipping batch size scaler since `fast_dev_run` is enabled.")

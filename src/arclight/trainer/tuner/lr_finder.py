@@ -112,7 +112,7 @@ def lr_find(
 ) -> LRFinder | None:
     """Fill ``finder``; with ``update_attr`` the module and its optimizer get the suggested rate.
 
-    None in a development run. Raises AttributeError where the module has no such attribute and MisconfigurationError for
+    None in a development run. Raises AttributeError if the module has no such attribute and MisconfigurationError for
     several optimizers.
     """
     if trainer.fast_dev_run:
@@ -215,7 +215,7 @@ class _Ramp(TrialCallback):
         self.losses.append(smoothed)
         diverged = False
         if self.threshold is not None and self._counted > 1:
-            # for a negative loss the same distance from the best, where a multiple of it would be below
+            # for a negative loss the same distance from the best, if a multiple of it would be below
             bound = self._best + (self.threshold - 1) * abs(self._best)
             diverged = smoothed > bound
         self._best = min(self._best, smoothed) if math.isfinite(smoothed) else self._best

@@ -58,7 +58,7 @@ class Tuner:
 
         See :class:`LearningRateFinder` for the arguments. None in a development run.
 
-        Raises MisconfigurationError for another method than fit and for several optimizers, AttributeError where
+        Raises MisconfigurationError for another method than fit and for several optimizers, AttributeError if
         ``update_attr`` finds no attribute to set. Nothing is unpickled, whatever ``weights_only`` says.
         """
         if method != "fit":

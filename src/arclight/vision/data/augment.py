@@ -4,7 +4,7 @@ Every function takes its random numbers from the generator it is given, so the s
 give the same bits wherever they run. Boxes are float32 (n, 5) rows ``class, x1, y1, x2, y2`` in pixels; coordinates
 name places, not pixels: an image of width w covers [0, w], and its first pixel has its centre at 0.5.
 
-Further columns are points x, y: the outline of the object, or with ``keypoints`` those, NaN where a point is not labelled;
+Further columns are points x, y: the outline of the object, or with ``keypoints`` those, NaN if a point is not labelled;
 ``keypoints="corners"``: four of them, whose hull the box is where all are labelled.
 """
 

@@ -61,7 +61,7 @@ class Sample:
     image: Tensor
     """(3, S, S) uint8 RGB; (3, H, W) in rectangular batches."""
     targets: Tensor
-    """(n, 5) float32: class, cx, cy, w, h in [0, 1] of the square; (n, 5 + 2 K) with K keypoints x, y, NaN where not labelled; (n, 6) of
+    """(n, 5) float32: class, cx, cy, w, h in [0, 1] of the square; (n, 5 + 2 K) with K keypoints x, y, NaN if not labelled; (n, 6) of
     oriented boxes, with the angle r in radians, see `rotated`."""
     path: str
     """The file; of a training image, which may hold parts of several, the first one."""
@@ -129,7 +129,7 @@ def collate(samples: Sequence[Sample]) -> dict[str, Any]:
 def draw_masks(outlines: Sequence[Points], size: int) -> Tensor:
     """Draw outlines (k, 2) as an int16 overlap mask (size / 4, size / 4), numbered from 1.
 
-    ``size``: side of the square image in pixels. Where several lie, the smallest is seen: it is the one in front, or it
+    ``size``: side of the square image in pixels. If several lie, the smallest is seen: it is the one in front, or it
     could not be seen at all.
     """
     canvas = np.zeros((size, size), np.int16)
@@ -162,9 +162,9 @@ class DetectionDataset(Dataset[Sample]):
     are over. image_weights: draw training images by how rare their classes are.
     rect: pad each batch no further than to a multiple of ``stride``: without ``augment`` images are sorted by aspect ratio, in training
     `aspect_order` groups them, and nothing is composed to mosaics. shapes: (height, width) of each image, for ``rect``; read from
-    their headers where not given.
-    mix: which of ``images`` an epoch consists of, where some are of further data sets; all of them where not given.
-    outlines: per image the outline (k, 2) of each box; with ``keypoints`` the keypoints (K, 2) of each box instead, NaN where one is
+    their headers if not given.
+    mix: which of ``images`` an epoch consists of, where some are of further data sets; all of them if not given.
+    outlines: per image the outline (k, 2) of each box; with ``keypoints`` the keypoints (K, 2) of each box instead, NaN if one is
     not labelled; with ``oriented`` four corners of each box, which become its smallest rectangle.
 
     What ``__getitems__`` returns is a function of the state of Python's ``random``, the epoch and the indices: not of
@@ -250,7 +250,7 @@ class DetectionDataset(Dataset[Sample]):
         ``settings`` are those of the class; ``cache_labels`` keeps labels in the folder of the data set, see
         ``check_labels``; ``selection`` picks one site's images; ``mix`` names further data sets whose training images
         come into each epoch; ``single_class`` takes all classes for class 0. Of rows with keypoints only the boxes are used,
-        unless ``geometry`` asks for them. Raises DatasetError where nothing usable is found.
+        unless ``geometry`` asks for them. Raises DatasetError if nothing usable is found.
         """
         own_geometry = spec.geometry(geometry)
         found = check_labels(spec.images(split), len(spec.names), name=split, cache=cache_labels, geometry=own_geometry)

@@ -136,7 +136,7 @@ class ImageFolder(Dataset[ClassifiedImage]):
     def open(cls, root: Path | str, split: str, names: Sequence[str], **settings: Any) -> ImageFolder:
         """Open ``split`` (train, val or test) of the folder ``root`` and check the images' headers.
 
-        Raises DatasetError for a folder that is none of the classes ``names``, and where nothing can be used.
+        Raises DatasetError for a folder that is none of the classes ``names``, and if nothing can be used.
         """
         root = Path(root)
         folder = _folder(root, split)

@@ -43,7 +43,7 @@ class KeypointShape:
     dims: int
     """Numbers of each: 2 for x y, 3 for x y v, v being 0 (not labelled), 1 (hidden) or 2 (seen)."""
     flip: tuple[int, ...] | None = None
-    """Number of the keypoint that each becomes in a mirror; None where images have no mirror image."""
+    """Number of the keypoint that each becomes in a mirror; None if images have no mirror image."""
     hulled: bool = False
     """Whether they are four corners whose hull the box is, where all of an object's are labelled."""
 
@@ -152,7 +152,7 @@ class LabelledImages:
     lines: list[NDArray[np.int32]]
     """Per image (n,): the line of its label file that each box stands in, from 1."""
     outlines: list[list[Points]] | None = None
-    """Per image the outline (k, 2) of each of its boxes, or its keypoints (K, 2), NaN where not labelled, in [0, 1] of the
+    """Per image the outline (k, 2) of each of its boxes, or its keypoints (K, 2), NaN if not labelled, in [0, 1] of the
     image; None for boxes alone."""
     oriented: bool = False
     """Whether the outlines are the four corners of oriented boxes."""
@@ -354,7 +354,7 @@ def check_labels(
     With ``cache`` the result is kept in ``<name>.cache.npz`` beside the folder of labels, or in it if the images are there
     too (a plain NumPy archive, nothing pickled), and used again until a file's name, size or time of change differs; where
     that folder cannot be written the result is computed each time, with a warning. Images without boxes are background, be it
-    all of them. Raises DatasetError where nothing usable is found: no image, no label file, or no row that can be read.
+    all of them. Raises DatasetError if nothing usable is found: no image, no label file, or no row that can be read.
     """
     unique = list(dict.fromkeys(images))
     if not unique:

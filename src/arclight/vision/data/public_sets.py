@@ -45,7 +45,7 @@ class PublicSet:
     page: str
     size: str | None
     images: dict[str, int]
-    """Number of images by split, where known."""
+    """Number of images by split, if known."""
     layout: dict[str, str | list[str]]
     """``path``, and each split's place in it."""
     files: tuple[Archive, ...]

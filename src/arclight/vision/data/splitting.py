@@ -111,7 +111,7 @@ def write_split_lists(spec: DataSpec, splits: Mapping[str, Sequence[Path]], to: 
     """Write a .txt list of images per split, and a data.yaml of them; return the data.yaml.
 
     Classes are those of ``spec``. Images and labels stay where they are. Paths are relative where ``to`` holds the
-    images, else absolute. Raises DatasetError where one of the files exists.
+    images, else absolute. Raises DatasetError if one of the files exists.
     """
     files = {split: to / f"{split}.txt" for split in splits}
     for file in (*files.values(), to / "data.yaml"):

@@ -65,7 +65,7 @@ def weighted_box_fusion(
     """Average the boxes of several detectors (Solovyev et al. 2021, "Weighted boxes fusion").
 
     Boxes of a class that overlap by more than ``iou_threshold`` are one object: its sides are their mean, weighted by confidence,
-    and its confidence their mean, times the share of detectors that found it. ``weights``: of each detector, 1 where not given.
+    and its confidence their mean, times the share of detectors that found it. ``weights``: of each detector, 1 if not given.
     """
     shares = np.ones(len(parts)) if weights is None else np.asarray(weights, np.float64)
     if shares.shape != (len(parts),) or not (np.isfinite(shares).all() and (shares > 0).all()):

@@ -69,7 +69,7 @@ class Frame:
     image: Image
     """(height, width, 3) RGB uint8."""
     fps: float | None = None
-    """Frames per second of its video or stream, before any stride; None for images, and where it is not known."""
+    """Frames per second of its video or stream, before any stride; None for images, and if it is not known."""
 
     @property
     def name(self) -> str:
@@ -387,7 +387,7 @@ def prefetch(
     """Prefetch ``items`` in a thread, at most ``depth`` ahead of the consumer, in order.
 
     What reading raises is raised here, behind the items before it. Closing the iterator ends the thread after its present item.
-    Where the next item does not come, as from a pipe in which nobody writes, it is waited for until ``stopped``; the thread that
+    If the next item does not come, as from a pipe in which nobody writes, it is waited for until ``stopped``; the thread that
     waits for it is ``idle``, and does not hold up the end of the program.
     """
     if depth < 1:

@@ -68,7 +68,7 @@ def live_input(source: str | int) -> LiveInput | None:
     """Return the live input named by ``source``, or None if it names none.
 
     It is a camera (``0``), an address (``rtsp://...``) or a monitor (``screen``, ``screen 2``). Raises SourceError for
-    addresses of other schemes, MissingExtraError for the screen where mss is not installed.
+    addresses of other schemes, MissingExtraError for the screen if mss is not installed.
     """
     if isinstance(source, int) or re.fullmatch(r"\d{1,3}", source):
         return LiveInput(f"camera {source}", lambda: cv2.VideoCapture(int(source)), reconnects=False)

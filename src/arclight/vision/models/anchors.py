@@ -40,7 +40,7 @@ def fit_anchors(
     k-means on logarithms of sizes, where distance is ratio, the measure by which boxes meet anchors. Ten starts compete
     by recall plus mean fit of a box to its best anchor; deterministic for a seed. Boxes under 2 pixels are left out,
     boxes over ``image_size`` are cut to it. With fewer distinct sizes than ``num``, anchors are spread around them
-    within a factor of 2. Raises ValueError where no box is left.
+    within a factor of 2. Raises ValueError if no box is left.
     """
     sizes = box_sizes_wh_px.detach().double().cpu().reshape(-1, 2).clamp(max=image_size)
     sizes = sizes[(sizes >= 2).all(dim=1)]
@@ -68,7 +68,7 @@ def evolve_anchors(
     """Evolve ``anchors`` (k, 2) by mutation, keeping each change that fits boxes (n, 2) better.
 
     Anchors are ordered from small to large.
-    Better: a larger mean, over boxes, of the fit to the best anchor, where one within ``anchor_t`` is there (YOLOv5's fitness).
+    Better: a larger mean, over boxes, of the fit to the best anchor, if one within ``anchor_t`` is there (YOLOv5's fitness).
     The result is never worse, and deterministic for a seed.
     """
     sizes = box_sizes_wh_px.detach().double().cpu().reshape(-1, 2)

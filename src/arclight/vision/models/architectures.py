@@ -263,7 +263,7 @@ def is_table(name: str) -> bool:
 
 
 def read_table(name: str) -> str:
-    """Read the text of a .yaml file. Raises ValueError where it cannot be read."""
+    """Read the text of a .yaml file. Raises ValueError if it cannot be read."""
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

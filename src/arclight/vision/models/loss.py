@@ -353,7 +353,7 @@ def keypoint_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return location and presence loss of keypoints, unweighted, over assigned predictions.
 
-    raw: per level (N, k, H_l, W_l, 5 + C + K * dims) logits. targets: (M, 6 + 2 K), keypoints as shares of the image, NaN where
+    raw: per level (N, k, H_l, W_l, 5 + C + K * dims) logits. targets: (M, 6 + 2 K), keypoints as shares of the image, NaN if
     not labelled. sigmas: (K,) deviations, see `keypoints.sigmas_of`. matches: what `assign_levels` gave. Others as in `yolo_loss`.
 
     Place: 1 - object keypoint similarity, and `FAR_WEIGHT` times the distance over the root of the object's area, which still has a

@@ -144,8 +144,8 @@ def build_model(
     name: a key of `architectures.ARCHITECTURES` (yolov5n to yolov5x, yolov5n6 to yolov5x6 and variants, yolov5n-seg,
     yolov5n-pose, yolov5n-corners, yolov5n-obb, yolov5n-cls), or a .yaml file of YOLOv5's form. names: one per class; numbers where
     not given. anchors_px: widths and heights in pixels, small to large (``anchors.fit_anchors``), as many for each level, (K, 2) or
-    (levels, k, 2); the published ones where not given. table: the text of that .yaml file, where it is known; the file is read where
-    not. keypoints: how many a head to pose finds, 17 where not given, or to corners, 4, and numbers of each, 3. Raises ValueError for
+    (levels, k, 2); the published ones if not given. table: the text of that .yaml file, if it is known; the file is read where
+    not. keypoints: how many a head to pose finds, 17 if not given, or to corners, 4, and numbers of each, 3. Raises ValueError for
     an unknown name, for fewer than one class, for names that do not match ``num_classes`` and for anchors that do not divide by levels.
     """
     architecture = find_architecture(name, table)

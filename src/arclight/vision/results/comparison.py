@@ -105,7 +105,7 @@ def compare(
 
     Images are resampled. Each resample draws as many images with replacement, the same for both (Efron and Tibshirani
     1993, "An Introduction to the Bootstrap", chapter 13, percentile intervals); a class that it leaves out does not
-    count in its means. Raises ValueError where the images are not the same.
+    count in its means. Raises ValueError if the images are not the same.
     """
     if [one.path for one in a] != [one.path for one in b]:
         raise ValueError("the two were measured on different images")

@@ -95,7 +95,7 @@ class Detections:
     ) -> Detections:
         """Build detections from boxes (k, 4) xyxy in pixels, confidences (k,) and classes (k,).
 
-        They may be in any order; masks, keypoints and angles are of the same boxes. Raises ValueError where these are
+        They may be in any order; masks, keypoints and angles are of the same boxes. Raises ValueError if these are
         not as many, or a class has no name.
         """
         boxes = Boxes(np.asarray(xyxy), np.asarray(conf), np.asarray(labels))
@@ -213,7 +213,7 @@ class Detections:
 
         With masks the outline takes the place of the box, where it has three points, and of a rotated box its four corners do, moved
         into the image; one that has nothing in the image gets no line. Keypoints follow the box, as labels have them;
-        a track's id comes last. ``shape``: (height, width, ...) of the image, if it was not kept. Raises ValueError where it is not
+        a track's id comes last. ``shape``: (height, width, ...) of the image, if it was not kept. Raises ValueError if it is not
         known.
         """
         shape = shape if shape is not None or self.image is None else self.image.shape
@@ -249,7 +249,7 @@ class Detections:
         """List the boxes in COCO's results format: image_id, category_id, bbox, score, keypoints.
 
         ``bbox`` is (left, top, width, height).
-        ``category_ids``: the data set's number of each class; the class's own where not given.
+        ``category_ids``: the data set's number of each class; the class's own if not given.
         """
         rows = []
         for (left, top, right, bottom), score, label in zip(

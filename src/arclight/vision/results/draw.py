@@ -142,7 +142,7 @@ def grid(
 ) -> Image:
     """Tile ``images`` of any sizes, each in a square of ``side`` pixels, with its text below.
 
-    Where all are wider than high, or higher than wide, cells are no larger than the largest of them. Raises ValueError
+    If all are wider than high, or higher than wide, cells are no larger than the largest of them. Raises ValueError
     for none.
     """
     if not images:

@@ -499,7 +499,7 @@ class SegmentationMetrics:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ClassificationResults:
-    """Scores of a classifier; NaN where there is no image."""
+    """Scores of a classifier; NaN if there is no image."""
 
     top1: float
     """Share of images whose most probable class is the true one."""

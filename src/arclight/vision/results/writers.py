@@ -43,7 +43,7 @@ class Prediction:
     index: int | None
     """Number of the frame in its video or stream; None for images."""
     fps: float | None
-    """Frames per second at which the frames that are looked at follow one another; None where it is not known."""
+    """Frames per second at which the frames that are looked at follow one another; None if it is not known."""
     image: Image
     found: Detections | Classification
     counts: tuple[Count, ...] = ()

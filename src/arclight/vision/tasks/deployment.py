@@ -51,7 +51,7 @@ def evaluate_program(program: Program, images: Any, batch_size: int = 8) -> Any:
 def evaluation_of(program: Program, data: Path | str, split: str = "val") -> Evaluation:
     """Return the evaluation of programs of a vision task on a split of ``data``.
 
-    Raises DatasetError for data of other classes, ValueError where an architecture of one's own, which the program names, is not here.
+    Raises DatasetError for data of other classes, ValueError if an architecture of one's own, which the program names, is not here.
     """
     described = program.metadata
     settings = _TASKS[described["task"]](data=Path(data), model=described["model"], image_size=described["image_size"])

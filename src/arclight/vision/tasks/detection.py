@@ -171,7 +171,7 @@ class Detector(VisionModule):
         """Follow objects through videos and streams: yield those of each frame, with their ``ids``.
 
         source, options: as :class:`ImageSource` takes them. tracker: ``bytetrack`` or ``ocsort``. conf_threshold: confidence from
-        which a box may begin a track; the detector's own where not given.
+        which a box may begin a track; the detector's own if not given.
         """
         from arclight.vision.inputs.image_source import ImageSource
         from arclight.vision.tracking.tracks import confidence_wanted, make_tracker, track

@@ -77,7 +77,7 @@ def check_fit(path: Path, teacher: Yolo, student: Yolo) -> None:
 
 
 def refuse(path: Path, what: str, given: object, wanted: object) -> None:
-    """Raise TeacherError where the teacher's ``given`` is not what its student ``wanted``."""
+    """Raise TeacherError if the teacher's ``given`` is not what its student ``wanted``."""
     if given != wanted:
         raise TeacherError(
             f"teacher = {path} has {what} {given}, this network has {wanted}: outputs that mean other things cannot be learned"

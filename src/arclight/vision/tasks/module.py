@@ -198,7 +198,7 @@ class VisionModule(Module, abc.ABC):
 
         data: a `VisionData`; default: its own.
 
-        Raises MisconfigurationError where batches have several sizes: a graph, of a model that is trained with rounding, has one.
+        Raises MisconfigurationError if batches have several sizes: a graph, of a model that is trained with rounding, has one.
         """
         varied = [
             name
@@ -249,8 +249,8 @@ class VisionModule(Module, abc.ABC):
         """Return the deployment: the network with fused batch norms, and ``batches`` of ``images``.
 
         ``images``: a data set of training images without augmentation, as the module's data opens them. The program says how photos become its
-        input and its output becomes results, so ``Program.load(path).predict([photo])`` works. Raises DatasetError where no image of those
-        picked can be decoded, CheckpointError where the weights that the settings name are missing.
+        input and its output becomes results, so ``Program.load(path).predict([photo])`` works. Raises DatasetError if no image of those
+        picked can be decoded, CheckpointError if the weights that the settings name are missing.
         """
         from arclight.deploy.deployment import EXAMPLES, Deployment
 
@@ -438,7 +438,7 @@ class VisionModule(Module, abc.ABC):
     def teacher(self) -> Teacher | None:
         """Return the teacher that the settings name, opened when it is first needed; None for none.
 
-        Raises TeacherError where it does not fit this network, or is another than that of the run that is resumed.
+        Raises TeacherError if it does not fit this network, or is another than that of the run that is resumed.
         """
         if self.settings.teacher is not None and self._teacher is None:
             found = self._open_teacher(self.settings.teacher)
@@ -636,7 +636,7 @@ CALIBRATION_BATCH = 8
 
 
 def _found_batches(data: Any, count: int) -> list[Tensor]:
-    """Return `_float_batches`; DatasetError where there is none."""
+    """Return `_float_batches`; DatasetError if there is none."""
     found = list(_float_batches(data, count))
     if not found:
         raise DatasetError(

@@ -282,7 +282,7 @@ class PoseTask(DetectionTask):
     visible_gain: NonNegativeFloat = 0.01
     """Weight of the loss of which keypoints are there, where labels say it (kpt_shape [K, 3])."""
     keypoint_sigmas: tuple[PositiveFloat, ...] = ()
-    """How exact each keypoint is, as a share of the object's size, for loss and score; where not given, COCO's for 17, else 1 / K."""
+    """How exact each keypoint is, as a share of the object's size, for loss and score; if not given, COCO's for 17, else 1 / K."""
     cyclic: bool = False
     """Whether any keypoint may be the first, the others following in turn: for outlines that look alike from several sides."""
     keypoint_error: Literal["similarity", "l1"] = "similarity"

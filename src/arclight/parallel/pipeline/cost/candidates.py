@@ -70,7 +70,7 @@ class PlanEvaluator:
     ) -> None:  # fmt: skip
         """Initialise the evaluator.
 
-        limit: bytes that a process may hold, which cuts then observe where they can; the rest as for `choose.choose`.
+        limit: bytes that a process may hold, which cuts then observe if they can; the rest as for `choose.choose`.
         """
         self.costs, self.batch, self.link, self.states = costs, batch, link or Link(), states
         self.overhead, self.limit = overhead, limit

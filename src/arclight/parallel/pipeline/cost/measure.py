@@ -50,7 +50,7 @@ def measure(
     the model, that the graph was observed of (None: its forward). The model's mode stays; its buffers and the random
     state are put back.
 
-    Raises PlanError where the model is on the meta device, or does not call what the graph says.
+    Raises PlanError if the model is on the meta device, or does not call what the graph says.
     """
     return _costs(
         model, graph, example, *_timed(model, bind_function(function, model)(model), graph, example, repetitions)
@@ -88,7 +88,7 @@ def predict(
     device: its figures, or their name; None: those of a CPU for a model on one, else of an H100. The model may be on the meta device.
     The rest as for :func:`measure`.
 
-    Raises PlanError where the model does not call what the graph says, and where what it does depends on numbers.
+    Raises PlanError if the model does not call what the graph says, and if what it does depends on numbers.
     """
     figures = _figures(model, device)
     done = _done(model, bind_function(function, model), graph, example, figures)
@@ -113,7 +113,7 @@ def _done(
     with warnings.catch_warnings():  # what torch's own graphs say when they are copied
         warnings.filterwarnings("ignore", message=".*(data pointer of FakeTensor|LeafSpec)")
         double = copy.deepcopy(model, memo)
-    # Numbers of the arguments are real where they are known: glue may look at them.
+    # Numbers of the arguments are real if they are known: glue may look at them.
     arguments = tree_map_only(Tensor, lambda x: stand_in(x) if x.is_meta else x.detach().cpu(), arguments_of(example))
     with ExitStack() as modes:
         modes.enter_context(torch.random.fork_rng([]))  # glue may draw numbers

@@ -64,7 +64,7 @@ class Partition:
     stages: tuple[float, ...]
     """Seconds of each stage for one micro-batch, transfers included."""
     memory: tuple[float, ...]
-    """Bytes that each stage holds: its states and, where a :class:`MemoryLimit` says how many, activations in flight."""
+    """Bytes that each stage holds: its states and, if a :class:`MemoryLimit` says how many, activations in flight."""
     solved: int
     """Bounds on the slowest stage for which a dynamic programme was solved."""
 
@@ -82,13 +82,13 @@ def partition(
 
     Stages are contiguous, none of them empty.
     link: between processes; None: what crosses a cut costs nothing. crossing: bytes that cross a cut before each unit (those that
-    follow the last one need not be given), where that is more than the output of the unit before. ties: parameters of several
+    follow the last one need not be given), if that is more than the output of the unit before. ties: parameters of several
     units. closed: units before which there can be no cut. together: whether the first and the last stage are on one process (a V), where
     they need not exchange gradients.
     Of cuts that are as good, the one whose stages are most alike; then the one with shorter stages first.
 
     Exact: no cut is better by the formula of this file. Raises PlanError for fewer units than stages, and MemoryLimitError, which
-    names the least cap that would do, where no cut keeps all stages within ``memory_limit``.
+    names the least cap that would do, if no cut keeps all stages within ``memory_limit``.
     """
     count = len(units)
     if stages < 1 or micro_batches < 1:
@@ -282,7 +282,7 @@ def refine(
     """Refine cuts by hill climbing on ``judge``, moving one, two, or a row of boundaries.
 
     Hill climbing from ``cuts`` (the first unit of each stage) over ``count`` units, for schedules with several stages on a process,
-    where no formula holds: ``judge`` may simulate them. It is asked ``most`` times at most. closed: units before which there can be no cut.
+    if no formula holds: ``judge`` may simulate them. It is asked ``most`` times at most. closed: units before which there can be no cut.
     """
     best = tuple(cuts)
     value, evaluated = judge(best), {best}

@@ -74,7 +74,7 @@ class PassResult:
     phases: list[Phases]
     """Seconds of forward (F), backward of inputs (I) and of weights (W)."""
     held: list[int]
-    """Bytes kept for backward; zeros where nothing was counted."""
+    """Bytes kept for backward; zeros if nothing was counted."""
     outputs: list[tuple[int, ...]]
     """Bytes of each leaf that a call gave, 0 for what is no tensor."""
 

@@ -151,7 +151,7 @@ def merge_outputs(outputs: list[Any], spec: Spec, weights: list[int]) -> Any:
     weights: numbers of samples.
 
     ``spec`` says of all values, or of each in the same tree: a dimension to put tensors together along, "sum", "mean" (by samples), or a
-    `Reducer`. What is no tensor must be the same in all. Raises PlanError where that does not fit. What a user's own step returned comes with
+    `Reducer`. What is no tensor must be the same in all. Raises PlanError if that does not fit. What a user's own step returned comes with
     no such spec: `steps.step_outputs.merge_step_outputs` tells by shapes what has a row for each sample.
     """
     first = outputs[0]

@@ -53,7 +53,7 @@ def check_given(output: tuple[Tensor, ...], boundary: Boundary, backward: bool) 
 
 
 def check_returned(gradients: list[Tensor | None], boundary: Boundary) -> None:
-    """Raise where a stage has a gradient that the one before it does not wait for."""
+    """Raise if a stage has a gradient that the one before it does not wait for."""
     if any(grad is not None and not shape.returns for grad, shape in zip(gradients, boundary, strict=True)):
         raise ValueError(
             "the loss depends on a value from the stage before, on which that of the first micro-batch did not depend: what a gradient "

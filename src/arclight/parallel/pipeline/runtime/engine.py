@@ -114,7 +114,7 @@ class Engine:
 
     @property
     def last(self) -> StageProgram | None:
-        """The part of the last stage, where that is here."""
+        """The part of the last stage, if that is here."""
         return self.parts.get(self.topology.stages - 1)
 
     def run(self, micro_batches: list[Split], backward: bool) -> None:
@@ -171,7 +171,7 @@ class Engine:
         return found
 
     def _place(self, schedule: Schedule) -> tuple[str, bool]:
-        """Describe what this process is at; then True where it waits for another."""
+        """Describe what this process is at; then True if it waits for another."""
         action, computing = schedule.at()
         if action is None:
             return f"process {self.topology.rank} waited for what it had sent to be received", True

@@ -168,7 +168,7 @@ class DeviceSteps:
     def wait(self, left: int = AHEAD - 1) -> None:
         """Wait until no more than ``left`` steps are in flight.
 
-        Raises StageLostError where another process has failed, or in time.
+        Raises StageLostError if another process has failed, or in time.
         """
         began = checked = time.monotonic()
         while len(self._events) > left:

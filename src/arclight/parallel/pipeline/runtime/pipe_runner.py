@@ -81,7 +81,7 @@ class PipeRunner:
 
     This process has the stages that the schedule gives it.
 
-    Every process of the pipeline calls the same methods with the same batch. Where stages of several processes have a parameter, its
+    Every process of the pipeline calls the same methods with the same batch. If stages of several processes have a parameter, its
     gradient is summed over them after each step, so that equal copies stay equal under equal optimizers.
     """
 
@@ -129,7 +129,7 @@ class PipeRunner:
     def step(self, *args: Any, targets: Any = None, outputs: Where = "nowhere", **kwargs: Any) -> Result:
         """Run forward and backward of a batch, and accumulate this process's gradients.
 
-        args, kwargs: of the model. targets: what the loss is given besides the last stage's output. outputs: where they are wanted.
+        args, kwargs: of the model. targets: what the loss is given besides the last stage's output. outputs: if they are wanted.
         """
         micro_batches = self._micro_batches((args, kwargs, targets))
         counts = self.reduction.counts([micro_batch[2] for micro_batch in micro_batches])
@@ -159,7 +159,7 @@ class PipeRunner:
         return self._result(total, count, outputs, micro_batches)
 
     def _micro_batches(self, split: Split) -> list[Split]:
-        """Cut a batch, and warn once where it has fewer micro-batches than were asked for."""
+        """Cut a batch, and warn once if it has fewer micro-batches than were asked for."""
         if any(isinstance(x, Tensor) and x.requires_grad for x in tree_flatten(split)[0]):
             raise PlanError(
                 "an input requires a gradient, which a pipeline does not compute: detach it, or make it a parameter"
@@ -173,7 +173,7 @@ class PipeRunner:
         return micro_batches
 
     def _prepare(self, loss: Loss, outputs: Where) -> None:
-        """Give the last stage its loss, and a list for its outputs where they are wanted."""
+        """Give the last stage its loss, and a list for its outputs if they are wanted."""
         if outputs not in ("nowhere", "last", "everywhere"):
             raise PlanError(f"outputs = {outputs!r} is not known; choose 'nowhere', 'last' or 'everywhere'")
         if self.engine.last is not None:

@@ -49,7 +49,7 @@ class Recording:
     def typical(self) -> Trace:
         """Training step of median length.
 
-        Where there is none, it is the evaluation step of median length. Raises PlanError for none.
+        If there is none, it is the evaluation step of median length. Raises PlanError for none.
         """
         if not self.traces:
             raise PlanError("no step was recorded: run a pipeline's steps within `with pipeline.record() as run:`")
@@ -74,7 +74,7 @@ class Recording:
     def start(self) -> None:
         """Start to record, on all processes of the pipeline.
 
-        Raises PlanError where another recording is under way.
+        Raises PlanError if another recording is under way.
         """
         if _current.get() not in (None, self):
             raise PlanError("steps are being recorded already: one `with pipeline.record()` cannot lie within another")
@@ -195,7 +195,7 @@ def recorded_step(
 
 
 class ActionRecorder:
-    """Record what one process does in one step, by the device's clock where it has one."""
+    """Record what one process does in one step, by the device's clock if it has one."""
 
     def __init__(self, rank: int, modules: Iterable[nn.Module], device: torch.device, activations: bool) -> None:
         self.rank, self.device, self.on_gpu = rank, device, device.type == "cuda"

@@ -34,7 +34,7 @@ class StepWeights:
     count: Callable[[], Any] | None = None
     """Gives what all processes with the same layers take the mean of; None for samples."""
     scale_losses: Callable[[Tensor], Any] | None = None
-    """Told what sums are multiplied by before their backward, where a module adds losses of its own there."""
+    """Told what sums are multiplied by before their backward, if a module adds losses of its own there."""
 
     @classmethod
     def of(cls, module: Any, batch: Any) -> StepWeights:
@@ -76,10 +76,10 @@ def forward_backward(
 class StepRunner:
     """Run the steps of a module whose model is cut into stages; see `step_protocol`.
 
-    A batch is cut along its samples into ``micro_batches`` parts, or fewer where it has fewer samples; parts may differ in size.
+    A batch is cut along its samples into ``micro_batches`` parts, or fewer if it has fewer samples; parts may differ in size.
     With gradients switched off it is evaluated, by forwards only. The loss and its count are the same on all processes of the
     pipeline. cp: the mesh over which sequences are cut. data: the group of processes that see other tokens with the same layers, over
-    which FSDP averages gradients within the schedule; None where there are none. shared: parameters of several stages.
+    which FSDP averages gradients within the schedule; None if there are none. shared: parameters of several stages.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class ScaleMismatch:
             self.raise_if_found()
 
     def raise_if_found(self) -> None:
-        """Raise RuntimeError where scales were unlike, as far as is known by now."""
+        """Raise RuntimeError if scales were unlike, as far as is known by now."""
         while self._noted and (self._noted[0][1] is None or self._noted[0][1].query()):
             if bool(self._noted.pop(0)[0]):
                 raise RuntimeError(

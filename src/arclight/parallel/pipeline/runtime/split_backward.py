@@ -1,7 +1,7 @@
 """Split backward in two (zero bubble): gradients of inputs first, those of weights later.
 
 Split as in "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2. Nodes of the graph that lie between outputs and inputs run in the first
-half; where the weights hang on them, what arrives is kept, and the second half begins there.
+half; if the weights hang on them, what arrives is kept, and the second half begins there.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ It declares its own exchanges. torch's stage
 - runs the model on uninitialised memory to learn shapes (here they are given), and keeps buffers for every micro-batch;
 - loses, when backward is split, the gradients of a stage below which all is frozen, and of weights that what came in does not meet
   (see `split_backward`);
-- cannot run forwards only where the two stages of a process are neighbours;
+- cannot run forwards only if the two stages of a process are neighbours;
 - cannot tell which action it was at when it failed.
 
 `engine` makes one for each stage of this process; torch's schedules call its methods, so their names and order are torch's. Formats of
@@ -65,7 +65,7 @@ class Stage(StageBase):
         before, after: for each micro-batch what the stages before and after exchange with this one. group: None for one
         process.
         """
-        # What torch's schedules look at. Its own __init__ would ask for a process group also where there is one process.
+        # What torch's schedules look at. Its own __init__ would ask for a process group also if there is one process.
         self.submod, self.stage_index, self.num_stages, self.device, self.group = part, number, stages, device, group
         self.group_rank = dist.get_rank(group) if group is not None else 0
         self.group_size = dist.get_world_size(group) if group is not None else 1

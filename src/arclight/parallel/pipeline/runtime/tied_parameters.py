@@ -21,7 +21,7 @@ GradientMap = dict[nn.Parameter, Tensor | None]
 class TiedParameters:
     """Sum the gradients of parameters that stages of several processes have.
 
-    Where these are some of the pipeline's they exchange messages in its group: a group of their own would be made from the
+    If these are some of the pipeline's they exchange messages in its group: a group of their own would be made from the
     communicator of all processes, which under NCCL all of them must enter, and other pipelines do not know of it.
     """
 
@@ -75,7 +75,7 @@ def sum_gradients_over(
     """Sum the gradients of ``parameters`` over the processes of ``group``, in few messages.
 
     places: ranks in the group of those that take part, of which this process is one; None: all. A process where a parameter has
-    none counts as zero; where none has one it stays so. What each has is in the same message.
+    none counts as zero; if none has one it stays so. What each has is in the same message.
     """
     for bucket in _buckets(parameters):
         sizes = [local_tensor(parameter).numel() for parameter in bucket]

@@ -1,6 +1,6 @@
 """Adapt torch.distributed.pipelining: run its schedules over stages of ours.
 
-All names of torch's pipelining that are not public are here (torch 2.13). Schedules are torch's own where it has them; others are
+All names of torch's pipelining that are not public are here (torch 2.13). Schedules are torch's own if it has them; others are
 orders of ours, or of a file, in torch's runtime of actions. The stages are in `stage`.
 """
 
@@ -60,7 +60,7 @@ class StageBase(_PipelineStageBase):
     progress: Progress
     recorder: Any
     passes_locally: bool
-    """True where the next stage is in the same process."""
+    """True if the next stage is in the same process."""
 
 
 class Schedule:

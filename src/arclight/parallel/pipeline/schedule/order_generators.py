@@ -297,7 +297,7 @@ def _with_weights(times: list[dict[tuple[Kind, int], int]]) -> _Block:
 
 
 def _repeated(block: _Block, ranks: int, micro_batches: int) -> Order:
-    """Return ``block`` for all micro-batches, squeezed where nothing must be waited for.
+    """Return ``block`` for all micro-batches, squeezed if nothing must be waited for.
 
     It is the shorter of two ways to do so.
     """

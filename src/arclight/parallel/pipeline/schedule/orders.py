@@ -151,7 +151,7 @@ def first_of(order: Order, micro_batches: int) -> Order:
 def held_at_most(order: Order) -> list[int]:
     """Return the most passes (micro-batch, stage) that each process holds at once.
 
-    Activations of a pass are held until its backward is over (that of the weights, where they are apart).
+    Activations of a pass are held until its backward is over (that of the weights, if they are apart).
     """
     change: Mapping[str, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
     most = []

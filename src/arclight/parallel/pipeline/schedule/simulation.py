@@ -72,7 +72,7 @@ def simulate(
             gradient of its input. False for figures as in papers.
         freed_by_inputs: of what a stage holds for backward, the part that the backward of the inputs (I) frees, for each
             stage or for all; the rest is freed by W, and B frees all. PyTorch frees none of it, since the graph that W goes
-            through leads to all of it; less than none where the gradients that are kept for W are counted. Papers say a half.
+            through leads to all of it; less than none if the gradients that are kept for W are counted. Papers say a half.
         shares: sizes of the micro-batches, where 1 is the one that costs are of. None: all alike.
         reduction: seconds for which a process exchanges gradients with others of its stages after its last action, each or all.
         optimizer: seconds of the optimizer's step, each or all.

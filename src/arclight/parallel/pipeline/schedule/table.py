@@ -56,9 +56,9 @@ class ScheduleKind:
     """Give the order of (processes, micro-batches, stages of each process); None for a file, which has one."""
     stages_per_process: int = 1
     any_number: bool = False
-    """True where a process may have another number of stages."""
+    """True if a process may have another number of stages."""
     v_shaped: bool = False
-    """True where a process has stages i and n - 1 - i; else it has i and i + processes."""
+    """True if a process has stages i and n - 1 - i; else it has i and i + processes."""
     splits_backward: bool = False
     """True where gradients of weights are computed apart from those of activations, which compiled code cannot."""
     fewest: Callable[[int], int] = lambda processes: 1
@@ -66,16 +66,16 @@ class ScheduleKind:
     whole_rounds: bool = False
     """True where micro-batches must come in rounds of equal length, of at least one for each process."""
     only: tuple[int, int] | None = None
-    """The numbers of processes and of micro-batches that it is for, where it is for no others (a file)."""
+    """The numbers of processes and of micro-batches that it is for, if it is for no others (a file)."""
     held: Callable[[int, int, int, int], int] | None = None
     """Give the most passes (micro-batch, stage) whose activations a process holds, of (processes, stages of each, micro-batches, process);
-    None where they are counted in the order."""
+    None if they are counted in the order."""
     idle_per_hop: Callable[[float], float] | None = None
     """Give idle forward times of a process for each other process and each of its stages, of backward over forward; None: simulated."""
     receives_when_due: bool = False
     """True where torch's own schedule asks for what it needs when it comes to need it, so that nothing is on its way before."""
     trimmed_from: int | None = None
-    """Micro-batches of the order whose first ones are run, where there are fewer than that; None: it is made for those there are."""
+    """Micro-batches of the order whose first ones are run, if there are fewer than that; None: it is made for those there are."""
 
     def fits(self, micro_batches: int, processes: int) -> bool:
         """Return True for numbers that the schedule takes."""
@@ -264,8 +264,8 @@ def that_fits(kind: ScheduleKind, micro_batches: int, processes: int, backward: 
     """Return ``kind``, or a schedule for the same stages that takes this many micro-batches.
 
     Stages are on the same processes. That is ``kind`` for the next larger number that it takes, without the surplus
-    micro-batches: peak memory does not grow. A simple one where there is no larger number (of a file), and for forwards
-    only, where all orders are as good.
+    micro-batches: peak memory does not grow. A simple one if there is no larger number (of a file), and for forwards
+    only, if all orders are as good.
     """
     if backward and kind.fits(micro_batches, processes):
         return kind

@@ -59,7 +59,7 @@ def capture_call_graph(
     open_end: whether ``root``'s own code may need data after all that trains was used (a loss that looks at its targets does). It is not
     looked at from there on, and taken to need what the last part and those returned that no other reads.
 
-    Raises PlanError where code between the parts needs data, or two values share memory that is written.
+    Raises PlanError if code between the parts needs data, or two values share memory that is written.
     """
     for name, module in root.named_modules():
         if type(module).__name__ == "OptimizedModule":

@@ -79,7 +79,7 @@ def _cost(module: nn.Module) -> float:
 def is_prunable(model: nn.Module) -> bool:
     """Return True for a model none of whose parts share a parameter.
 
-    Where some do, stages are sliced, which sums its gradients.
+    If some do, stages are sliced, which sums its gradients.
     """
     try:
         refuse_tied(model)

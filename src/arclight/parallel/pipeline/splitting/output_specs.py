@@ -103,7 +103,7 @@ class OutputSpecs:
     def find(self, path: str, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputSpec:
         """Return the specification of a part's result for such arguments.
 
-        Raises PlanError where that depends on their data. Raises PlanError if it depends on their data.
+        Raises PlanError if that depends on their data. Raises PlanError if it depends on their data.
         """
         key = (path, training, *_autocast(), signature((args, kwargs)))
         part = self.part(path)

@@ -201,7 +201,7 @@ def placeholders_in(tree: Any, deep: int = 0) -> Iterator[PlaceholderTensor]:
 def dispatch_placeholders(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``func`` on arguments with placeholders; return placeholders.
 
-    Raises DataDependentError where it needs data, or writes what it lacks into a tensor that has data.
+    Raises DataDependentError if it needs data, or writes what it lacks into a tensor that has data.
     """
     rule = _rule(func)
     given = list(placeholders_in((args, kwargs)))

@@ -223,7 +223,7 @@ class SlicedModule:
     def run(self, stage: int, received: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute ``stage`` for the arguments of the whole function.
 
-        Returns a tuple of what it sends, or on the last stage the result. Raises PlanError where the code takes another
+        Returns a tuple of what it sends, or on the last stage the result. Raises PlanError if the code takes another
         way than for the example, or needs what no stage sends.
         """
         if self.cuts.graph.writes_arguments:

@@ -22,7 +22,7 @@ class StageInfo:
 class NamePreservingStage(nn.Module):
     """A stage, whose modules, parameters and buffers have their names in the model, any names.
 
-    ``number``, ``receives``, ``sends`` and ``parts`` are what the model calls so, where it does; see :func:`about` for such models.
+    ``number``, ``receives``, ``sends`` and ``parts`` are what the model calls so, if it does; see :func:`about` for such models.
     """
 
     number: int

@@ -13,7 +13,7 @@ from arclight.parallel.pipeline.splitting.proxy_modules import copy_tree
 def meta_skeleton(model: nn.Module) -> nn.Module:
     """Return a copy of ``model``'s tree on the meta device, which takes no memory.
 
-    It is what stages must know of the whole. Where parameters of the model are on the meta device themselves the copy
+    It is what stages must know of the whole. If parameters of the model are on the meta device themselves the copy
     has the same tensors, buffers with values included.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}

@@ -57,7 +57,7 @@ def choose_pipeline(
 ) -> PipelineChoice:
     """Choose what the plan and the request leave open, for the shortest step of ``samples``.
 
-    args: of the step, for one micro-batch. Every process that has the same model finds the same. Raises PlanError where nothing keeps
+    args: of the step, for one micro-batch. Every process that has the same model finds the same. Raises PlanError if nothing keeps
     the memory, there are too few parts, or what they cost cannot be predicted.
     """
     number = plan.pieces

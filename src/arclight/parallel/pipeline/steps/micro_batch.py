@@ -58,7 +58,7 @@ def split_samples(module: Any, batch: Any, number: int) -> list[tuple[Any, int]]
     """Split ``batch`` evenly into ``number`` parts, each with its number of samples.
 
     There are fewer parts if it has fewer samples. A module may cut its own batches: ``part_of_batch(batch, start,
-    stop)``. Otherwise all tensors have samples in dimension 0, and so have lists of that length. Raises PlanError where
+    stop)``. Otherwise all tensors have samples in dimension 0, and so have lists of that length. Raises PlanError if
     they do not.
     """
     size = batch_size_of(batch)

@@ -122,7 +122,7 @@ class PipelinedSteps:
     def capture(self, step: Step, args: tuple[Any, ...]) -> CallGraph:
         """Capture what ``step`` does with one micro-batch of its arguments.
 
-        Raises PlanError where that cannot be cut.
+        Raises PlanError if that cannot be cut.
         """
         graph = self._observe(step, args, {})
         self._refuse_unused(graph, step.__name__)

@@ -263,7 +263,7 @@ class OutputBroadcaster:
     def broadcast(self, outcome: StepOutput | None, check: int) -> StepOutput:
         """Broadcast the last stage's outcome to all processes; others pass None.
 
-        Raises RuntimeError where ``check`` differs.
+        Raises RuntimeError if ``check`` differs.
         """
         if self.group is None:
             assert outcome is not None

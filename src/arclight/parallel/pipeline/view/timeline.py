@@ -37,7 +37,7 @@ def timeline(
     run: what was recorded (its training step of median length is shown), or one step, measured or simulated. predicted: the
     same step as simulated, shown above what was measured. file: ``.svg`` is a figure of the lanes alone, for papers and slides.
     Of the processes of a recording the first of all writes. Gives the page's path; an older page is replaced in one step. Raises
-    PlanError where there is nothing to show, or the two steps are not of the same pipeline.
+    PlanError if there is nothing to show, or the two steps are not of the same pipeline.
     """
     trace = run.typical if isinstance(run, Recording) else run
     path = Path(file)

@@ -42,9 +42,9 @@ def load(
     """Load tensors of ``stages`` from safetensors: a file, its index, or a Hugging Face folder.
 
     What is on the meta device gets memory on ``device``; what has memory is filled where it is; of what is sharded over processes
-    each reads its share. A tensor is looked up by its names in the model (several where weights are tied), then below a
+    each reads its share. A tensor is looked up by its names in the model (several if weights are tied), then below a
     prefix that files or stages alone have ("model", "transformer"): the one given, or the only one with which everything is found.
-    rename: from a name in the model to the one in the files, where they were written for a model with other names.
+    rename: from a name in the model to the one in the files, if they were written for a model with other names.
     ``dtype``: what tensors of floating types become, by default what they are in the stages; other types are never converted.
     mapped: tensors on the CPU whose type fits stay in the file until they are used, and what is changed then is changed in memory
     only; else they are copied, one after the other. Buffers that no file holds are computed as :func:`initialize_stages` does, ``model`` as there.

@@ -47,8 +47,8 @@ def save(
     same files. The folder appears, or is replaced, when it is complete: whatever is there before stays whole until
     then.
 
-    Raises FileExistsError where the folder has files that this does not write, ValueError for a tensor whose values no
-    process has, and RuntimeError on all processes where one could not write.
+    Raises FileExistsError if the folder has files that this does not write, ValueError for a tensor whose values no
+    process has, and RuntimeError on all processes if one could not write.
     """
     folder = Path(folder)
     held: dict[str, torch.Tensor] = {}
@@ -203,7 +203,7 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 def _together(group: dist.ProcessGroup | None, work: Callable[[], Any]) -> list[Any]:
     """Run ``work`` on each process, and gather its results.
 
-    Where it fails on one all raise, so that none waits for another.
+    If it fails on one all raise, so that none waits for another.
     """
     error: Exception | None = None
     result = None

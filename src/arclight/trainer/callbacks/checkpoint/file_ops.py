@@ -143,7 +143,7 @@ def link_checkpoint(source: Path, target: Path) -> None:
 
     Copies it instead if the file system does not allow symbolic links.
 
-    A copy, where the file system or the system's rules have no such links.
+    A copy, if the file system or the system's rules have no such links.
     """
     link = files.temporary_file(target)
     try:

@@ -99,9 +99,9 @@ class CheckpointHistory:
     saved: int = 0
     """Optimizer steps at the last save."""
     kept: tuple[str, ...] = ()
-    """Checkpoints that stay without a value to rank them by, where all are kept."""
+    """Checkpoints that stay without a value to rank them by, if all are kept."""
     interim: tuple[str, ...] = ()
-    """Checkpoints for a resume only, written where a run was broken off: they go when there is a newer one."""
+    """Checkpoints for a resume only, written if a run was broken off: they go when there is a newer one."""
 
     def paths(self) -> set[str]:
         return {*self.scores, self.best, self.last, self.newest, *self.kept, *self.interim} - {""}
@@ -186,7 +186,7 @@ class SavePlan:
         ``rank``: it may be one of the kept (by its ``score``; None: the newest is best); ``keep``: it is written
         whatever its rank, until there is a newer one; ``last``: name of the one that is always the newest;
         ``free_path(name, replaces)`` gives a path that is not in use; ``needed``: the interim one that a person named to resume
-        from, None where all are needed, as nothing can be resumed from this one.
+        from, None if all are needed, as nothing can be resumed from this one.
         """
         path, drop, record = "", "", replace(old, judged=step)
         if keep:
@@ -263,7 +263,7 @@ class CheckpointWriter:
 
         None means that nothing was written, or (without ``wait``) that it is still being written.
 
-        Raises CheckpointError on every rank where writing in the background failed.
+        Raises CheckpointError on every rank if writing in the background failed.
         """
         plan, future = self.plan, self._future
         if plan is None or not (wait or self._is_complete(strategy, io)):

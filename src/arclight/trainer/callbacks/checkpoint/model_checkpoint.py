@@ -147,13 +147,13 @@ class ModelCheckpoint(Checkpoint):
     * ``monitor`` names the logged value that ranks checkpoints by ``mode``; None keeps the newest. ``save_top_k``
       of them stay (-1: all, 0: none). NaN never ranks as best. A save that is due before the value was ever logged
       waits for the validation (or the epoch's end) that logs it.
-    * ``filename`` may hold fields: ``"{epoch}-{step}-{val/loss:.3f}"``. Where the name is taken, ``-v1``, ``-v2``
+    * ``filename`` may hold fields: ``"{epoch}-{step}-{val/loss:.3f}"``. If the name is taken, ``-v1``, ``-v2``
       and so on follow, unless ``enable_version_counter=False``.
     * ``save_last``: also keep the newest as ``last`` (hard links, no extra space), or as a symbolic link with
       ``"link"``. It is brought up to date at every save, whatever that save's rank, and at the end of training.
     * ``save_on_train_epoch_end``: at the end of training epochs rather than after validation. By default it is so
       where validation runs once per epoch.
-    * ``asynchronous``: write from a copy in host memory while training goes on; by default where several processes write
+    * ``asynchronous``: write from a copy in host memory while training goes on; by default if several processes write
       their shards. Errors are raised at the next save, validation or epoch's end; training ends when all is written.
     * ``dirpath`` defaults to ``checkpoints/`` in the run folder; it may be an address such as ``s3://bucket/name``.
 

@@ -24,7 +24,7 @@ class ActivationMonitor(StepMonitor):
 
     The norm is the L2 norm of a feature vector, mean over samples and positions; features are the last dimension of a module's output
     (its first tensor), or the second of four and more, as in (N, C, H, W). The kurtosis is the fourth central moment of all numbers
-    over the square of the second: 3 for normal ones, more where few are large (outliers that cost quantized models their
+    over the square of the second: 3 for normal ones, more if few are large (outliers that cost quantized models their
     accuracy), 1 at least. Both are means over the step's passes and over ranks.
 
     modules: a regular expression that whole names match; empty: the repeated blocks. Hooks are on the modules during measured steps

@@ -31,7 +31,7 @@ class CurvatureMonitor(StepMonitor):
 
     Between the two steps the weights and gradients of the first are kept, in memory. No pass is added and training keeps its bits.
     Steps that leave the weights as they are give no estimate. Raises MisconfigurationError before the first step for several optimizers, and
-    where weights are sharded or cut into stages.
+    if weights are sharded or cut into stages.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:

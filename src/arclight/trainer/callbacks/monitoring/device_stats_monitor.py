@@ -25,7 +25,7 @@ class DeviceStatsMonitor(Callback):
 
     Names are ``DeviceStatsMonitor.<hook>/<statistic>``; which statistics there are is the accelerator's affair
     (``torch.cuda.memory_stats`` on CUDA). ``cpu_stats``: the machine's load (needs psutil) with any device (True), with none
-    (False), or where the CPU is the device (None). ``filter_keys``: only these statistics.
+    (False), or if the CPU is the device (None). ``filter_keys``: only these statistics.
 
     Raises MisconfigurationError in a fit without a logger.
     """

@@ -28,7 +28,7 @@ class LearningRateMonitor(Callback):
     A recipe's optimizer is called by the rules of its groups: ``lr-adamw``, ``lr-muon+adamw``.
 
     ``logging_interval`` is ``step`` (at the trainer's ``log_every_n_steps``), ``epoch``, or None for whatever
-    each optimizer's scheduler steps by (both, where it has none). ``log_momentum`` and ``log_weight_decay`` log these
+    each optimizer's scheduler steps by (both, if it has none). ``log_momentum`` and ``log_weight_decay`` log these
     as ``<name>-momentum`` and ``<name>-weight_decay``. A scheduler's ``name`` replaces ``lr-<Optimizer>``;
     of two with the same name the second gets ``-1``, and so on; a parameter group's ``name`` replaces ``pg<n>``.
     Groups that are added during training, as by finetuning, are logged from then on. ``log_key_prefix`` goes before

@@ -145,7 +145,7 @@ def value_text(value: object, number_format: str) -> str:
 
 
 PLAIN_INTERVAL = 10.0
-"""Seconds between two lines where output is not a terminal."""
+"""Seconds between two lines if output is not a terminal."""
 
 _BATCH_HOOKS = frozenset(f"on_{stage}_batch_end" for stage in ("train", "validation", "test", "predict"))
 
@@ -154,7 +154,7 @@ class RichProgressBar(ProgressBar):
     """Epoch, batches, speed, time left and the metrics logged with ``prog_bar=True``.
 
     ``refresh_rate``: pictures per second, at most ten; 0 turns the display off. It reads numbers that are on the host
-    already and hooks into no step. Where the console is not a terminal it writes one plain line every ten seconds and one at
+    already and hooks into no step. If the console is not a terminal it writes one plain line every ten seconds and one at
     the end. ``leave`` keeps a line for each epoch. ``theme``: styles and number format. ``console_kwargs``: arguments of
     ``rich.console.Console`` (stderr by default).
 

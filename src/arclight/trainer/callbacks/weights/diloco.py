@@ -56,7 +56,7 @@ class DiLoCo(Callback):
         self._loaded: dict[str, Any] = {}
         self._synced = 0
         self.anchor: dict[str, torch.Tensor] = {}
-        """The weights that all replicas agree on; this process's parts where a replica is sharded over several."""
+        """The weights that all replicas agree on; this process's parts if a replica is sharded over several."""
         self.velocity: dict[str, torch.Tensor] = {}
 
     # -- training --------------------------------------------------------------------------------------------------

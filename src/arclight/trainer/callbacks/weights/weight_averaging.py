@@ -275,7 +275,7 @@ class EMAWeightAveraging(WeightAveraging):
 
     decay_k = decay * (1 - exp(-k / ramp_steps)) at update k, so that early averages follow the weights quickly
     (``ramp_steps=0``: decay from the start). Updates come every ``update_every_n_steps`` optimizer steps (0: none),
-    and every ``update_every_n_epochs`` epochs where that is given, from ``update_starting_at_step`` or
+    and every ``update_every_n_epochs`` epochs if that is given, from ``update_starting_at_step`` or
     ``update_starting_at_epoch`` on.
     """
 

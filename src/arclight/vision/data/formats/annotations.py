@@ -219,7 +219,7 @@ def _write_labels(image: AnnotatedImage, target: Path, polygons: bool, keypoints
 def read_yolo(spec: DataSpec) -> AnnotatedSet:
     """Read all splits of a YOLO data set for export, keeping boxes and polygons as such.
 
-    Images and rows that cannot be read are listed in ``skipped``. Raises DatasetError where a split has nothing usable.
+    Images and rows that cannot be read are listed in ``skipped``. Raises DatasetError if a split has nothing usable.
     """
     result, shape = AnnotatedSet(list(spec.names), {}, keypoints=spec.keypoints), spec.keypoints
     for split in ("train", "val", "test"):

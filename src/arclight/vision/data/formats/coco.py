@@ -77,7 +77,7 @@ def read_coco(
     run-length masks, too. keep_crowds: take crowds for objects. keypoints: read keypoints; without it they are counted as passed
     over. Class ids may have gaps: classes are numbered in their order, and ids of one name are one class.
 
-    Raises DatasetError for a file that is not COCO's, names that leave the folder, and where no image is found. Annotations
+    Raises DatasetError for a file that is not COCO's, names that leave the folder, and if no image is found. Annotations
     that cannot be read are listed in ``skipped``.
     """
     files = [source] if source.is_file() else _json_files(source)
@@ -322,7 +322,7 @@ def _polygon(values: Any) -> Polygon:
 def decode_mask(value: Any, width: int, height: int) -> NDArray[np.uint8]:
     """Decode ``{"size": [height, width], "counts": ...}`` to (height, width) of 0 and 1.
 
-    counts: run lengths, column by column, zeros first, as a list or in COCO's compressed text. Raises ValueError where the size is
+    counts: run lengths, column by column, zeros first, as a list or in COCO's compressed text. Raises ValueError if the size is
     not that of the image, is too large, or the runs do not add up to it; nothing is allocated before.
     """
     size, counts = value.get("size"), value.get("counts")
@@ -401,7 +401,7 @@ def write_coco(found: AnnotatedSet, to: Path) -> list[Path]:
     """Write ``to``/instances_<split>.json for each split; return the files.
 
     Images stay where they are. Image names are relative to the common folder of their split; categories are numbered
-    from 0, as the classes are. Raises DatasetError where one of the files exists.
+    from 0, as the classes are. Raises DatasetError if one of the files exists.
     """
     files = {split: to / f"instances_{split}.json" for split in found.splits}
     for file in files.values():

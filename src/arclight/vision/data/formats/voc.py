@@ -90,7 +90,7 @@ def read_voc(
     """Read a Pascal VOC folder, or a folder of xml files beside their images.
 
     VOC's has ``Annotations``, ``JPEGImages`` and the lists of ``ImageSets/Main``.
-    images: folder of the images. names: the classes, in order; those found, sorted, where not given. keep_difficult: take objects
+    images: folder of the images. names: the classes, in order; those found, sorted, if not given. keep_difficult: take objects
     marked difficult, too. Without lists all images are train.
 
     Whole-number coordinates are VOC's: pixels counted from 1, both ends included. In data sets with a 0 or a fraction among them they

@@ -327,7 +327,7 @@ _Entry = tuple[int, NDArray[np.uint8], float, str]
 
 
 def _read_cache(file: Path) -> dict[str, _Entry]:
-    """Load fingerprints by key; nothing where there is no cache or it cannot be read."""
+    """Load fingerprints by key; nothing if there is no cache or it cannot be read."""
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             if int(stored["format"]) != _CACHE_FORMAT:

@@ -72,7 +72,7 @@ class Payload:
     tip: Tip | None = None
     postal_code: str | None = None
     nmid: str | None = None
-    """National merchant identifier of a QRIS; None where the payload is not a QRIS."""
+    """National merchant identifier of a QRIS; None if the payload is not a QRIS."""
     criteria: str | None = None
     """Merchant size class of a QRIS, such as UMI (micro)."""
     additional: Mapping[str, str] = field(default_factory=dict)

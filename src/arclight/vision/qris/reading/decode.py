@@ -498,7 +498,7 @@ def finish_grids(slopes: Slopes, near: Sequence[Grid], stiffness: Stiffness = US
 def decode_grids(slopes: Slopes, near: Sequence[Grid]) -> tuple[DecodedCode | None, float]:
     """Decode the modules under ``near`` grids (best first); also return the least doubt.
 
-    Modules are equalized and corrected by how sure each is. Where that fails by little, simpler guesses follow, then a plain reader.
+    Modules are equalized and corrected by how sure each is. If that fails by little, simpler guesses follow, then a plain reader.
     """
     least = np.inf
     for stiffness, most in ((USUAL, np.inf), (STIFF, MAX_DOUBT), (FREE, MAX_DOUBT_OF_USUAL)):

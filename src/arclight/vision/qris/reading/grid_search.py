@@ -121,7 +121,7 @@ def find_grids(sharp: Slopes, box: Box, largest: int, more: Callable[[], Quads] 
     """Find the likeliest grids of one code near ``box`` (xyxy pixels), best first.
 
     ``largest`` is the highest version tried. None are found where not even two finder patterns are likely. Three patterns lead to most
-    grids. Where they lead to none beyond doubt, two are tried, parallelograms that just fit the box, and the corners (4, 2) that
+    grids. If they lead to none beyond doubt, two are tried, parallelograms that just fit the box, and the corners (4, 2) that
     ``more()`` gives, any of which may be the first; unless ``more`` is None, which ends the search there.
     """
     patterns = find_patterns(sharp.picture, largest, ENOUGH_MODULE_PX)

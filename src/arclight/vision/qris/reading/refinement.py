@@ -1,7 +1,7 @@
 """Refine module grids by gradient ascent of their correlation with the fixed modules.
 
 Steps are those of enhanced correlation (Evangelidis and Psarakis 2008), damped as Marquardt (1963) does, over the projective map of a
-grid and, where asked, the bows of its edges. One grid alone costs little less than ten together. What fixed modules leave open, above
+grid and, if asked, the bows of its edges. One grid alone costs little less than ten together. What fixed modules leave open, above
 all the corner of a small code that has no finder pattern, is decided by how stiff a grid is: perspective and bows cost correlation.
 """
 

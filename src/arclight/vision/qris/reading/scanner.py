@@ -67,7 +67,7 @@ def never() -> bool:
 
 @dataclass(frozen=True)
 class Code:
-    """One code in a photo; ``text`` is None where it was detected but not read."""
+    """One code in a photo; ``text`` is None if it was detected but not read."""
 
     corners_px: tuple[tuple[float, float], ...]
     """Corners of the code (x, y), clockwise from its own top left; those of the box if it was not read."""

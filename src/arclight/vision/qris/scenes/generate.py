@@ -79,7 +79,7 @@ def generate(
     those outside of the picture not labelled; with ``rotated`` they are these corners alone, moved to the picture's
     edge where they are outside, as the task obb reads them. ``progress`` is called with (done, count). ``workers``
     processes draw, as many as there are processors unless given. The folder appears complete or not at all;
-    GenerateError where it holds something already.
+    GenerateError if it holds something already.
     """
     out = Path(out)
     if count < 1 or size < 64 or not 0 <= val_share < 1:

@@ -189,7 +189,7 @@ def add_sprite(
 ) -> PlacedSprite | None:
     """Place a sprite with codes where it hides no other; None if there is no room.
 
-    Its first code is about ``side`` pixels. Where codes are ``framed``, they take the place of the thing's own in
+    Its first code is about ``side`` pixels. If codes are ``framed``, they take the place of the thing's own in
     deciding where it lies.
     """
     height, width = item.image.shape[:2]

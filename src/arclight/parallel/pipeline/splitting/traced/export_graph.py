@@ -273,7 +273,7 @@ def _refuse_own_backward(model: nn.Module, result: Any) -> None:
 def _silence() -> Iterator[None]:
     """Silence logging for the block.
 
-    Torch prints the whole graph where it cannot go on; the error says what matters.
+    Torch prints the whole graph if it cannot go on; the error says what matters.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

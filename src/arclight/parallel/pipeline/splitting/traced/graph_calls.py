@@ -81,7 +81,7 @@ def _arguments(node: Node, parts: Mapping[str, nn.Module]) -> Iterator[tuple[Nod
     elif schema is None:  # a part of a result
         yield from ((before, True, False) for before in node.all_input_nodes)
     else:
-        perhaps = "dropout" in str(node.target)  # gives its input back where it drops nothing
+        perhaps = "dropout" in str(node.target)  # gives its input back if it drops nothing
         strided = "as_strided" in str(node.target)
         given = [*zip(schema.arguments, node.args, strict=False)]
         given += [(argument, node.kwargs.get(argument.name)) for argument in schema.arguments]
@@ -338,7 +338,7 @@ def _depth(before: Node, after: Node) -> int:
 
 
 def _name(exported: ExportedGraph, node: Node) -> str:
-    """Name the module in which an operation lies; its parameter, where that is the model itself."""
+    """Name the module in which an operation lies; its parameter, if that is the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     inner = list(stack.values())[-1][0].split("@")[0] if stack else ""
     states = [exported.states[before] for before in node.all_input_nodes if before in exported.states]
@@ -346,7 +346,7 @@ def _name(exported: ExportedGraph, node: Node) -> str:
 
 
 def _line(node: Node) -> str:
-    """Return ``" (model.py:12: h += x)"``, where the trace knows it."""
+    """Return ``" (model.py:12: h += x)"``, if the trace knows it."""
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
     if len(trace) < 2:
         return ""
