@@ -177,7 +177,7 @@ ADVICE = (
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True if `path` is a folder that holds a checkpoint, be it sound or damaged."""
+    """Return True if `path` is a folder that holds a checkpoint, complete or damaged."""
     try:
         with (path / NAME).open("rb") as file:
             return FORMAT.encode() in file.read(200) or (path / STATE).exists()
@@ -210,7 +210,7 @@ def _summary(name: str, node: Any, encoded: tree.Encoded) -> EntrySummary:
         file = _pattern(set().union(*map(tree.files_of, parts)), file)
     for spread in {
         json.dumps(part): part for part in parts
-    }.values():  # as whole tensors that are nowhere; tied ones once
+    }.values():  # as full tensors on the meta device; tied ones once
         tensors.append(torch.empty(spread["shape"], dtype=getattr(torch, spread["dtype"]), device="meta"))
     return EntrySummary(
         file=file,

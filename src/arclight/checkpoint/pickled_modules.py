@@ -4,7 +4,7 @@ Their tensors are named; no class of the file is imported, nothing in it is call
 
 The pickle machine runs with a table of its own: tensors are rebuilt by functions of this module, containers are plain
 ones, and every
-other class or function is an inert :class:`Record` that keeps what it was given. Of the records, those that look like
+other class or function is an inert :class:`Record` that keeps its arguments. Of the records, those that look like
 a
 ``torch.nn.Module`` are walked for parameters and buffers.
 """

@@ -29,7 +29,7 @@ def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | N
 
     Of equal steps it is the latest written.
 
-    Warns of each newer one that is damaged, with the reason. None if there is no sound checkpoint. Links are not
+    Warns of each newer one that is damaged, with the reason. None if no checkpoint is complete. Links are not
     followed: what they point to is found under its own name or lies elsewhere. With `processes`, all of which must call
     this, each reads a part of the files.
     """

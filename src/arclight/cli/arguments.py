@@ -151,7 +151,7 @@ def is_federated(source: str) -> bool:
         return False
     try:
         return "federation" in tomllib.loads(Path(source).read_text(encoding="utf-8"))
-    except ValueError:  # whoever reads it says what is wrong with it
+    except ValueError:  # the caller that reads it reports what is wrong
         return False
 
 
@@ -212,7 +212,7 @@ def recipe_file(source: str) -> str:
     """Resolve ``source``: itself, the recipe of a run folder, or one that comes with Arclight.
 
     The latter are found as lm-debug and, if there is no such file, as recipes/lm-debug.toml. Raises UsageError for
-    the folder of a run of somebody's own class, whose settings are no recipe.
+    the folder of a run of a user's own class, whose settings are no recipe.
     """
     path = Path(source)
     if (path / RECIPE).is_file():

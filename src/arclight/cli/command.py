@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # not the line of code that warns
     try:
         status = dispatch(verb, rest)
-        sys.stdout.flush()  # here, where a pipe that nobody reads any more is told apart from a fault
+        sys.stdout.flush()  # here, where a pipe that nobody reads any more is distinguished from a fault
         return status
     except KeyboardInterrupt as interrupt:  # its text says what is kept, if something is
         print(": ".join(["arclight: interrupted", *map(str, interrupt.args)]), file=sys.stderr)

@@ -64,7 +64,7 @@ class Interruption(Callback):
             yield
         except (KeyboardInterrupt, SIGTERMException) as end:
             if isinstance(end, SIGTERMException) and not self.asked:
-                raise  # asked for by somebody else, who gets the status of SIGTERM
+                raise  # requested by another process, who gets the status of SIGTERM
             raise KeyboardInterrupt(resume_note(run.opened, command)) from None
 
 

@@ -32,7 +32,7 @@ def checkpoint_of(place: Path) -> Path:
 
 
 def newest_checkpoint(run: Path) -> Path:
-    """Return the newest sound checkpoint of a run. Raises UsageError if it has none."""
+    """Return the newest complete checkpoint of a run. Raises UsageError if it has none."""
     from arclight.checkpoint import find_last
 
     found = find_last(run / "checkpoints")

@@ -84,7 +84,7 @@ class ResumableLoader:
             )
         self.loader = loader
         self.seed, self.rank, self.world_size, self.train = seed, rank, world_size, train
-        # A subclass with its own __iter__ is its own kind of loader; attributes would tell only half of what it does.
+        # A subclass with its own __iter__ is its own kind of loader; attributes would describe only half of what it does.
         self._is_torch = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         self._map_style = self._is_torch and not isinstance(loader.dataset, IterableDataset)
         self._generator = torch.Generator()  # the DataLoader's draw of a base seed must not touch the global state
@@ -304,7 +304,7 @@ class ResumableLoader:
             with isolated_rng(where.seed()):
                 return iter(source)
         if self._inner is None:
-            # Workers are started again for each epoch: a running one can be told neither the epoch nor its seed.
+            # Workers are started again for each epoch: a running one can be given neither the epoch nor its seed.
             self._inner = self._clone(
                 dataset=self.loader.dataset,
                 batch_size=self.loader.batch_size,

@@ -60,7 +60,7 @@ class Windows:
 class Packed:
     """Samples of whole documents packed side by side.
 
-    Those too long for a sample are cut, and what fits in nowhere leaves room unused.
+    Those too long for a sample are cut, and pieces that fit nowhere leave padding.
 
     `build` finds out which belong together and writes it beside the shards, to be opened from then on; `open` does so if need be. Raises
     FileNotFoundError if that has not been done for this ``length``.

@@ -1,8 +1,8 @@
 """Replace a file or folder atomically, so that a kill leaves the old or the new one.
 
 A folder under construction lies beside its destination as ``.<name>.saving-<host>-<pid>-<process>-<number>``; if the
-file system cannot exchange two folders, the old one waits as ``.<name>.replaced-...`` meanwhile. The name tells whether
-the process that made it still lives, so what a killed process left behind can be told from work in progress.
+file system cannot exchange two folders, the old one waits as ``.<name>.replaced-...`` meanwhile. The name says whether
+the process that made it still lives, so leftovers of a killed process are distinguished from work in progress.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, quota or file."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
-_PROCESS = secrets.token_hex(4)  # tells this process from an earlier one with the same id, as restarted containers have
+_PROCESS = secrets.token_hex(
+    4
+)  # distinguishes this process from an earlier one with the same id, as restarted containers have
 _numbers = itertools.count()
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced)-(?P<host>\w+)-(?P<pid>\d+)-(?P<process>\w+)-\d+")
 

@@ -136,7 +136,7 @@ def batch_sizes(batch: Any) -> Iterator[int]:
 
 
 def _parts(batch: Any) -> Iterable[Any]:
-    """Return the items to look at in a batch that is no tensor."""
+    """Return the items of a batch that is not a tensor."""
     if isinstance(batch, Mapping):
         return batch.values()
     if isinstance(batch, (tuple, list)):

@@ -47,7 +47,7 @@ class Runnable(Protocol):
 
     # Optional: ``scale_losses(share, batch)``. A pipeline's backward runs before the module knows what its loss is multiplied by, on
     # totals times ``share`` (a scalar tensor): what counts beside the mean over the batch counts ``share`` times the batch's count. A
-    # module that adds losses of its own in backward is told here, before each batch.
+    # module that adds losses of its own in backward gets it here, before each batch.
 
 
 def lacking(module: Any) -> str | None:

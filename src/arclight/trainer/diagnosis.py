@@ -75,7 +75,7 @@ def _newest(callbacks: Iterable[Callback]) -> Path | None:
 
 
 class _Replay:
-    """Train on from a restored checkpoint and look at every loss."""
+    """Train on from a restored checkpoint and check every loss."""
 
     def __init__(self, trainer: Trainer, module: Module) -> None:
         self._trainer, self._module, self._run = trainer, module, trainer.run_state

@@ -20,7 +20,7 @@ MAX_DET = 300
 """Boxes kept per image if nothing else is asked for."""
 
 _CHUNK = 256  # candidates tested together; small enough that their overlap matrix stays in cache
-_MANY_CLASSES = 8  # from here on the maximum over classes costs more than a look at objectness
+_MANY_CLASSES = 8  # from here on the maximum over classes costs more than reading objectness
 _ROUNDS = 8  # applied to all candidates of a chunk at once; boxes in photos take two to four
 
 
@@ -123,7 +123,7 @@ def _nms_image(
     objectness = prediction[:, 4]
     likely = objectness > conf_threshold  # class scores are at most 1: the other positions cannot reach the threshold
     if top_k is not None and num_classes >= _MANY_CLASSES and len(prediction) > 2 * top_k:
-        # The surest positions' worst confidence bounds what positions of less objectness could reach: most are never looked at.
+        # The surest positions' worst confidence bounds what positions of less objectness could reach: most are never examined.
         surest = prediction[objectness.topk(top_k, sorted=False).indices]
         reached = (surest[:, 4] * surest[:, 5:end].amax(dim=1)).nan_to_num(nan=0.0)  # NaN bounds nothing
         likely &= objectness >= reached.min()

@@ -172,9 +172,9 @@ class Demo:
     def scan(self, program: Program, data: Path) -> dict[str, int]:
         """Count the codes of held-out scenes that are read, and those that are readable.
 
-        Readable are those that a reader can read that is told their corners.
+        Readable are those that a reader can read that is given their corners.
 
-        One process per processor reads: scenes are looked at one by one, so that nothing else keeps them all busy.
+        One process per processor reads: scenes are read one by one, so that nothing else keeps them all busy.
         """
         import multiprocessing
         from concurrent.futures import ProcessPoolExecutor

@@ -520,7 +520,7 @@ def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_M
 
 
 def _heated(module: VisionModule, confidence: float, image: Image) -> Image:
-    """Draw what the network looks at in ``image``, in one pass over all of it."""
+    """Draw the activation map of ``image``, in one pass over all of it."""
     from arclight.vision.inference.heat_map import heat_map, heated
 
     return heated(image, heat_map(module, image, confidence))

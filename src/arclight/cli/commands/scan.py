@@ -176,7 +176,7 @@ _STYLES = {"match": "green", "unknown": "yellow", "mismatch": "bold red"}
 
 
 def verdicts(name: str, verification: Verification) -> RenderableType:
-    """Show one image, the verdict on each of its payment codes, and what speaks against it."""
+    """Show one image, the verdict on each of its payment codes, and the evidence against it."""
     from rich.text import Text
     from rich.tree import Tree
 

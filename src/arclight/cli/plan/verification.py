@@ -1,6 +1,6 @@
 """Compare predicted shares of processes with what `parallelize` makes at real size.
 
-Each rank that is looked at is a process of its own (``python -m arclight.cli.plan.verification``) in a group of the plan's size whose
+Each verified rank is a process of its own (``python -m arclight.cli.plan.verification``) in a group of the plan's size whose
 exchanges are not carried out (torch's backend "fake"), with the model on the meta device: shapes are real, memory is not taken.
 """
 

@@ -154,7 +154,7 @@ def _figure(name: str, label: str, body: str, keys: str = "", value: str = "") -
 
 
 def importance(study: Any, parameters: Sequence[Parameter]) -> str:
-    """Draw each parameter's importance: how much it tells good trials from others.
+    """Draw each parameter's importance: how well it separates good trials from others.
 
     PED-ANOVA, arXiv 2304.10255.
     """

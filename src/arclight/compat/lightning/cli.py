@@ -426,7 +426,7 @@ class LightningCLI:
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Build the trainer, with all callbacks.
 
-        They are those that the parser was told of, the defaults', and the one that saves the configuration.
+        They are those that were added to the parser, the defaults', and the one that saves the configuration.
         """
         parser = self._parser(self.subcommand)
         config = {**self._get(self.config_init, "trainer", default={}), **kwargs}

@@ -86,7 +86,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
 
     The parent is Module, DataModule or Callback by default.
 
-    Raises ValueError if the parent cannot be told, or has no such method.
+    Raises ValueError if the parent cannot be determined, or has no such method.
     """
     if instance is None:
         return False

@@ -17,7 +17,7 @@ from arclight._installed import pip_install
 _T = TypeVar("_T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _LOOK_S = 0.25
-"""Seconds between two looks at whether a request should be given up."""
+"""Seconds between two checks whether a request is cancelled."""
 _TRANSIENT_CODES = frozenset(
     getattr(errno, name)
     for name in (

@@ -687,7 +687,7 @@ class _Sizes:
     ) -> _Sizes:
         samples = batch_size(inputs)
         empty = (more for more in compared.values() if any(0 in value.shape for value in more))
-        example = next(empty, inputs)  # what may be empty is told from it
+        example = next(empty, inputs)  # sizes that may be 0 are inferred from it
         if dynamic is not None:
             free = free_dimensions(model, inputs, dynamic)
             more = {} if len(compared) > 1 else _other_sizes(inputs, free)

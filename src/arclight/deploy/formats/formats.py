@@ -86,7 +86,7 @@ class Captured:
     def names(self) -> tuple[list[str], list[str]]:
         """Return the names of inputs and outputs, unique, by default from the graph.
 
-        An output that is an input, or another one, is told by a number.
+        An output that is an input, or another one, is identified by a number.
         """
         taken, given = self._nodes()
         inputs = list(self.input_names or [node.name for node in taken])

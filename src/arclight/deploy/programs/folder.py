@@ -180,7 +180,7 @@ def unchanged(marks: Mapping[Path, Mark]) -> Iterator[None]:
     """
     with ExitStack() as held:
         for path in marks:
-            with suppress(FileNotFoundError):  # told below
+            with suppress(FileNotFoundError):  # reported below
                 held.enter_context(path.open("rb"))  # while it is open, no other file gets its number
         yield
         for path, marked in marks.items():

@@ -3,7 +3,7 @@
 The two are compared first, and timed if the fastest is asked for.
 
 `Program.load` calls `chosen` for a runtime that the caller names. The inputs are drawn: the exporter records sizes and ranges of its own
-(`described_probe`), never their values, which are somebody's data.
+(`described_probe`), never their values, which are users' data.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Program:
         self.marks = marks or {}
         """Marks of its files as they were checked: if others are at its path now, it was replaced."""
         self.digest = digest
-        """SHA-256 by which programs are told apart, hexadecimal: of all that was exported, or of an .onnx file from elsewhere."""
+        """SHA-256 that identifies the program, hexadecimal: of all that was exported, or of an .onnx file from elsewhere."""
         self.choice = choice or RuntimeChoice(exported_for=metadata.get("runtime", "onnxruntime"))
         """Record of why it runs in this runtime."""
         self._session, self._contents = session, contents
@@ -401,7 +401,7 @@ def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
 def _check_described(path: Path, contents: folder.Contents, session: Session) -> None:
     """Raise ProgramError if the model's inputs or outputs differ from its description.
 
-    By that they are told apart.
+    It identifies them.
     """
     for kind, described, held in (
         ("inputs", contents.inputs, session.inputs), ("outputs", contents.outputs, session.outputs),

@@ -109,7 +109,7 @@ class QuantizationAwareTraining(Callback):
             )
         settled: Quantization = trainer.strategy.broadcast(
             for_processor(self.recipe, self.target)
-        )  # ranks may have unlike processors
+        )  # ranks may have different processors
         self._settled = settled
         if isinstance(model, nn.Module) or not overridden(pl_module, "configure_model", Module):
             self.replace_layers(pl_module)
@@ -242,7 +242,7 @@ class QuantizationAwareTraining(Callback):
         compared = [*(_STEPS if resumed else ()), "target", "attribute"]
         here = {**_described(self._settled or self.recipe), **{name: getattr(self, name) for name in compared}}
         before = {**state["recipe"], **{name: state[name] for name in compared}}
-        # of graphs the bits of weights are on record, and told with a way out
+        # of graphs the bits of weights are on record, and reported with a remedy
         left_out = {*_NOT_TRAINED, *(("reduce_range",) if self.has_ranges else ())}
         if told := _differing(before, here, left_out):
             raise MisconfigurationError(

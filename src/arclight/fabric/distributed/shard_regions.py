@@ -73,7 +73,7 @@ def _candidates(
     """List the index ranges along every dimension that this process may hold.
 
     Uneven shards under a strided placement are cut in another order by FSDP than by ``distribute_tensor``; their shapes
-    tell which it was, for the shapes are equal only if the indexes are.
+    identify it, for the shapes are equal only if the indexes are.
     """
     spec: list[_Runs] = [[(0, size)] for size in shape]
     right: list[_Runs] = [[(0, size)] for size in shape]

@@ -21,7 +21,7 @@ from arclight.fabric.distributed.hang_report import (
 from arclight.fabric.distributed.stop_signal import StopSignal, wait_until
 
 POLL_INTERVAL_S = 0.25
-"""Seconds between two looks at the store."""
+"""Seconds between two polls of the store."""
 
 FAILED_KEY = "arclight/failed"
 """Key under which the rank that fails first stores its number."""

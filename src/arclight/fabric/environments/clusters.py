@@ -258,7 +258,7 @@ class SLURMEnvironment(ClusterEnvironment):
 
     @staticmethod
     def job_id() -> int | None:
-        """Return the SLURM job's number; None in an interactive job or if it is no number."""
+        """Return the SLURM job's number; None in an interactive job or if it is not a number."""
         number = os.environ.get("SLURM_JOB_ID", "")
         return int(number) if number.isdigit() and not _interactive() else None
 

@@ -106,7 +106,7 @@ class ParallelStrategy(Strategy):
         environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = (
             self.global_rank
-        )  # nothing else tells the first process of another node that it is not rank 0
+        )  # nothing else informs the first process of another node that it is not rank 0
 
     def _get_process_group_backend(self) -> str:
         return self.process_group_backend or default_backend(self.root_device)
@@ -157,7 +157,7 @@ class ParallelStrategy(Strategy):
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
-    # Before the processes have been started this one is alone: it then has nobody to wait for or to hear from.
+    # Before the processes have been started this one is alone: it then has no other rank to wait for.
 
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized():

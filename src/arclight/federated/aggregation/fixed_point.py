@@ -239,7 +239,7 @@ class Terms:
     """Fixed-point arithmetic of one key: values to terms, terms to a sum, the sum to a mean.
 
     All is done chunk by chunk.
-    anchor: if values are weights, those before; changes from it are told then, not the values.
+    anchor: if values are weights, those before; changes from it are measured then, not the values.
     """
 
     def __init__(self, key: str, scale: Scale, anchor: ChunkedTensor | None = None) -> None:

@@ -78,7 +78,7 @@ class Fold:
     anchor: with ``form="weights"`` the weights before, by key, so that statistics are of changes.
     values: keys that hold values themselves although ``form`` is "delta" (moments that the server has not had yet).
     keys: which come, in this order; all by name by default. scales: as `plan` gave them, else they are found here.
-    Contributors that are shrunk are averaged shrunk; their norms are told as they were.
+    Clipped contributions are averaged clipped; their norms are reported unclipped.
     cosines: whether each contributor is compared with the mean.
     Raises FederatedError without contributions, RefusedError naming client and key if they cannot be aggregated.
     """

@@ -47,7 +47,7 @@ class FolderStore:
     keep_partial_s: seconds for which a blob that came only in part waits for the rest. durable: what a power failure may not lose
     and is on the disk before its name is seen: all, only what is made here (`create`), or none, if others have it too or it
     can be made again. What need not be there after a power failure is verified when the folder is first opened after one (any
-    restart of the machine), and removed if it is not sound.
+    restart of the machine), and removed if its hash differs.
     """
 
     def __init__(self, folder: str | Path, *, keep_partial_s: float = 86_400.0, durable: Durable = "all") -> None:

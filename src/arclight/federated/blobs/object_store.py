@@ -26,7 +26,7 @@ class ObjectStore:
 
     What is put and what is fetched is also kept in ``cache``, verified; an upload that breaks off begins again.
 
-    Whoever has the store's credentials can read and write all of it. Large blobs go up in parts, several at a time.
+    Every holder of the store's credentials can read and write all of it. Large blobs go up in parts, several at a time.
     Raises FederatedError for an address that is a local folder: that is a `FolderStore`.
     """
 

@@ -122,7 +122,7 @@ log = logging.getLogger(__name__)
 class ClientRunner:
     """Run one client's orders.
 
-    ``leads``: this process speaks for the client, if several train it.
+    ``leads``: this process reports for the client, if several train it (rank 0).
     """
 
     def __init__(self, learner: Learner, folder: Path, client: str, leads: bool = True) -> None:

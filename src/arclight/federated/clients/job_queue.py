@@ -24,7 +24,7 @@ from arclight.federated.protocol import ActiveWork, Evaluate, Evaluated, Failed,
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-"""Seconds between looks at whether the node is to end."""
+"""Seconds between checks whether the node is to end."""
 T = TypeVar("T")
 Stage = Literal["fetching", "ready", "training", "done", "reporting"]
 

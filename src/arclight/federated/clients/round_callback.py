@@ -84,7 +84,7 @@ class Position:
 class RoundCallback(Pause):
     """Run one client's rounds as a callback.
 
-    It is told of each round before the fit that trains it.
+    It is given each round before the fit that trains it.
     """
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ class Identity:
     sign: Callable[[bytes], str] | None = None
     """A text to the signature by the node's key; None if it has none."""
     vouches: Callable[[str, str, bytes, str], bool] | None = None
-    """Whether a node may speak for a client and has signed a text so: `Registry.vouches`. None: the server is believed."""
+    """Whether a node may act for a client and has signed a text so: `Registry.vouches`. None: the server is believed."""
 
 
 class SecureSumClient:

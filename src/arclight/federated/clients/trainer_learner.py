@@ -216,7 +216,7 @@ _KEPT = 2
 class TrainingCheckpoints:
     """Keep a client's checkpoints ``<number>-<what>`` in ``folder``.
 
-    The newest sound one counts.
+    The newest complete one counts.
 
     Numbers count saves. (Steps would not do: a client that is set back to the run's clock has fewer later than before.)
     """
@@ -227,9 +227,9 @@ class TrainingCheckpoints:
         self._next = max((number for number, _ in self._all()), default=0) + 1
 
     def newest(self) -> Path | None:
-        """Return the newest whose files are all sound; None if there never was one.
+        """Return the newest whose files are all intact; None if there never was one.
 
-        Tells of newer ones that are damaged. Raises FederatedError if there are some and none is sound.
+        Warns of newer ones that are damaged. Raises FederatedError if there are some and all are damaged.
         """
         found = self._all()
         for _, path in reversed(found):
@@ -258,7 +258,7 @@ class TrainingCheckpoints:
         return moved
 
     def prune(self) -> None:
-        """Remove all but the newest sound ones, and what killed processes left."""
+        """Remove all but the newest complete ones, and what killed processes left."""
         if self.folder.is_dir():
             atomic_replace.sweep(self.folder)
         sound = [path for _, path in self._all() if path not in self._damaged]

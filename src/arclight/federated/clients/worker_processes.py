@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-"""Seconds between looks at whether work is still wanted."""
+"""Seconds between checks whether work was cancelled."""
 _STOP_TIMEOUT_S = 20.0
 """Seconds that a worker has to end what is no longer wanted, or itself; then it is killed."""
 _FREE_TIMEOUT_S = 3600.0
@@ -372,7 +372,7 @@ class _Worker:
                 message = self._do(order)
             except CancelledError as error:
                 self._send_answer(**{"is": "failed", "cancelled": True, "error": str(error), "retryable": True})
-            except Exception as error:  # whatever a client's code raises is told; the worker goes on
+            except Exception as error:  # whatever a client's code raises is reported; the worker goes on
                 from arclight.federated.clients.session import as_client_error
 
                 what, trace = as_client_error(error), traceback.format_exc()

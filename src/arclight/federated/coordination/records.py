@@ -38,7 +38,7 @@ class RoundOpened(Record):
     steps: int
     fragment: int | None = None
     least: int = 0
-    """Updates that the round's clients were told to divide its noise by, and without which it does not close; 0: no noise of theirs."""
+    """Number of updates that the round's clients divide its noise by, and without which it does not close; 0: no noise of theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)

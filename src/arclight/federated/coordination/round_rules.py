@@ -205,7 +205,7 @@ def _retry(s: Situation, event: Event, open: RoundState, now: float, *, late: bo
         return give_up(s, event, open, now, f"{why}; it was tried {open.attempt + 1} times: mend that{fewer}")
     kept = dict.fromkeys((*open.accepted, *answers.at_work(s, open)))
     without = {*kept, *(client for client, failed in open.failed.items() if not failed.lost)}
-    if s.settings.buffered:  # whoever is at work, or has an update in the next buffer since this one was closed
+    if s.settings.buffered:  # clients at work, or has an update in the next buffer since this one was closed
         without |= {client for clients in s.state.assigned.values() for client in clients}
         without |= {client for other in s.state.open.values() for client in other.accepted}
     busy = _possible(s, open) + (0 if s.settings.buffered else len(open.accepted))

@@ -170,7 +170,7 @@ class Ledger:
     def __init__(self, releases: Mapping[Release, int] | None = None) -> None:
         self.releases: Mapping[Release, int] = dict(releases or {})
         self._composed: tuple[Any, Any] | None = None
-        """Two of the library's accountants, once somebody has asked for epsilon: a release by chance takes them half a second."""
+        """Two of the library's accountants, once epsilon was requested: a release by chance takes them half a second."""
 
     def __bool__(self) -> bool:
         return bool(self.releases)

@@ -23,7 +23,7 @@ KEY_BYTES = 32
 def random_words(key: bytes, label: str, chunk: int = CHUNK) -> Iterator[Array]:
     """Yield chunks of int64 words without end, the same for the same secret and label.
 
-    Without the secret none can be told from chance.
+    Without the secret the output is indistinguishable from random.
 
     The array is overwritten by the next. A secret must not serve twice for the same label; labels are hashed to 96 bits.
     """

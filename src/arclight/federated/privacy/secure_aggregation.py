@@ -162,7 +162,7 @@ class Participant:
         """Return shares of the survivors' seeds, and of the mask keys of the others.
 
         Raises FederatedError if asked again with other names, which would give both secrets of a client away, or if so few
-        are left that a sum would tell too much.
+        are left that a sum would reveal too much.
         """
         names = frozenset(here)
         if self._revealed is not None and names != self._revealed:

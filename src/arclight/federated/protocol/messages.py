@@ -79,7 +79,7 @@ def _adapter(kind: str) -> TypeAdapter[Message]:
 
 
 def _finite(text: str) -> float:
-    """Parse a finite number; NaN or infinity would spread through times and sums."""
+    """Parse a finite number; NaN or infinity would propagate through times and sums."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text[:30]} is NaN or infinite")
     return value

@@ -147,7 +147,7 @@ _SEEN_HERE = ("bytes_down", "seconds", "noise_scale", "epsilon")
 class History:
     """Build the history from records, noted in the journal's order. Thread-safe.
 
-    Rounds of which more may be told are in memory, others in the run's database alone.
+    Rounds that may still change are in memory, others in the run's database alone.
     """
 
     def __init__(self, database: RunDatabase) -> None:
@@ -247,7 +247,7 @@ class History:
     def load(self, settled: int, newest: int) -> None:
         """Continue an earlier process's history, before its records are noted again.
 
-        settled: of rounds below this nothing more is told. newest: no row may say more than the journal.
+        settled: rounds below this no longer change. newest: no row may say more than the journal.
         """
         with self._lock:
             last = self._database.last_settled()

@@ -48,7 +48,7 @@ def entries_in(path: str | Path) -> dict[str, Any]:
 
 
 def statistics(names: Iterable[str]) -> list[str]:
-    """Return the names that belong to normalisation statistics, if there is no module to tell."""
+    """Return the names that belong to normalisation statistics, guessed without a module."""
     return sorted(name for name in names if name.rpartition(".")[2] in _STATISTICS)
 
 

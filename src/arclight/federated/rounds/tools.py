@@ -143,7 +143,7 @@ def inspect_round(run: str | Path, number: int | None = None) -> RoundInspection
 
 
 def validate(run: str | Path, number: int | None = None) -> dict[int, list[str]]:
-    """List all that is wrong with a round, or each round of a run; empty lists for sound ones.
+    """List all that is wrong with a round, or each round of a run; empty lists for valid ones.
 
     Every file is read and compared with its SHA-256; state keys, shapes of the strategy's states, and the round's number are checked.
     """
@@ -218,10 +218,10 @@ def fork(
 
 
 def prune(run: str | Path, *, keep: int, dry_run: bool = True) -> list[int]:
-    """Remove all but the newest ``keep`` sound rounds, and damaged ones; return their numbers.
+    """Remove all but the newest ``keep`` valid rounds, and damaged ones; return their numbers.
 
     What stays has been read in full. Raises ValueError for keeping none, FederatedError while a server has the run open, and
-    if no round is sound.
+    if no round is valid.
     """
     if keep < 1:
         raise ValueError(f"keep = {keep}: at least the newest round must stay, or the run is lost")

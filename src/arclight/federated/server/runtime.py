@@ -169,7 +169,7 @@ class Runtime:
     def save(self, write: Callable[[StateSaved], None]) -> None:
         """Replace a long journal by the state that it leads to.
 
-        write: writes the state, and the history that the journal told. Raises RunDatabaseError, and nothing has changed.
+        write: writes the state, and the history read from the journal. Raises RunDatabaseError, and nothing has changed.
         """
         with self._lock:
             if self._database.is_long and self.error is None:

@@ -47,7 +47,7 @@ _LONGEST_HELD = 60.0
 _SIGNATURE = 88
 """Characters of an Ed25519 signature in base64."""
 _LOOK = 0.5
-"""Seconds between looks at who has failed and how long others have waited."""
+"""Seconds between checks of who has failed and how long others have waited."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class _SumFile:
                 self.state.maskers = self.state.sharers
             whole = len(lines[0])
             for line in lines[1:]:
-                if not line.endswith(b"\n"):  # the server was killed while it wrote this: nobody was told of it
+                if not line.endswith(b"\n"):  # the server was killed while it wrote this: no node was notified of it
                     break
                 try:
                     self._apply(*json.loads(line))
@@ -394,7 +394,7 @@ def _is_hex(text: str, size: int) -> bool:
 def _blamed(bad: Mapping[str, Collection[str]]) -> dict[str, str]:
     """Choose the clients to drop if shares could not be decrypted; the words say why.
 
-    One of each two. Whoever is of most such pairs goes first: a liar has quarrels with many, whichever side of them it is on. Of
+    One of each two. The client in most such pairs is excluded first: a malicious one disagrees with many, on either side of them. Of
     two that have no others the one who wrote goes.
     """
     pairs = {(reader, writer) for reader, writers in bad.items() for writer in writers}

@@ -64,7 +64,7 @@ class ExpectedUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidUpdate:
-    """Norm and largest values of a sound update."""
+    """Norm and largest values of a valid update."""
 
     norm: float
     """L2 norm of its change of ``model/`` weights, in float64."""

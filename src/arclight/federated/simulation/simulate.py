@@ -26,7 +26,7 @@ def simulate(
     time here.
 
     model: parameter name to shape, or the model's bytes. dtype: of its weights, as safetensors names it.
-    Raises FederatedError for a run that comes to a halt; one that fails by its own rules is told of in the result.
+    Raises FederatedError for a run that comes to a halt; one that fails by its own rules is reported in the result.
     """
     from arclight.federated.simulation.simulator import Simulator
     from arclight.federated.simulation.sizes import Sizes

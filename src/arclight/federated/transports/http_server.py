@@ -418,7 +418,7 @@ def _part(header: str | None, size: int) -> tuple[int, int]:
 def _refused(request: Request, status: int, why: str, headers: dict[str, str] | None = None) -> Response:
     """Answer a request that may not have been read to its end.
 
-    The rest of a short one is passed over, so that whoever sends it comes to read the answer; after others the connection ends.
+    The rest of a short one is passed over, so that its sender reads the answer; after others the connection ends.
     """
     length = request.headers.get("content-length", "0" if request.method in ("GET", "HEAD") else "")
     short = status != 408 and length.isdigit() and int(length) <= PART

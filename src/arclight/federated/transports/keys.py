@@ -66,7 +66,7 @@ class Registry:
         self.nodes()
 
     def vouches(self, node: str, client: str, text: bytes, signature: str) -> bool:
-        """Return True if a registered node has signed the text and may speak for the client."""
+        """Return True if a registered node has signed the text and may act for the client."""
         known = self.nodes().get(node)
         return (
             known is not None
@@ -75,7 +75,7 @@ class Registry:
         )
 
     def unbound(self) -> list[str]:
-        """List the nodes that may speak for any client."""
+        """List the nodes that may act for any client."""
         return [name for name, one in self.nodes().items() if not one.clients]
 
     def nodes(self) -> dict[str, RegisteredNode]:

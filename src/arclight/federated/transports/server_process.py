@@ -4,7 +4,7 @@
 
 Other processes of this package end with the one that starts them: ranks (`arclight.fabric.launchers`) fail together, and a node's workers
 (`clients.worker_processes`) take its orders through a pipe. This one gets nothing but its socket and its arguments, calls `Server.serve`, and
-tells its end by its status.
+reports its end by its exit status.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from arclight.fabric.serving import certificates
 from arclight.federated.errors import FederatedError, LinkError, UntrustedError
 
 _PROBE_TIMEOUT_S = 3.0
-"""Seconds to find out whether the other side speaks TLS."""
+"""Seconds to find out whether the peer supports TLS."""
 _EXPIRED, _NOT_YET, _OTHER_NAME, _OTHER_ADDRESS = 10, 9, 62, 64
 """OpenSSL's numbers for what is wrong with a certificate."""
 

@@ -16,7 +16,7 @@ def take_rows(
 
     Every row of ``x`` is taken once at most.
     x: (R, D). index: (S,) rows of ``x``. back: (R,) where in the result each row of ``x`` went; ``back_valid`` is False for
-    rows that went nowhere.
+    rows that were dropped.
     """
     out: Tensor = _Take.apply(x, index, back, valid, back_valid)
     return out

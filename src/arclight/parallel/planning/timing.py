@@ -46,7 +46,7 @@ def exchange_seconds(device: Hardware, size: int, stride: int, collective: Colle
     """Time of a collective over ``size`` processes that are ``stride`` apart.
 
     A ring moves (n - 1) / n of the bytes through every process (twice for an all-reduce: Patarasuk and Yuan 2009). Between
-    nodes the members of one node share out the work to their adapters. An all-to-all sends to each member its part.
+    nodes the members of one node divide the traffic among their adapters. An all-to-all sends to each member its part.
     """
     if size == 1 or not nbytes:
         return 0.0

@@ -58,7 +58,7 @@ def write_corpus(
     does it here, on the tokenizer's own threads. (More of them import the main script: it needs its ``if __name__ ==
     "__main__"``.) engine: "ray" tokenizes on the Ray cluster that RAY_ADDRESS names, or on one that is started here, with as
     many shards at a time as it has CPUs, or ``workers`` if that is more; what a lost node was at work on is done again elsewhere.
-    about: noted in the index of each split. progress: told documents and bytes so far.
+    about: noted in the index of each split. progress: called with documents and bytes so far.
     Raises FileExistsError if the folder is there already, SourceError for documents that cannot be read, and
     MisconfigurationError if there are none, or those of one source do not follow one another.
     """

@@ -258,7 +258,7 @@ class HFTokenizer(Tokenizer):
     def _role(self, vocab: dict[str, int], role: str) -> int | None:
         value = self._config.get(role)
         name = value.get("content") if isinstance(value, dict) else value
-        if name is None:  # a lone tokenizer.json tells no roles, except by the names that ours have
+        if name is None:  # a lone tokenizer.json names no special tokens, except by the names that ours have
             name = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}[role]
             return vocab.get(name)
         if not isinstance(name, str) or name not in vocab:

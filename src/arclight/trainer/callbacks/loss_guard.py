@@ -52,7 +52,7 @@ class FabricSpikeDetection:
     ``mode``: whether lower ("min") or higher ("max") is better. ``finite_only``: NaN and infinity are spikes whatever
     the tolerances.
 
-    Then the numbers of that batch and of the one before it, which may have spoiled the weights, are added to
+    Then the numbers of that batch and of the one before it, which may have corrupted the weights, are added to
     ``exclude_batches_path`` (a JSON file, or the folder for ``skip_batches.json``; default: the working directory) and
     every process raises :class:`TrainingSpikeException`. Judging each batch reads its loss: a wait for the device per step.
     """
@@ -342,7 +342,7 @@ class LossGuard(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (
             trainer.last_loss is not None
-        ):  # the trainer's alarm is for losses that spoil the weights, which a bad one did not
+        ):  # the trainer's alarm is for losses that corrupt the weights, which a bad one did not
             loss = trainer.last_loss.detach()
             before = torch.zeros_like(loss) if self._good_loss is None else self._good_loss
             bad = ~torch.isfinite(loss) if self._bad is None else self._bad

@@ -24,7 +24,7 @@ class Timer(Callback):
     """Time training, validation and test, and stop training after ``duration``.
 
     ``duration`` is text such as ``"2h30min"`` or ``"00:12:00:00"`` (days, hours, minutes, seconds), a timedelta or a
-    dict of its arguments; None only measures. The limit is looked at when training starts and after every batch, or at
+    dict of its arguments; None only measures. The limit is checked when training starts and after every batch, or at
     the end of epochs with ``interval="epoch"``, by the first process, whom the others follow.
     Time of earlier sessions counts when a run is resumed.
     Raises MisconfigurationError for a duration that is no time.

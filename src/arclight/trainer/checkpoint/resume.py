@@ -190,7 +190,7 @@ class CheckpointSelector:
         if not problems:
             return newest
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the damaged ones are told of in one sentence
+            warnings.simplefilter("ignore")  # damaged ones are reported in one sentence
             found = find_last(newest.parent, strategy)
         instead = f"training continues from {found}" if found is not None else "there is no intact one beside it"
         self._warn(f"the last checkpoint is damaged: {problems[0].partition(';')[0]}; {instead}")

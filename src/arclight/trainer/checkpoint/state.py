@@ -135,7 +135,7 @@ class CheckpointConnector:
     # -- loading ---------------------------------------------------------------------------------------------------------
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Read a checkpoint and let callbacks and module look at it."""
+        """Read a checkpoint and call ``on_load_checkpoint`` of callbacks and module."""
         trainer = self._trainer
         return self.accept(trainer.strategy.read_checkpoint(trainer.checkpoint_io, path), str(path))
 

@@ -61,7 +61,7 @@ class Logger:
 
     @property
     def needs_folder(self) -> bool:
-        """Return True if this logger was not told where to write, and wants the run folder."""
+        """Return True if this logger was given no folder, and writes into the run folder."""
         return False
 
     def use_folder(self, folder: Path) -> None:

@@ -30,8 +30,8 @@ def nonfinite_loss(run: RunState, log_every: int) -> str | None:
 
     None if it is finite.
 
-    Asked at each logging interval of ``log_every`` steps, at epoch ends and before saving: such a loss spoils the weights for
-    good, so it cannot be missed for long, and no checkpoint is ever written from a spoiled model.
+    Asked at each logging interval of ``log_every`` steps, at epoch ends and before saving: such a loss corrupts the weights for
+    good, so it cannot be missed for long, and no checkpoint is ever written from a corrupted model.
     """
     if run.last_loss is None or math.isfinite(loss := float(run.last_loss.detach())):
         return None

@@ -203,7 +203,7 @@ def metric_attribute(module: nn.Module, name: str, metric: Any) -> str:
 
     A checkpoint saves and restores it by that name.
 
-    Raises MisconfigurationError if it holds it nowhere.
+    Raises MisconfigurationError if no attribute holds it.
     """
     held: dict[str, Any] = {path: part for path, part in module.named_modules() if is_metric(part)}
     held |= {path: part for path, part in vars(module).items() if is_metric(part)}

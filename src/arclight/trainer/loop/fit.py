@@ -118,7 +118,7 @@ class FitLoop:
 
         A validation that is due runs first.
 
-        A rank alone in being told to stop says so to the others beside the loop; they all stop at the next batch that none has begun.
+        A rank that alone is asked to stop notifies the others outside the loop; they all stop at the next batch that none has begun.
         """
         run, stop = self.run_state, self.strategy.stop
         if run.should_stop:

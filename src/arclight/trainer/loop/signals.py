@@ -143,7 +143,7 @@ class SignalConnector:
         before = kept.all()
         path = kept.next_path(before)
         trainer.save_checkpoint(path)
-        trainer.checkpoint_io.teardown()  # complete before the queue hears of it
+        trainer.checkpoint_io.teardown()  # complete before the job is requeued
         if trainer.is_global_zero:
             job = _job() or os.environ["SLURM_JOB_ID"]
             if not re.fullmatch("[0-9_-]+", job):

@@ -170,7 +170,7 @@ class DetectionDataset(Dataset[Sample]):
     What ``__getitems__`` returns is a function of the state of Python's ``random``, the epoch and the indices: not of
     the process, of what was loaded before, or of caches. Partners for mosaics therefore come from the batch itself
     and from a few images drawn for it. An image that turns out damaged when it is decoded is reported once and counted
-    in ``damaged``; in training the next sound one stands in for it, without ``augment`` its batch goes without it.
+    in ``damaged``; in training the next readable one stands in for it, without ``augment`` its batch goes without it.
     """
 
     def __init__(
@@ -545,7 +545,7 @@ class DetectionDataset(Dataset[Sample]):
     # Damaged files
 
     def _read_sound(self, index: int, read: Callable[[Path], T]) -> tuple[T, int]:
-        """Read the image at ``index``, or the first sound one after it; also returns its index."""
+        """Read the image at ``index``, or the first readable one after it; also returns its index."""
         for candidate in chain(range(index, len(self.images)), range(index)):
             try:
                 return read(self.images[candidate]), candidate

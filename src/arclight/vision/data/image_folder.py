@@ -109,7 +109,7 @@ class ImageFolder(Dataset[ClassifiedImage]):
     """Images with one class each: centre crops, or with ``augment`` random resized crops.
 
     What ``__getitems__`` returns is a function of the state of Python's ``random`` and the indices. A damaged image is reported
-    once and counted in ``damaged``; in training the next sound one stands in for it, without ``augment`` its batch goes without it.
+    once and counted in ``damaged``; in training the next readable one stands in for it, without ``augment`` its batch goes without it.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class ImageFolder(Dataset[ClassifiedImage]):
         return samples
 
     def _first_sound(self, index: int) -> tuple[Image, int]:
-        """Return the image at ``index``, or the first sound one after it, and its index."""
+        """Return the image at ``index``, or the first readable one after it, and its index."""
         for candidate in chain(range(index, len(self)), range(index)):
             if (image := self._decoded(candidate)) is not None:
                 return image, candidate

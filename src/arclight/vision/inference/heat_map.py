@@ -25,7 +25,7 @@ SURE = 1e-6
 def heat_map(module: VisionModule, image: Image, conf_threshold: float = 0.25) -> NDArray[np.float32]:
     """Return the activation heat (H, W) in [0, 1] of each pixel of an RGB uint8 photo.
 
-    It is how much a pixel speaks for what the network finds: of detectors all scores from ``conf_threshold`` on, before suppression; of
+    It is how much a pixel contributes to what the network finds: of detectors all scores from ``conf_threshold`` on, before suppression; of
     classifiers the likeliest class. The heat is the gradient of their logits times the activations of `deep_layer`, where that is positive,
     the largest as 1; 0 everywhere where nothing is found. It is as coarse as that layer's cells. Weights, their gradients and the module's
     mode are left as they are.

@@ -17,7 +17,7 @@ from arclight.vision.inference.fusion import Detect, concatenated, refuse_parts,
 from arclight.vision.results.detections import Detections
 
 BATCH = 8
-"""Slices that are looked at together."""
+"""Slices predicted in one batch."""
 _EDGE_SHARE = 0.01
 """Share of a slice's side within which a box that ends beside the slice's edge is taken for cut by it."""
 _INSIDE = 0.5
@@ -47,7 +47,7 @@ def sliced(
     """Return a detector that predicts on overlapping slices of ``size`` pixels.
 
     Slices overlap by the share ``overlap``; with ``whole`` the whole image is predicted on, too, for large objects.
-    An image that is no larger than a slice is looked at once. Equal boxes are left out, boxes that a seam has cut give way to a
+    An image that is no larger than a slice is predicted once. Equal boxes are left out, boxes that a seam has cut give way to a
     whole one of their object, and cut parts that face each other across a seam are joined.
     ``agnostic``: boxes suppress those of other classes, too. Idea: Akyon et al. 2022, "Slicing aided hyper inference".
     """

@@ -1,4 +1,4 @@
-"""Test-time augmentation: look at an image, at a smaller one and at a mirrored one."""
+"""Test-time augmentation: predict on an image, a smaller and a mirrored copy."""
 
 from __future__ import annotations
 

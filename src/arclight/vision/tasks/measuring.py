@@ -80,7 +80,7 @@ class CPUMeter:
 class CUDAMeter:
     """Measure the peak memory of the CUDA allocator.
 
-    Libraries take workspaces by size, so that small batches alone would tell too little.
+    Libraries take workspaces by size, so that small batches alone would underestimate.
     """
 
     tried: tuple[int, ...] = (2, 4, 8, 16)
@@ -173,7 +173,7 @@ def largest_batch(measure: Callable[[int], int], meter: MemoryMeter, budget: int
     if fixed + each > budget:
         raise _no_size(what, f"takes {(fixed + each) / 2**30:.2f} GiB", budget)
     size = 1 << (max(1, fitting).bit_length() - 1)
-    while (meter.tries_out or len(found) == 1) and size not in found:  # one point tells no line
+    while (meter.tries_out or len(found) == 1) and size not in found:  # one point gives no line
         taken = _unless_out_of_memory(measure, size)
         if taken is not None and taken <= budget:
             break

@@ -541,7 +541,7 @@ class VisionModule(Module, abc.ABC):
         if not len(batch["images"]):
             return  # every image of the batch was damaged
         images = self.prepare(batch["images"])
-        if not isinstance(self.model, Yolo):  # quantized: its output is decoded, and tells no loss
+        if not isinstance(self.model, Yolo):  # quantized: its output is decoded, and gives no loss
             self.metrics.update_output(self.model(images), batch)
             return
         raw = self.model.raw(images)

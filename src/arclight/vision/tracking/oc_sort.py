@@ -133,7 +133,7 @@ class OCSort:
     """
 
     confidence: float = 0.25
-    """Confidence of the boxes that are looked at."""
+    """Confidence of the boxes that are used."""
     buffer: int = 30
     """Frames after which a track that is not seen is forgotten."""
     _tracks: list[_Track] = field(default_factory=list, repr=False)

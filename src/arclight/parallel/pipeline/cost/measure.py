@@ -113,7 +113,7 @@ def _done(
     with warnings.catch_warnings():  # what torch's own graphs say when they are copied
         warnings.filterwarnings("ignore", message=".*(data pointer of FakeTensor|LeafSpec)")
         double = copy.deepcopy(model, memo)
-    # Numbers of the arguments are real if they are known: glue may look at them.
+    # Numbers of the arguments are real if they are known: glue code may read them.
     arguments = tree_map_only(Tensor, lambda x: stand_in(x) if x.is_meta else x.detach().cpu(), arguments_of(example))
     with ExitStack() as modes:
         modes.enter_context(torch.random.fork_rng([]))  # glue may draw numbers

@@ -258,7 +258,7 @@ class Engine:
         """Return the boundaries of this process's stages, by the number of the stage before each.
 
         One micro-batch runs through the real stages but the last, one after another; what they count and draw on the way is put
-        back. Replicas beside this pipeline may have no new shape, and hear nothing of it.
+        back. Replicas beside this pipeline may have no new shape, and are not notified.
         """
         topology, crossing, passed = self.topology, dict[int, Boundary](), _Passed()
         devices = [topology.device] if topology.device.type == "cuda" else []

@@ -18,7 +18,7 @@ PATIENCE = 2.0
 """Seconds that a process which lost a neighbour waits for the report of the one that failed first."""
 
 BETWEEN_QUESTIONS = 0.05
-"""Seconds between two looks at the store while a device is waited for: each is a message to the process that has it."""
+"""Seconds between two polls of the store while a device is waited for: each is a message to the process that has it."""
 LATE = 0.02
 """Part of a wait for a device by which its end may be seen too late: the device has nothing to do then."""
 
@@ -147,7 +147,7 @@ class DeviceSteps:
 
     NCCL's operations do not hold up the host: a step returns while its messages are on their way, and one that never comes would be met
     wherever a number is read next, until a watchdog ends the process. So the host waits for the step before the last here, which costs
-    nothing while the device keeps up, and hears of other processes' failures meanwhile.
+    nothing while the device keeps up, and polls for failures of other ranks meanwhile.
     """
 
     AHEAD = 2

@@ -213,7 +213,7 @@ class ScaleMismatch:
             self.raise_if_found()
 
     def raise_if_found(self) -> None:
-        """Raise RuntimeError if scales were unlike, as far as is known by now."""
+        """Raise RuntimeError if scales differed between ranks, as far as is known by now."""
         while self._noted and (self._noted[0][1] is None or self._noted[0][1].query()):
             if bool(self._noted.pop(0)[0]):
                 raise RuntimeError(

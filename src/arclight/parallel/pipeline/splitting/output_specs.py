@@ -103,7 +103,7 @@ class OutputSpecs:
     def find(self, path: str, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputSpec:
         """Return the specification of a part's result for such arguments.
 
-        Raises PlanError if that depends on their data. Raises PlanError if it depends on their data.
+        Raises PlanError if it depends on their data.
         """
         key = (path, training, *_autocast(), signature((args, kwargs)))
         part = self.part(path)
@@ -127,7 +127,7 @@ class OutputSpecs:
         except DataDependentError:
             return self._run_on_zeros(part, path, args, kwargs)
         except RuntimeError:
-            # Who spreads a part over processes may let it compute in another type than that of its parameters.
+            # A strategy that shards a part may let it compute in another type than that of its parameters.
             weights = {p.dtype for p in part.parameters() if p.is_floating_point()}
             floats = (x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.is_floating_point())
             given = {x.dtype for x in floats}

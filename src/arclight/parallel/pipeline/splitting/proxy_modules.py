@@ -24,7 +24,7 @@ from arclight.parallel.pipeline.splitting.placeholder_tensor import DataDependen
 def shallow_clone(module: nn.Module) -> nn.Module:
     """Clone ``module`` alone, with dicts (children, parameters, buffers, hooks) of its own.
 
-    Models of transformers that return caches of keys and values unless they are told not to are told: no stage has all of one.
+    KV caches of transformers' models are turned off (``use_cache``): no stage has all of one.
     """
     made: nn.Module = object.__new__(type(module))
     for name, value in module.__dict__.items():
@@ -61,7 +61,7 @@ Visit = Callable[[str, nn.Module], "nn.Module | None"]
 def copy_tree(root: nn.Module, visit: Visit, changed: Callable[[str, nn.Module], None] | None = None) -> nn.Module:
     """Return a copy of ``root``, in which ``visit`` chooses replacements of modules.
 
-    A module at several paths stays one unless it does. ``changed(path, copy)`` is told of each copied module, whose
+    A module at several paths stays one unless it does. ``changed(path, copy)`` is called for each copied module, whose
     ``_parameters`` and ``_buffers`` it may change.
     """
     made: dict[nn.Module, nn.Module] = {}

@@ -20,7 +20,7 @@ from arclight.parallel.step_protocol import own_batch_weight
 class MicroBatch:
     """Micro-batch, with what else the step is called with.
 
-    It is told apart from others by its shapes.
+    It is distinguished by its shapes.
     """
 
     step: str

@@ -91,7 +91,7 @@ class _Stage(nn.Module):
 class PipelinedSteps:
     """The steps of ``module``, whose parts lie on the processes of ``topology``.
 
-    The first one that is looked at and cut decides which calls are whose; the others follow, so that each parameter stays where
+    The first one that is traced and cut decides which calls are whose; the others follow, so that each parameter stays where
     it is. They may call parts in another order only as far as no stage would come back after a later one.
     """
 

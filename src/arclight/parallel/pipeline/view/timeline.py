@@ -25,7 +25,7 @@ CAUSES = {
     "communication": ("communication", "waiting because what was computed arrives later"),
     "overhead": ("overhead", "between actions, with nothing to wait for"),
 }
-"""Causes of idleness with name and meaning: first what the schedule costs, then what can be mended."""
+"""Causes of idleness with name and meaning: first what the schedule costs, then what can be improved."""
 
 
 def timeline(

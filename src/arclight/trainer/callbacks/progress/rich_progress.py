@@ -258,7 +258,7 @@ class RichProgressBar(ProgressBar):
         self._init_progress(trainer)
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: Module) -> None:
-        self._show_metrics({})  # a few batches of an untrained model: no result to look at
+        self._show_metrics({})  # a few batches of an untrained model: not a result to show
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._clock = ProgressClock(trainer.progress.batches)

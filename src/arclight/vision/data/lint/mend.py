@@ -40,7 +40,7 @@ def mend(report: LintReport, to: Path) -> MendReport:
     """Copy the data set of ``report`` into the new folder ``to``, repairing unambiguous faults.
 
     Left out: images that cannot be read, rows that cannot be read or repeat another one (outlines: all of their corners), images of train that are in val or
-    test too, second copies of equal files with equal boxes, label files without an image. Written anew as 8-bit RGB: images
+    test too, second copies of equal files with equal boxes, label files without an image. Rewritten as 8-bit RGB: images
     that EXIF turns, of 16 bits, CMYK, with transparency or several pictures. Everything else is copied byte for byte; the
     original is never touched. Raises DatasetError if ``to`` holds something, lies in the data set, or nothing would be left.
     """
