@@ -1,6 +1,7 @@
 """Save in the background: copy tensors to host memory, and write them from a thread.
 
-The Trainer's ``AsyncCheckpointIO`` uses it.
+`AsyncSaver` is public (``arclight.checkpoint``); the Trainer's `AsyncCheckpointIO` uses it. What is written is `store`'s or
+``sharded``'s format. When `save` returns, the caller may change its tensors: the copy must be complete by then.
 """
 
 from __future__ import annotations

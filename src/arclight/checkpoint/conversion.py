@@ -2,6 +2,8 @@
 
 ``arclight.checkpoint.convert``, ``arclight checkpoint convert`` and tasks that start from other projects' weights call this. Files are
 untrusted: nothing is ever unpickled.
+
+Formats may be added to `convert`. Layouts that are read now must stay readable.
 """
 
 from __future__ import annotations

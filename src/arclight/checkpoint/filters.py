@@ -1,4 +1,8 @@
-"""Select a checkpoint's entries by name or pattern (``only=``, ``exclude=``); find NaN."""
+"""Select a checkpoint's entries by name or pattern (``only=``, ``exclude=``); find NaN.
+
+`store` and ``sharded.reader`` select with this what ``load`` returns; `store` and the Trainer's resume refuse NaN weights by it.
+Patterns are public API.
+"""
 
 from __future__ import annotations
 

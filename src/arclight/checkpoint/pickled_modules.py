@@ -7,6 +7,9 @@ ones, and every
 other class or function is an inert :class:`Record` that keeps its arguments. Of the records, those that look like
 a
 ``torch.nn.Module`` are walked for parameters and buffers.
+
+`conversion` calls `read_modules` for files that hold a module instead of a state dict, such as YOLOv5's. Files are untrusted: the
+limits may be raised, but no name of a file may ever be imported.
 """
 
 from __future__ import annotations

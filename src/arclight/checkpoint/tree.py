@@ -4,6 +4,8 @@ This is the format of all checkpoints.
 
 JSON holds ``None``, booleans, integers, finite floats, text, lists and dicts with text keys as they are. All else is an
 object ``{"$": kind, ...}``: see `Encoder` for the kinds. A kind that was ever written must stay readable.
+
+`store`, ``sharded``, `dcp` and the writer of federated rounds encode by this; everything that opens a checkpoint decodes by it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Combine loaders, side by side or in sequence, resumable at any batch."""
+"""Combine loaders, side by side or in sequence, resumable at any batch.
+
+The Trainer combines what ``train_dataloader`` returns (lists, dicts) by this; users make a `CombinedLoader` as in Lightning. Modes are
+Lightning's.
+"""
 
 from __future__ import annotations
 

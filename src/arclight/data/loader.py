@@ -1,4 +1,8 @@
-"""Resume a DataLoader at any batch of any epoch, bit for bit."""
+"""Resume a DataLoader at any batch of any epoch, bit for bit.
+
+The Trainer, Fabric and federated clients wrap users' loaders in a `ResumableLoader`; it is public, too. Keys of ``state_dict`` are in
+checkpoints, and the batches of an epoch are a function of seed and epoch: both stay.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ Orders of samples and draws of clients come from here: another bit is another tr
 
 A permutation of ``size`` elements is an alternating Feistel network over Z_a x Z_b with a * b slightly above ``size``
 (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002); what falls outside is walked on until it is inside.
+
+`computed_order` and `mixture` permute samples by this, ``federated.coordination.sampling`` draws clients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Compare two networks of one task: scores, outputs, worst samples, latency, size, bounds."""
+"""Compare two networks of one task: scores, outputs, worst samples, latency, size, bounds.
+
+`compare` is public (``arclight.deploy``); ``arclight compare`` calls it for two runs or programs. A task says by an `Evaluation` what
+its networks are scored by. A new bound belongs in `Bounds`, with the sentence that reports it.
+"""
 
 from __future__ import annotations
 

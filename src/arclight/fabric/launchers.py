@@ -1,4 +1,7 @@
-"""Launch the other processes of a run and wait for them."""
+"""Launch the other processes of a run and wait for them.
+
+`ParallelStrategy` chooses a launcher by how the program was started. In: a function; out: rank 0's result, after all ranks have ended.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Select a strategy, accelerator, devices, environment and precision from arguments."""
+"""Select a strategy, accelerator, devices, environment and precision from arguments.
+
+Fabric and Trainer call this through ``trainer.fabric.strategies``, which adds the strategies of ``parallel``. In: the arguments as
+users gave them; out: one `Strategy` with its parts. Accepted names and error types are Lightning's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""ADOPT (Taniguchi et al. 2024, arXiv 2411.02853) and its quasi-hyperbolic form (QHADOPT)."""
+"""Define the rule ADOPT of `optimizer`, and its quasi-hyperbolic form (QHADOPT).
+
+ADOPT: Taniguchi et al. 2024, arXiv 2411.02853. `MixedOptimizer` calls ``new_state`` and ``step`` for groups with rule ``adopt`` or
+``qhadopt``. Keys of the state are in checkpoints and stay.
+"""
 
 from __future__ import annotations
 

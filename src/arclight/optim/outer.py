@@ -5,6 +5,9 @@ It steps on pseudo-gradients.
 Local SGD and federated averaging (McMahan et al. 2017), DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1) and its
 streaming form in fragments (Douillard et al. 2025, arXiv 2501.18512). Weights are dicts from parameter name to tensor;
 nothing here communicates or changes what it is given.
+
+Server strategies (``federated.strategies``) and the callback `DiLoCo` step with `Outer`; masks deal fragments with `fragments_of`. A
+change here changes both.
 """
 
 from __future__ import annotations

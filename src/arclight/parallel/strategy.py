@@ -1,4 +1,8 @@
-"""Define `PlanStrategy`: run a parallel plan under a Trainer or Fabric."""
+"""Define `PlanStrategy`: run a parallel plan under a Trainer or Fabric.
+
+A `Plan` given as ``strategy=`` becomes a `PlanStrategy` in ``trainer.fabric.strategies``. It calls `parallelize` before optimizers are
+made, and saves sharded checkpoints. A new dimension of a plan needs a check in `plan` and an estimate in ``planning``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Count answers, latencies and refusals by model, for Prometheus."""
+"""Count answers, latencies and refusals by model, for Prometheus.
+
+`middleware` and `app` count each request here; ``GET /metrics`` gives the text. Names and labels of metrics are public: dashboards read
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Load programs as models, and replace them by newer programs without downtime."""
+"""Load programs as models, and replace them by newer programs without downtime.
+
+`server` loads the programs into `Models`, `app` takes a `ServedModel` for each request. A replaced program must leave requests in
+progress their old one: tests reload under load.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define the Module that trains language models, and callbacks for throughput and samples."""
+"""Define the Module that trains language models, and callbacks for throughput and samples.
+
+`LanguageModel` is public; a recipe's ``[task]`` builds it (``text.settings``), and ``heads`` fine-tune it. The Trainer calls its steps.
+Names of weights are the model's own below ``model.`` and are in checkpoints.
+"""
 
 from __future__ import annotations
 

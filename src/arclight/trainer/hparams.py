@@ -1,4 +1,8 @@
-"""Save a module's hyper-parameters (constructor arguments) for checkpoints to rebuild it."""
+"""Save a module's hyper-parameters (constructor arguments) for checkpoints to rebuild it.
+
+`Module` and `DataModule` inherit from `HyperparametersMixin`; checkpoints hold what ``checkpoint_entries`` gives, and
+``load_from_checkpoint`` rebuilds from it. The encoding may get kinds but lose none; files choose no class and import no module.
+"""
 
 from __future__ import annotations
 

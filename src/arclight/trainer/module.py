@@ -1,4 +1,8 @@
-"""Define Module, like LightningModule: an nn.Module with training_step and its like."""
+"""Define Module, like LightningModule: an nn.Module with training_step and its like.
+
+Users subclass `Module`, and so do all tasks of this package; the loops call its steps and hooks through ``loop.hooks``. Names,
+arguments and defaults of methods are Lightning 2.x's and stay.
+"""
 
 from __future__ import annotations
 

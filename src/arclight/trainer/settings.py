@@ -1,4 +1,8 @@
-"""Settings of the Trainer, and the behaviours that ``compat`` changes (no torch here)."""
+"""Define settings of the Trainer, and the behaviours that ``compat`` changes, without torch.
+
+A recipe's table ``[trainer]`` is a `TrainerSettings`, and ``Trainer(...)`` takes the same arguments; `TrainerBehavior` is where
+Lightning's defaults differ. Field names are public, and their docstrings are texts of ``arclight train --help``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Define the Trainer: its settings and parts, and fit, validate, test and predict."""
+"""Define the Trainer: its settings and parts, and fit, validate, test and predict.
+
+This is the public `Trainer`; recipes make one in ``cli.run_setup``. Each entry point runs a `Session`; the parts (data, logging,
+checkpoints, run folder) are objects of their own rooms. Arguments, attributes and hook order are Lightning 2.x's and stay; a new
+argument belongs in `settings`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Compare two detectors on one data set: scores with intervals, errors and images."""
+"""Compare two detectors on one data set: scores with intervals, errors and images.
+
+``arclight compare`` (`compare`) calls `compare_detectors` if both sides are detectors. Out: printed tables, ``--json`` and a page of
+``vision.results.comparison``. Keys of the JSON are public.
+"""
 
 from __future__ import annotations
 

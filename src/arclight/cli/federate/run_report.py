@@ -1,4 +1,8 @@
-"""Report a federated run as one page: metrics, clients, traffic, time and privacy."""
+"""Report a federated run as one page: metrics, clients, traffic, time and privacy.
+
+``arclight federate`` writes it when a run ends, ``arclight federate report`` again later. In: the run's history (``federated.rounds``);
+out: ``report.html`` and ``metrics.csv``. Nothing reads the page back: its layout is free.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define Lightning's ``BoringModel`` and its like: minimal models and data for bug reports."""
+"""Define Lightning's ``BoringModel`` and its like: minimal models and data for bug reports.
+
+User code gets these as ``lightning.pytorch.demos.boring_classes``, by the table in `names`; nothing here calls them. Names, shapes and
+hooks are Lightning's.
+"""
 
 from __future__ import annotations
 

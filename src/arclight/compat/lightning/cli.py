@@ -1,6 +1,9 @@
 """Run a Trainer from a command line: Lightning's ``LightningCLI``, on jsonargparse.
 
 Our own command line is ``arclight``, with recipes; this one is for scripts that have theirs already.
+
+User code gets `LightningCLI` as ``lightning.pytorch.cli``, by the table in `names`. Arguments, flags and the files it writes are
+Lightning's.
 """
 
 from __future__ import annotations

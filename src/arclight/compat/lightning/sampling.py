@@ -1,4 +1,7 @@
-"""Define Lightning's distributed samplers, for user code that imports them."""
+"""Define Lightning's distributed samplers, for user code that imports them.
+
+Names, arguments and error texts are Lightning's and stay.
+"""
 
 from __future__ import annotations
 

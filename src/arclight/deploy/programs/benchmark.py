@@ -1,4 +1,8 @@
-"""Time programs beside each other: interleaved runs, medians, and ratios with their spread."""
+"""Time programs beside each other: interleaved runs, medians, and ratios with their spread.
+
+`benchmark` is public and behind ``arclight benchmark``; `export` and ``verifying`` time programs by it, too. Turns are interleaved so
+that drift of the machine cancels: keep that when adding a contender.
+"""
 
 from __future__ import annotations
 

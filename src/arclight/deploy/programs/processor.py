@@ -1,4 +1,8 @@
-"""Name this processor's instruction sets, and check that a program finds those it needs."""
+"""Name this processor's instruction sets, and check that a program finds those it needs.
+
+``formats.export`` and `ptq` record the instruction sets of the exporting processor; `program` calls `check_processor` before it runs a
+program here. Names are Linux's and are stored in programs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Quantize a trained float model after training, by one of several recipes."""
+"""Quantize a trained float model after training, by one of several recipes.
+
+`quantize` is public (``arclight.deploy``); ``arclight quantize`` calls it through `deployment`. In: a float model, a recipe and
+calibration batches; out: a `QuantizedModel`, which ``export`` takes. Recipes are ``deploy.settings``; a result below its bound of
+quality raises.
+"""
 
 from __future__ import annotations
 

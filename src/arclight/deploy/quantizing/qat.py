@@ -1,4 +1,8 @@
-"""Train a model with rounded weights and activations, and convert it to int8 afterwards."""
+"""Train a model with rounded weights and activations, and convert it to int8 afterwards.
+
+`prepare_qat` and `convert` are public (``arclight.deploy``); the callback `QuantizationAwareTraining` calls them around a fit.
+State-dict names stay the float model's, so that checkpoints open either way.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 The parallel strategies call this before they create a process group. An elastic launcher restarts all processes when one is lost and
 keeps the store, in which keys of the previous attempt (addresses, stop requests, failures) would be read as current. Restart counts
 cannot distinguish attempts, since each node has its own.
+
+Keys in the store are private to one version, since all ranks run the same one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Watch each rank from a thread: carry stop signals, name ranks that hang or fail first."""
+"""Watch each rank from a thread: carry stop signals, name ranks that hang or fail first.
+
+`ParallelStrategy` starts it on each rank once the process group exists. Keys in the store are shared with ``hang_report`` and
+``stop_signal``: all ranks run the same version.
+"""
 
 from __future__ import annotations
 

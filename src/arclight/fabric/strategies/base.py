@@ -1,4 +1,8 @@
-"""Define the interface of strategies, and the strategy of one process."""
+"""Define the interface of strategies, and the strategy of one process.
+
+Trainer loops and Fabric call a `Strategy` for devices, collectives, backward, steps and saves; ``fabric.strategies`` and
+``arclight.parallel`` implement it, and users may subclass it. A new method needs a default here that is right for one process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define the base of parallel strategies: launch, rendezvous and collectives."""
+"""Define the base of parallel strategies: launch, rendezvous and collectives.
+
+`ddp`, `sharded` and the strategies of ``arclight.parallel`` inherit from it. Method names are Lightning's and may be overridden by
+users' subclasses; every rank must make the same collective calls in the same order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Run one federated round within a fit: load the server's weights, save, stop, give results."""
+"""Run one federated round within a fit: load the server's weights, save, stop, give results.
+
+`trainer_learner` adds a `RoundCallback` to the client's Trainer for each round (`EvaluationCallback` for measurements). In: the
+server's weights by parameter name; out: trained weights, moments and metrics. It uses the Trainer's public hooks alone.
+"""
 
 from __future__ import annotations
 

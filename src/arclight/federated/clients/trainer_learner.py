@@ -1,4 +1,8 @@
-"""Train clients with a Trainer: each round is a fit that resumes where the last one ended."""
+"""Train clients with a Trainer: each round is a fit that resumes where the last one ended.
+
+`Client` and recipes' sites make a `TrainerLearner`; the node's executor calls `fit` and `evaluate`. In: weights and a number of steps;
+out: trained weights and metrics. State between rounds is an ordinary checkpoint in the client's folder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Track connected nodes, their assignments and timers: in memory only, never in the journal."""
+"""Track connected nodes, their assignments and timers: in memory only, never in the journal.
+
+`coordinator` holds one `ClusterState`; the rules read it. After a restart it is empty and fills up as nodes join again, so nothing that
+must survive belongs here.
+"""
 
 from __future__ import annotations
 

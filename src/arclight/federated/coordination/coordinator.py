@@ -1,4 +1,8 @@
-"""Run rounds as a state machine without I/O or clock: decide, then apply."""
+"""Run rounds as a state machine without I/O or clock: decide, then apply.
+
+``server.runtime`` drives it in real runs, ``simulation.simulator`` in simulated ones, by the contract in `events`. `message_rules` and
+`round_rules` decide, `cluster` is the state beside the journal. It must stay deterministic: a journal is replayed through it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decide what follows from a node's message or a driver's event: pure rules."""
+"""Decide what follows from a node's message or a driver's event: pure rules.
+
+Only `coordinator` calls these. In: an event and the state; out: a decision. They change nothing themselves, and read no clock.
+"""
 
 from __future__ import annotations
 

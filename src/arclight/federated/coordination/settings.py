@@ -1,4 +1,8 @@
-"""Settings of sampling, waiting, and buffered or streamed rounds (no torch here)."""
+"""Define settings of sampling, waiting, and buffered or streamed rounds, without torch.
+
+`Federation` (``federated.settings``) holds them, as tables of a recipe; the coordinator decides by them. Field names are recipe keys,
+and a resumed run must have the values it was begun with.
+"""
 
 from __future__ import annotations
 

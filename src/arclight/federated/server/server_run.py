@@ -4,6 +4,8 @@ The folder holds ``run.db`` (journal and history), ``rounds/<number>/``, ``blobs
 
 `Server` opens this for users, and ``arclight federate`` by it. In: a task with settings and initial weights; out: a run folder that a
 later process resumes. The journal decides what has happened; files of the folder are read by ``federated.rounds`` and `RunDatabase`.
+
+A resumed run must find what an earlier version wrote: tables and folders may be added, not renamed.
 """
 
 from __future__ import annotations

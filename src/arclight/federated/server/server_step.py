@@ -1,4 +1,8 @@
-"""Turn accepted updates into the next round's checkpoint, tensor by tensor."""
+"""Turn accepted updates into the next round's checkpoint, tensor by tensor.
+
+`ServerRun` calls this when a round closes. In: accepted updates; out: the next round's checkpoint, written before the journal commits
+it. A step repeated after a crash must give the same bytes.
+"""
 
 from __future__ import annotations
 

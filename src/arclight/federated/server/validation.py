@@ -1,4 +1,8 @@
-"""Validate messages of nodes before the coordinator sees them, and the tensors of updates."""
+"""Validate messages of nodes before the coordinator sees them, and the tensors of updates.
+
+`service` checks messages by this, `ServerRun` the tensors of uploads. Nodes are untrusted: a value that is used anywhere behind is
+checked here. Limits may be raised; reasons of refusals are part of the protocol.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Simulate clients and network links as discrete events around the coordinator of real runs."""
+"""Simulate clients and network links as discrete events around the coordinator of real runs.
+
+`simulate` runs it. It drives the real `coordinator`, so that rules cannot differ; only times, sizes and losses of nodes are models.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Settings of a server's address, limits and Flower apps (nothing is imported here)."""
+"""Define settings of a server's address, limits and Flower apps, without imports.
+
+``arclight federate serve`` and `Server` make a `Listening`; `http_server` and `uploads` enforce its `Limits`. Field names and
+`FLOWER_DEFAULTS` are configuration keys of users and stay. Reading them must import neither torch nor a server.
+"""
 
 from __future__ import annotations
 

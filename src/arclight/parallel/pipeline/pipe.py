@@ -1,4 +1,8 @@
-"""Split any model into stages: capture one forward, choose the cuts, return a `Pipe`."""
+"""Split any model into stages: capture one forward, choose the cuts, return a `Pipe`.
+
+`split` and `Pipe` are public. In: a model and an example; out: stages that keep the model's parameter names. `forecast` simulates a
+`Pipe`, `PipeRunner` trains it; under a Trainer the strategies use ``steps`` instead.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Estimate a plan: memory of every stage, exchanges, time of a step; nothing is run."""
+"""Estimate a plan: memory of every stage, exchanges, time of a step; nothing is run.
+
+`mesh_search` calls `estimate` for each candidate, ``arclight plan`` prints the result. In: a `Plan`, the traced chain and the hardware;
+out: bytes and seconds. Formulas are checked against real runs by tests; a change of what ``parallelize`` does needs one here.
+"""
 
 from __future__ import annotations
 

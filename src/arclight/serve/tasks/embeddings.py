@@ -1,6 +1,8 @@
 """Answer requests for embeddings by OpenAI's API (POST /v1/embeddings).
 
 Fields, errors and status codes are those of OpenAI's protocol.
+
+`app` calls `answer` for each request, on a worker. A vector must not depend on the other texts of its batch, which tests compare.
 """
 
 from __future__ import annotations

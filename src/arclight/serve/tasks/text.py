@@ -1,4 +1,8 @@
-"""Answer requests for text by OpenAI's API: completions and chats, whole or streamed."""
+"""Answer requests for text by OpenAI's API: completions and chats, whole or streamed.
+
+`app` routes ``/v1/completions`` and ``/v1/chat/completions`` here; `scheduler` generates. Fields, errors and status codes are those of
+OpenAI's protocol and stay.
+"""
 
 from __future__ import annotations
 

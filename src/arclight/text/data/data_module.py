@@ -1,4 +1,8 @@
-"""Define the data module of text: tokenize once, cache, read batches of packed documents."""
+"""Define the data module of text: tokenize once, cache, read batches of packed documents.
+
+`LanguageTask` makes a `TextDataModule` of its data settings. Tokens are cached below a digest of text and settings: what changes them
+must be part of it. Out: batches of `TokenSamples`.
+"""
 
 from __future__ import annotations
 

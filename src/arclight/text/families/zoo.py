@@ -1,4 +1,8 @@
-"""Zoo of models by name, from sizes that train on a laptop in minutes to the published ones."""
+"""Zoo of models by name, from sizes that train on a laptop in minutes to the published ones.
+
+``arclight.text.build_model`` is `build_model`; language-model tasks, heads and the planner call it too. A new family or size is an
+entry of the tables here. Names are public and stored in checkpoints.
+"""
 
 from __future__ import annotations
 

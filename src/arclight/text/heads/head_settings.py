@@ -1,4 +1,8 @@
-"""Settings of fine-tuning with a head (no torch here: a recipe is read without it)."""
+"""Define settings of fine-tuning with a head, without importing torch.
+
+A recipe's ``[task]`` with one of these kinds becomes a `HeadTask`, which builds module and data of ``text.heads``. Field names are
+recipe keys and stay, and their docstrings are texts of ``arclight train --help``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Map Hugging Face model families to ours: fields of config.json and names of parameters."""
+"""Map Hugging Face model families to ours: fields of config.json and names of parameters.
+
+`registry` lists these tables; `read` and `write` follow them in both directions, and `moe_families` extends them. A new family comes
+with a test that compares its logits with those of transformers.
+"""
 
 from __future__ import annotations
 

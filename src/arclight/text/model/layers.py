@@ -2,6 +2,9 @@
 
 Names of tensors end in their dimensions: B batch, T sequence, D model width, H heads, K key and value heads, C head width,
 F hidden width, V vocabulary.
+
+Every family in ``text.families`` is built of these. Parameter names are in checkpoints and in the tables of ``text.hf``; logits are
+compared with transformers' by tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Request the dataloaders of each stage, prepare them, and give their batches to its loop."""
+"""Request the dataloaders of each stage, prepare them, and give their batches to its loop.
+
+`session` and both loops ask a `StageData` for batches; `DataConnector` (``trainer.data``) finds whose loaders count. Positions within
+loaders are saved in checkpoints, so a resumed run depends on their keys.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 A Trainer writes folders (:class:`FolderCheckpointIO`), for Lightning's users files (:class:`TorchCheckpointIO`); a Fabric what the
 name asks for (:class:`StateIO`). All of them read both.
+
+The Trainer's saves, `ModelCheckpoint` and `Fabric` call a plugin's three methods, which users may override: their names and arguments
+are Lightning's.
 """
 
 from __future__ import annotations

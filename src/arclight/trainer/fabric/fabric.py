@@ -1,4 +1,8 @@
-"""Fabric: devices, precision and processes for people who write their own loop."""
+"""Fabric: devices, precision and processes for people who write their own loop.
+
+`Fabric` is public; its strategy, precision and launcher are the Trainer's. ``setup`` returns the objects of `wrappers`. Method names
+and arguments are Lightning Fabric's and stay.
+"""
 
 from __future__ import annotations
 

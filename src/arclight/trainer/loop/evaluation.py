@@ -1,4 +1,8 @@
-"""Run evaluation: one loop of batches and hooks for validate, test and predict."""
+"""Run evaluation: one loop of batches and hooks for validate, test and predict.
+
+`session` runs it for validate, test and predict, `fit` between training batches. Out: metrics by loader, or predictions. The order of
+hooks is Lightning's; modes of submodules are restored.
+"""
 
 from __future__ import annotations
 

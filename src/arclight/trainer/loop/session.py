@@ -1,4 +1,8 @@
-"""Run fit, validate, test or predict for a Trainer: launch, set up, loop, tear down."""
+"""Run fit, validate, test or predict for a Trainer: launch, set up, loop, tear down.
+
+Each entry point of `Trainer` makes one `Session`. It launches ranks, sets strategy and data up, calls `FitLoop`, `EvaluationLoop` or
+prediction, and tears down also after an error. The order of setup hooks is Lightning's.
+"""
 
 from __future__ import annotations
 

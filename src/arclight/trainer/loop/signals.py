@@ -1,4 +1,8 @@
-"""Handle SIGTERM and SLURM preemption: record the signal, act between two batches."""
+"""Handle SIGTERM and SLURM preemption: record the signal, act between two batches.
+
+`session` installs the handlers around a run, `fit` asks between two batches whether to stop. Exit status 143 and the names of requeue
+checkpoints are relied on by schedulers and by resumed jobs.
+"""
 
 from __future__ import annotations
 

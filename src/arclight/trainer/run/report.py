@@ -1,4 +1,8 @@
-"""Write a run's report as one HTML page that needs no network and no other file."""
+"""Write a run's report as one HTML page that needs no network and no other file.
+
+The callback `RunReport` writes it at the end of a fit; searches, federated runs and vision pages are made of the same parts (`Section`,
+`table`, `figure`). Texts come from users: escape them. The layout is free.
+"""
 
 from __future__ import annotations
 

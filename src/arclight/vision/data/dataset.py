@@ -1,4 +1,8 @@
-"""Define detection data sets: images with boxes, and their collated batches."""
+"""Define detection data sets: images with boxes, and their collated batches.
+
+`DetectionData` (``tasks.detection``) makes the data sets of a ``data.yaml``. Out: images (N, 3, H, W) uint8 or float and targets (M, 6
+or more). Batches are a function of the random state, whatever the number of workers: tests compare them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compute class activation maps of a network (HiResCAM, Draelos and Carin 2020)."""
+"""Compute class activation maps of a network (HiResCAM, Draelos and Carin 2020).
+
+``arclight predict --heatmap`` calls `heat_map` for each photo. It needs gradients, so it takes modules, not programs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Iterate over images for prediction: files, memory, stdin, videos, cameras and streams."""
+"""Iterate over images for prediction: files, memory, stdin, videos, cameras and streams.
+
+``arclight predict``, ``arclight scan``, `Detector` and `tracking` iterate over an `ImageSource`. In: a path, pattern, address, camera
+number or images; out: `Frame` objects. Kinds of sources may be added; what an existing text means stays.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Hold one image's detections, from a module, an exported program or a server alike."""
+"""Hold one image's detections, from a module, an exported program or a server alike.
+
+Detectors, programs and the server return these; ``inference``, `tracking` and ``qris`` take them. Attribute names are public; objects
+are never changed after they are made.
+"""
 
 from __future__ import annotations
 

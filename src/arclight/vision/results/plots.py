@@ -1,4 +1,8 @@
-"""Plot the results of a vision task for the run's report: charts and sample predictions."""
+"""Plot the results of a vision task for the run's report: charts and sample predictions.
+
+Vision tasks add the callback `DetectionPlots`, which writes into the run's ``plots``; validation pages reuse the curves. Nothing reads
+the files back: layout is free.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define Modules and DataModules of detection, masks, keypoints, corners and rotated boxes."""
+"""Define Modules and DataModules of detection, masks, keypoints, corners and rotated boxes.
+
+`Detector` and its kin are public; a recipe's ``[task]`` builds them (`settings`). The Trainer calls the steps, ``predict`` and the
+server ``detect``. Names of weights are YOLOv5's and in published checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Settings of the vision tasks (no torch here: a recipe is read without it)."""
+"""Define settings of the vision tasks, without importing torch.
+
+A recipe's ``[task]`` with one of their kinds becomes one of these classes, which builds module and data. Field names are recipe keys
+and stay, and their docstrings are texts of ``arclight train --help``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Capture one forward of a model without data, as a `CallGraph` of its module calls."""
+"""Capture one forward of a model without data, as a `CallGraph` of its module calls.
+
+`split`, `PipelinedSteps`, `simulate` and ``arclight plan`` trace models by `capture_call_graph`. Out: a `CallGraph` that must be the
+same on every rank, since stages are assigned by the numbers of its calls.
+"""
 
 from __future__ import annotations
 

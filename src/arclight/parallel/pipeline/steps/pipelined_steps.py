@@ -1,4 +1,8 @@
-"""Pipeline a user's training_step and its like: capture, assign calls, run a schedule."""
+"""Pipeline a user's training_step and its like: capture, assign calls, run a schedule.
+
+The strategies make one `PipelinedSteps` for a module whose steps were not written for pipelines. In: a user's step and batch; out: what
+the step returned, on all ranks. All ranks of a pipeline must be given the same batch.
+"""
 
 from __future__ import annotations
 

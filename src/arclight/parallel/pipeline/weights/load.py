@@ -1,4 +1,8 @@
-"""Load one stage's weights from safetensors files, reading only its tensors."""
+"""Load one stage's weights from safetensors files, reading only its tensors.
+
+`Pipe.load` calls this on each rank. In: a file or folder of safetensors, full tensors by the model's names; out: filled parameters and
+a `LoadReport`. A tensor of another stage is never read, so that memory stays that of one stage.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Rank checkpoints, plan a save, write it and delete what it replaces."""
+"""Rank checkpoints, plan a save, write it and delete what it replaces.
+
+`ModelCheckpoint` is the only user. In: monitored values; out: `SavePlan` objects, applied so that the new checkpoint is complete before
+an old one is deleted. Keys of its state are in checkpoints.
+"""
 
 from __future__ import annotations
 

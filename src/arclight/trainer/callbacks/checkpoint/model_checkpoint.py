@@ -1,4 +1,8 @@
-"""Save checkpoints on a schedule while training, and keep the best."""
+"""Save checkpoints on a schedule while training, and keep the best.
+
+Users pass it, a recipe's ``[callbacks]`` makes it, and the Trainer adds one by default. `history` ranks and writes, ``checkpoint_io``
+is the format. Arguments, attributes and file names are Lightning's and stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Read and write COCO's json: boxes, polygons and run-length masks."""
+"""Read and write COCO's json: boxes, polygons and run-length masks.
+
+``arclight data import`` and ``export`` call this, by way of `annotations`. Files are untrusted: paths may not leave their folder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Lint a data set: files, boxes, classes, anchors, duplicate and near-duplicate images."""
+"""Lint a data set: files, boxes, classes, anchors, duplicate and near-duplicate images.
+
+``arclight data lint`` and ``check`` call `lint`, a fit logs a short form before its first epoch, `mend` and `sheet` read the
+`LintReport`. Names of checks are public; a new check is an entry of `CHECKS`.
+"""
 
 from __future__ import annotations
 
