@@ -1,4 +1,8 @@
-"""Summarise a checkpoint from its manifest, without reading tensors."""
+"""Summarise a checkpoint from its manifest, without reading tensors.
+
+`inspect` is public (``arclight.checkpoint``) and behind ``arclight checkpoint inspect``; resuming and federated runs read steps by it.
+Fields of `Inspection` are keys of its JSON: add, do not rename.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Read and write Hugging Face weights: a safetensors file, or several with an index."""
+"""Read and write Hugging Face weights: a safetensors file, or several with an index.
+
+``text.hf`` and ``parallel.pipeline.weights`` read by `WeightFiles` and write by `write_shard`. Names of files and the index are Hugging
+Face's, so that transformers opens them.
+
+Nothing is unpickled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``arclight tune``: run trials until the budget is spent, and write the best recipe."""
+"""``arclight tune``: run trials until the budget is spent, and write the best recipe.
+
+`command` calls `tune`. In: a recipe with a space (`space`); out: a folder of ordinary runs (`trial`), Optuna's database (`study`),
+``recipe.toml`` with the best values and a page (`search_report`). A stopped search is resumed from its folder, so names in it stay.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Read blocks through a local folder, and prefetch on threads in the order of use.
 
 `remote_shards` reads through one `BlockReader` for each corpus; `block_folder` is its cache on disk.
+
+Blocks are verified by their digest before a consumer gets them. Sizes and numbers of threads may be tuned.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Read ranges of files at an address through fsspec, with retries."""
+"""Read ranges of files at an address through fsspec, with retries.
+
+`remote_shards` and ``text.data.corpus`` read files at addresses by `RemoteFiles`. Transient errors are retried here and nowhere else;
+what is raised names the address.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Run archives of torch: graphs of torch.export, and libraries that AOTInductor compiled."""
+"""Run archives of torch: graphs of torch.export, and libraries that AOTInductor compiled.
+
+`program` opens a `TorchSession` for formats ``pt2`` and ``aoti``; arrays in, arrays out, as `session` documents. Such files run code,
+so `program` opens them only if a trusted key signed them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Run captured graphs on tensors that keep the names they had in the model."""
+"""Run captured graphs on tensors that keep the names they had in the model.
+
+`ptq` and `qat` run captured models as `NamedGraphs`; the passes beside it (`batch_norm`, `linear`, `placement`) read constants by
+`stored_tensor`. State-dict names are the float model's and stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Quantize a model by any quantizer of torchao, and keep its references."""
+"""Quantize a model by any quantizer of torchao, and keep its references.
+
+`verify` calls `post_training` and `trained` and compares the references of the `Conversion` that comes back. A check that is added
+compares its parts in `verify`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Mixed precision: parameters in float32, autocast to float16 or bfloat16, gradient scaling."""
+"""Define mixed precision: float32 parameters, autocast to 16 bits, gradient scaling.
+
+`Fabric` and `Trainer` get it by ``precision="16-mixed"`` or ``"bf16-mixed"`` (through `names`), or as an object; strategies call it
+around forward, backward and step. Class name and arguments are Lightning's; the scaler's state is in checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""True precision: parameters and arithmetic in float16, bfloat16 or float64."""
+"""Define true precision: parameters and arithmetic in float16, bfloat16 or float64.
+
+`Fabric` and `Trainer` get it by ``precision="bf16-true"`` and its like (through `names`), or as an object. Modules are converted once,
+inputs at each step. Class names are Lightning's.
+"""
 
 from __future__ import annotations
 

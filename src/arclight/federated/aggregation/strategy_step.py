@@ -1,4 +1,8 @@
-"""Step the server optimizer over all tensors, streaming: one tensor in memory at a time."""
+"""Step the server optimizer over all tensors, streaming: one tensor in memory at a time.
+
+``server.server_step`` feeds it the sums of `fold`, tensor by tensor, and writes what it gives. Strategies (``federated.strategies``)
+are the update rules. Names of their states are in round checkpoints and stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define the `Learner` protocol: a client's own training code, as federation calls it."""
+"""Define the `Learner` protocol: a client's own training code, as federation calls it.
+
+An executor calls it for each round; `TrainerLearner` implements it for Modules, users for code of their own. It is public: methods may
+get defaults, not further required arguments.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Authenticate nodes: which node a request comes from, and whether it may send that message."""
+"""Authenticate nodes: which node a request comes from, and whether it may send that message.
+
+`http_server` checks each request by an `Authenticator`; `http_client` signs `signed_text` with the node's key. The signed text is part
+of the protocol: nodes of other versions must produce the same.
+"""
 
 from __future__ import annotations
 

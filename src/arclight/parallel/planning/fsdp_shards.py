@@ -1,4 +1,8 @@
-"""Shard a link's parameters over processes as FSDP does."""
+"""Shard a link's parameters over processes as FSDP does.
+
+`estimates` calls `fsdp_shards_of` for each link. In: shapes and a plan; out: bytes of parameters, gradients and moments of one rank. It
+follows ``parallel.model``, against which ``arclight plan --verify`` compares it.
+"""
 
 from __future__ import annotations
 

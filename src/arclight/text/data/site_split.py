@@ -1,4 +1,8 @@
-"""Split a text's documents among the sites of a federation."""
+"""Split a text's documents among the sites of a federation.
+
+`TextDataModule` reads one site's part through a `SiteSplit`; sites are drawn by ``arclight.data.sites``. Which document goes to which
+site may never change.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ Layers of one shape class (kind, routing, sizes, tokens up to the next power of 
 time for a forward and a backward pass of a layer made for it, with equal loads. A class is measured once in a process. Rank 0 measures
 the classes of all ranks, of the paths that run on all of them, and its choice is theirs, so that no two ranks round otherwise; a run keeps
 it in its checkpoints, since another path gives other bits.
+
+Tasks with experts (`LanguageModel`, heads) call `prepare_paths_for_fit` before the first step; `moe` computes by the chosen path. A new
+path needs its refusals here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Resolve ``ckpt_path`` ("last", "best", a path) to a checkpoint and its run folder."""
+"""Resolve ``ckpt_path`` ("last", "best", a path) to a checkpoint and its run folder.
+
+`Trainer` asks a `CheckpointSelector` before each entry point with ``ckpt_path``. The words and their order of search are public; a
+damaged checkpoint is passed over with a warning.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define the base of loggers, and open them and log parameters and graph to them."""
+"""Define the base of loggers, and open them and log parameters and graph to them.
+
+The Trainer and Fabric call a `Logger`'s methods, on rank zero; ``trainer.loggers`` implement it, and users subclass it. Method names
+are Lightning's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Record each image's detections and true boxes, for an analysis beyond the scores."""
+"""Record each image's detections and true boxes, for an analysis beyond the scores.
+
+`Detector` and ``arclight compare`` wrap their metrics in `RecordingMetrics`; `analysis` and the pages read the `ImageRecord` of each
+image. Records travel between ranks: plain arrays only.
+"""
 
 from __future__ import annotations
 

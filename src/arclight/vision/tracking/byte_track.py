@@ -1,6 +1,9 @@
 """Track by ByteTrack: match confident boxes first, then doubtful ones (Zhang et al. 2022).
 
 Doubtful boxes are for tracks that found no confident one.
+
+`tracks` makes one for each video and gives it the `Detections` of each frame, in order; ids come back on them. The same boxes must give
+the same ids, which tests compare.
 """
 
 from __future__ import annotations

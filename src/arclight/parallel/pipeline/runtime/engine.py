@@ -1,6 +1,9 @@
 """Run micro-batches through this rank's stages by a schedule.
 
 Shapes are learnt from the first batch.
+
+`runner`, `pipe_runner` and ``steps`` hand it micro-batches; it makes `stage` objects and drives torch's schedules over them. In: inputs
+by stage; out: losses and outputs of the last one. All ranks must take the same branches here, or their messages do not match.
 """
 
 from __future__ import annotations

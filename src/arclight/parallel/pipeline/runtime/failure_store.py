@@ -1,4 +1,8 @@
-"""Report a failure to the other ranks of a pipeline, so that they stop with its place."""
+"""Report a failure to the other ranks of a pipeline, so that they stop with its place.
+
+Only `engine` uses it. A report is a key in the process group's store, read while a rank waits for its device; users get a
+`StageLostError` with rank, stage and micro-batch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stochastic weight averaging (SWA): average weights along a constant, high learning rate."""
+"""Stochastic weight averaging (SWA): average weights along a constant, high learning rate.
+
+Users pass it to a Trainer, as in Lightning, whose arguments it has. Keys of its state are in checkpoints and stay.
+"""
 
 from __future__ import annotations
 
