@@ -20,7 +20,7 @@ from arclight.trainer.callbacks import BatchSizeFinder, ModelCheckpoint
 from arclight.vision import Detector
 from arclight.vision.data.augment_settings import Augment, NoAugment
 from arclight.vision.data.data_yaml import read_data_yaml
-from arclight.vision.data.dataset import DetectionDataset
+from arclight.vision.data.dataset import DatasetError, DetectionDataset
 from arclight.vision.data.mix import MixedData
 from arclight.vision.data.progressive_resizing import ProgressiveResizing
 from arclight.vision.models.anchors import best_possible_recall, evolve_anchors, fit_anchors
@@ -141,6 +141,18 @@ def test_anchors_are_fitted_where_published_ones_miss(kind: str) -> None:
     after = (made.model.anchors * strides).view(-1, 2)
     assert best_possible_recall(tall_boxes(), before) < 0.5
     assert best_possible_recall(tall_boxes(), after) > 0.99
+
+
+def test_boxes_too_small_for_any_anchor_are_an_error_of_the_data(
+    tmp_path: Path, write_dataset: Callable[..., Path]
+) -> None:
+    yaml = write_dataset(tmp_path / "set", 4)
+    write_dataset(tmp_path / "set", 2, "val")
+    for file in (tmp_path / "set/labels/train").glob("*.txt"):
+        file.write_text("0 0.5 0.5 0.01 0.01\n")
+    task = DetectionTask(data=yaml, image_size=64, workers=0, cache_labels=False, anchors="fitted")
+    with pytest.raises(DatasetError, match=r"none of the 4 given is at image_size = 64: train with larger images"):
+        fit(task, tmp_path, max_steps=1)
 
 
 def test_anchors_that_answer_for_all_boxes_are_kept(caplog: pytest.LogCaptureFixture) -> None:

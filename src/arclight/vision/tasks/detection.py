@@ -298,7 +298,12 @@ class Detector(VisionModule):
                     "no anchor matches %.1f %% of the training boxes: try task.anchors = auto", 100 * (1 - recall)
                 )
             return
-        found = fit_anchors(sizes_px, s.image_size, len(before), anchor_t=s.anchor_t)
+        try:
+            found = fit_anchors(sizes_px, s.image_size, len(before), anchor_t=s.anchor_t)
+        except ValueError as error:
+            raise DatasetError(
+                f"{s.data}: {error} at image_size = {s.image_size}: train with larger images, or anchors = coco"
+            ) from error
         if kind == "evolved":
             found = evolve_anchors(found, sizes_px, anchor_t=s.anchor_t)
         self.model.anchors.copy_(found.view_as(anchors) / strides)
