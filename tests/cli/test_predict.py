@@ -18,6 +18,7 @@ cv2 = pytest.importorskip("cv2")
 import numpy as np  # noqa: E402
 from tests.vision.mjpeg import Camera  # noqa: E402
 
+from arclight.cli.command import main  # noqa: E402
 from arclight.vision.results.writers import Names  # noqa: E402
 
 Typed = Callable[[str], tuple[int, str, str]]
@@ -371,6 +372,20 @@ def test_most_objects_of_an_image_count_over_all_slices(run: Path, typed: Typed)
     for words, expected in (("--max-det 3", 3), ("--max-det 3 --slice 160", 3), ("--slice 160", 8)):
         typed(f"predict {run} a.png {words} --json found.json")
         assert len(json.loads(Path("found.json").read_text())["a.png"]) == expected, words
+
+
+def test_names_of_files_need_not_be_text(run: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = cv2.imencode(".png", np.pad(np.full((20, 20, 3), 250, np.uint8), ((5, 5), (5, 5), (0, 0))))[1].tobytes()
+    Path("photos").mkdir()
+    Path(os.fsdecode(b"photos/caf\xe9.png")).write_bytes(data)
+    output = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="strict")
+    monkeypatch.setattr(sys, "stdout", output)
+    files = "--save-csv found.csv --json found.json --save-jsonl found.jsonl --save-txt labels --save-crop crops"
+    assert main(f"predict {run} photos {files}".split()) == 0
+    output.flush()
+    assert b"photos/caf\\udce9.png: 1 cat\n" in output.buffer.getvalue()  # type: ignore[attr-defined]
+    assert Path("found.csv").read_bytes().splitlines()[1].startswith(b"photos/caf\xe9.png,cat,")
+    assert list(json.loads(Path("found.json").read_text())) == [os.fsdecode(b"photos/caf\xe9.png")]
 
 
 def test_several_runs_are_one_ensemble(run: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:

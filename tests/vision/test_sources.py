@@ -137,6 +137,10 @@ def test_sources_without_images_are_errors_at_once(folder: Path) -> None:
         (folder / "empty", "no image or video in"),
         ([], "the list of sources is empty"),
         ("ftp://example.com/a.jpg", "addresses start with rtsp, rtsps, http, https"),
+        (
+            "rtsp://me:secret@[::1/door",
+            r"^the rtsp address cannot be read \(Invalid IPv6 URL\): write it as rtsp://host/path$",
+        ),
         (7.0, "float is not a source"),
         (True, "bool is not a source"),
         (np.zeros((4, 4, 3), np.float32), "type float32: give uint8"),

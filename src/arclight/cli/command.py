@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
+import io
 import os
 import re
 import sys
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
     # Before NumPy is imported: its products are small here, and a second thread waits for the next one longer than it computes.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    _let_streams_hold_any_name()
     usual = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: (
         f"arclight: warning: {message}\n"
@@ -96,6 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE_STATUS
     finally:
         warnings.formatwarning = usual
+
+
+def _let_streams_hold_any_name() -> None:
+    """Let standard input and output hold names of files that are no text in the streams' encoding."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=errors)
 
 
 def dispatch(verb: str, rest: list[str]) -> int:

@@ -86,7 +86,11 @@ def live_input(source: str | int) -> LiveInput | None:
 
 def shown_address(address: str) -> str:
     """Return an address without user, password and query, which often hold secrets."""
-    parts = urlsplit(address)
+    try:
+        parts = urlsplit(address)
+    except ValueError as error:
+        scheme = address.partition("://")[0]  # what follows may hold a password
+        raise SourceError(f"the {scheme} address cannot be read ({error}): write it as {scheme}://host/path") from error
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 

@@ -130,7 +130,8 @@ class _FileWriter:
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.stream: IO[str] = self._partial.open("w", newline="", encoding="utf-8")
+        # names of files are bytes, and need not be text
+        self.stream: IO[str] = self._partial.open("w", newline="", encoding="utf-8", errors="surrogateescape")
         self.start()
         return self
 
