@@ -207,7 +207,7 @@ def test_numbers_beyond_their_interval_are_refused(wrong: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("eps", [0.0, 1e-30])
 def test_no_gradient_yet_is_no_nan_whatever_eps_is(eps: float) -> None:
-    """Its square is 0 in float32, as eps squared is: a quotient of both ended the weights that had no gradient at first."""
+    """Its square is 0 in float32, as eps squared is: weights without a gradient became NaN."""
     found = []
     for used in (eps, 1e-12):
         weight = nn.Parameter(torch.ones(3))

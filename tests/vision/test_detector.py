@@ -145,7 +145,7 @@ def test_classes_that_have_other_numbers_than_in_the_checkpoint_are_refused(
 
 
 def test_a_program_is_not_scored_on_data_of_other_classes(tmp_path: Path) -> None:
-    """A third class ended in an error of the metrics, and an exchange of two in scores of nothing."""
+    """A third class ended in an error of the metrics; two exchanged ones were scored crosswise."""
     detector = Detector.load(detector_run(tmp_path / "run") / "checkpoints" / "last.ckpt")
     other = detector.settings.data.with_name("other.yaml")
     for names, error, said in (

@@ -127,7 +127,7 @@ def test_a_transparent_colour_of_a_gif_is_white(animated: bool) -> None:
 
 
 def tiff_with_alpha(colours: np.ndarray, meaning: int) -> bytes:
-    """A TIFF image of (H, W, 4) colours and alpha, whose meaning is 0 (not said), 1 (associated) or 2 (not)."""
+    """Encode colours and alpha (H, W, 4), of meaning 0 (not said), 1 (associated) or 2 (not)."""
     height, width, _ = colours.shape
     bits, pixels = 8 * colours.dtype.itemsize, colours.tobytes()
     tags = [

@@ -294,7 +294,7 @@ tlv = st.lists(st.tuples(st.from_regex(r"[0-9]{2}", fullmatch=True), anything), 
         ({"tip": Tip("most")}, "tag 55 at 0: has no tip of kind 'most'"),
     ],
 )  # fmt: skip
-def test_nothing_takes_the_place_of_another_value(changes: dict[str, object], said: str) -> None:
+def test_values_that_would_hide_one_another_are_refused(changes: dict[str, object], said: str) -> None:
     """One of two accounts of a tag was dropped: the code paid the other one alone."""
     values: dict[str, object] = {
         "merchant_name": "WARUNG",

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _let_streams_hold_any_name() -> None:
-    """Let standard input and output hold names of files that are no text in the streams' encoding."""
+    """Let standard input and output hold names of files that are no text in their encoding."""
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors=errors)

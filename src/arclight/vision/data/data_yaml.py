@@ -117,9 +117,9 @@ def read_data_yaml(path: str | Path) -> DataSpec:
 
 
 def _refuse_repeated_keys(file: Path, root: Any) -> None:
-    """Raise DatasetError for a key of the file, or a number of a class, that is given twice: one would be lost.
+    """Raise DatasetError for a key of the file, or the number of a class, that is given twice.
 
-    root: the file's YAML node.
+    One would be lost. root: the file's YAML node.
     """
     if root is None or root.id != "mapping":
         return

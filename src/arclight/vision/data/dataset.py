@@ -580,7 +580,7 @@ def _refuse_together(
 
 
 def _single_name(names: Sequence[str], augment: Augment | None) -> list[str]:
-    """Return the name that stands for all classes: one whose images are never mirrored, if any is.
+    """Return a name for all classes: one whose images are never mirrored, if there is any.
 
     No image tells which of them it has.
     """

@@ -242,7 +242,7 @@ def _gif(data: Data) -> ImageHeader:
 
 
 def _gif_pictures(data: Data) -> tuple[bool, bool]:
-    """Return whether the first picture has a transparent colour, and whether a second one follows it."""
+    """Return whether the first picture has a transparent colour, and whether another follows."""
     position, pictures, alpha = 13 + _palette_bytes(data[10:11]), 0, False
     while position < len(data):
         kind = data[position]

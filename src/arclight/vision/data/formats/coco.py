@@ -144,7 +144,7 @@ def _categories(documents: Mapping[Path, dict[str, Any]]) -> tuple[dict[int, int
 
 
 def _keypoint_shape(documents: Mapping[Path, dict[str, Any]]) -> KeypointShape:
-    """Return the keypoints of all files, as their classes list them or else their annotations have them.
+    """Return the keypoints of all files, as classes list them or else annotations have them.
 
     Raises DatasetError for none, and for several numbers of them.
     """
@@ -271,7 +271,7 @@ class _Reader:
         )
 
     def _keypoints(self, marks: Any, width: int, height: int) -> tuple[tuple[float, float, int], ...]:
-        """Read the keypoints of one annotation, zeros for those that are not labelled or not in the image.
+        """Read the keypoints of one annotation, zeros for those not labelled or not in the image.
 
         Raises ValueError.
         """
