@@ -265,9 +265,9 @@ class _Reader:
             left, top, right, bottom = (float(edge) for edge in (*points.min(0), *points.max(0)))
         else:
             left, top, right, bottom = (float(box[0]), float(box[1]), float(box[0] + box[2]), float(box[1] + box[3]))
-        points = self._keypoints(entry.get("keypoints"), width, height)
+        marks = self._keypoints(entry.get("keypoints"), width, height)
         return Annotation(
-            self.numbers[category], box_in_image(left, top, right, bottom, width, height), polygons, points
+            self.numbers[category], box_in_image(left, top, right, bottom, width, height), polygons, marks
         )
 
     def _keypoints(self, marks: Any, width: int, height: int) -> tuple[tuple[float, float, int], ...]:
