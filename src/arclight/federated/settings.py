@@ -1,4 +1,8 @@
-"""Settings of a federation (no torch here: a recipe is read without it)."""
+"""Define the settings of a federation, without importing torch.
+
+`Server`, `Client` and `simulate` take a `Federation`; a recipe's table ``[federation]`` is one. Field names are public, and a resumed
+run must have the settings it was begun with.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define the plan: the degree of each parallel dimension (no torch)."""
+"""Define the plan: the degree of each parallel dimension, without torch.
+
+Users pass a `Plan` as ``strategy=`` or in a recipe's table ``[plan]``; ``parallelize``, the strategies and ``planning`` read it. Field
+names are public; a plan that cannot run is refused here, before processes start.
+"""
 
 from __future__ import annotations
 

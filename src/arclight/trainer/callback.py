@@ -1,4 +1,8 @@
-"""Define Callback, whose hooks the trainer calls; like Lightning's."""
+"""Define Callback, whose hooks the trainer calls; like Lightning's.
+
+Users and all callbacks of this package subclass it; ``loop.hooks`` calls only methods that a subclass overrides. Names, arguments and
+order of hooks are Lightning 2.x's and stay.
+"""
 
 from __future__ import annotations
 

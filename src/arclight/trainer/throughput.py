@@ -1,4 +1,8 @@
-"""Measure throughput over a moving window: batches, samples, items and FLOPs per second."""
+"""Measure throughput over a moving window: batches, samples, items and FLOPs per second.
+
+The callback `ThroughputMonitor` and language models measure with `Throughput`; users of Fabric call it themselves. Names of metrics are
+Lightning's.
+"""
 
 from __future__ import annotations
 

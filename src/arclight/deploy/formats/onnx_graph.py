@@ -1,4 +1,8 @@
-"""Convert captured graphs to ONNX."""
+"""Convert captured graphs to ONNX.
+
+`export` and `formats` write ONNX through this, `verify` too. Names of inputs and outputs are the caller's; the opset is one that the
+tested runtimes run.
+"""
 
 from __future__ import annotations
 

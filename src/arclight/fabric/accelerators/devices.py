@@ -1,4 +1,8 @@
-"""Parse ``devices=``, and define the CPU, CUDA (or ROCm) and MPS accelerators."""
+"""Parse ``devices=``, and define the CPU, CUDA (or ROCm) and MPS accelerators.
+
+`accelerator_registry` and ``fabric.selection`` resolve ``accelerator=`` and ``devices=`` by these. Forms of ``devices`` and class names
+are Lightning's.
+"""
 
 from __future__ import annotations
 

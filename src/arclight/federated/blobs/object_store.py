@@ -1,4 +1,8 @@
-"""Store blobs at an address (``s3://bucket/run/blobs``) through fsspec, with a local cache."""
+"""Store blobs at an address (``s3://bucket/run/blobs``) through fsspec, with a local cache.
+
+The server mirrors published blobs there (`MirroredStore`), nodes read and write them (`ObjectStore`). Keys at the address are digests,
+as in every store: other versions read them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Keep a node's session with its server: join, rejoin after a loss, retry while it is down."""
+"""Keep a node's session with its server: join, rejoin after a loss, retry while it is down.
+
+`node` and `reporter` send all messages through one `Session`. Retries are here and nowhere else; what may be sent twice is decided by
+the protocol.
+"""
 
 from __future__ import annotations
 

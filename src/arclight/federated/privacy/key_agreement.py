@@ -1,4 +1,8 @@
-"""Agree on pairwise secrets for a secure sum, split them among partners, encrypt the shares."""
+"""Agree on pairwise secrets for a secure sum, split them among partners, encrypt the shares.
+
+`secure_aggregation` builds on it on the client's side, ``server.secure_sums`` relays its letters without reading them. Formats are part
+of the protocol.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define the public ``Server``: initial weights, a run folder, clients here or over HTTP."""
+"""Define the public ``Server``: initial weights, a run folder, clients here or over HTTP.
+
+Users make a `Server` and call `run`; ``arclight federate`` and the Flower app do the same. The run itself is a `ServerRun`. Arguments
+are public.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Describe a fleet's links, speeds and failures, and sample its clients (no torch here)."""
+"""Define a fleet's links, speeds and failures, and sample its clients, without torch.
+
+`simulate` takes a `Fleet`, `simulator` draws each client from it. A client depends on seed and number alone, so that a million cost
+only what is drawn.
+"""
 
 from __future__ import annotations
 

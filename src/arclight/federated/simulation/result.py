@@ -1,4 +1,7 @@
-"""Record a simulation and report its result."""
+"""Record a simulation and report its result.
+
+`simulator` fills a `SimulationRecorder`, `simulate` returns the `SimulationResult`. Fields are public: add, do not rename.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define server optimizers (FedAvg, FedAdam, ...), which step by the mean update (no torch)."""
+"""Define server optimizers (FedAvg, FedAdam, ...), which step by the mean update (no torch).
+
+A federation's ``strategy`` is one of these; `strategy_step` calls it tensor by tensor. Field names are recipe keys, names of states are
+in round checkpoints: both stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Receive uploads of blobs within limits of size, time and memory."""
+"""Receive uploads of blobs within limits of size, time and memory.
+
+`http_server` gives it the bodies of uploads. Clients are untrusted: nothing is kept in memory beyond a part, and a blob counts once its
+hash is right. Status codes and headers are the protocol.
+"""
 
 from __future__ import annotations
 

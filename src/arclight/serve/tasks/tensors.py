@@ -1,4 +1,8 @@
-"""Decode and encode tensors of the Open Inference Protocol, as JSON or binary data."""
+"""Decode and encode tensors of the Open Inference Protocol, as JSON or binary data.
+
+`app` and `batching` call `decode`, `compute` and `encode` for ``/v2/models/NAME/infer``. Fields and status codes are the protocol's
+(KServe v2); requests are untrusted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Read question sets in their authors' layouts, and write them as prompts."""
+"""Read question sets in their authors' layouts, and write them as prompts.
+
+``arclight test --questions`` and `suite` read sets by `read_questions`. Prompts are their authors': a change makes scores incomparable.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Read labelled rows and make batches of them."""
+"""Read labelled rows and make batches of them.
+
+The data module of heads (`head_module`) makes batches by this. In: a file that ``data.sources`` reads; out: token ids with labels, -100 where
+none is asked for.
+"""
 
 from __future__ import annotations
 

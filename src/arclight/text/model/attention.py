@@ -1,4 +1,8 @@
-"""Compute attention by one function: a `Mask` and a back end."""
+"""Compute attention by one function: a `Mask` and a back end.
+
+Families call an `InnerAttention` with a `Mask`; ``parallel.layers`` sets its `context`. All back ends must agree
+with the definition: a new one is added with its refusals.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The trunk that all language models share: embeddings, blocks, norm, output."""
+"""Define the trunk that all language models share: embeddings, blocks, norm, output.
+
+``text.families`` subclass `Decoder`; training, generation, ``text.hf`` and the parallel layers rely on its names (``tok_embeddings``,
+``layers``, ``norm``, ``output``), which are in checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stop training when a value no longer improves."""
+"""Stop training when a value no longer improves.
+
+Users pass it to a Trainer, recipes choose it. Arguments, attributes and messages are Lightning's and stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Decide how many batches a stage runs, when a fit validates, and how long it lasts."""
+"""Decide how many batches a stage runs, when a fit validates, and how long it lasts.
+
+`stage_data` limits loaders by this, `FitLoop` and schedulers ask when to validate. Meanings of ``limit_*`` and ``val_check_interval``
+are Lightning's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Log metrics to a CSV file, with the same bytes after a kill and resume as without one."""
+"""Log metrics to a CSV file, with the same bytes after a kill and resume as without one.
+
+The Trainer's default logger: ``metrics.csv`` in the run folder, which reports, searches and ``read_metrics`` read. Columns may be
+added; those that are there keep their names, and a resumed run goes on in the same file.
+"""
 
 from __future__ import annotations
 

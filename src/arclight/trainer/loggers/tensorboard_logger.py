@@ -1,4 +1,7 @@
-"""Log metrics to TensorBoard event files."""
+"""Log metrics to TensorBoard event files.
+
+Users pass it to a Trainer or name it in a recipe. Signature and folders are Lightning's.
+"""
 
 from __future__ import annotations
 

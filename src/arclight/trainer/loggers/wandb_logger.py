@@ -1,4 +1,7 @@
-"""Log metrics, media and checkpoints to a Weights & Biases run."""
+"""Log metrics, media and checkpoints to a Weights & Biases run.
+
+Users pass it to a Trainer or name it in a recipe. Signature is Lightning's; only this file imports ``wandb``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Write logger rows, update callback metrics, and raise for NaN or infinite losses."""
+"""Write logger rows, update callback metrics, and raise for NaN or infinite losses.
+
+`Trainer` holds one `Reporter`; loops call it at log intervals and ends of epochs. Names of rows and when they are written are
+Lightning's; values stay on the device until then.
+"""
 
 from __future__ import annotations
 

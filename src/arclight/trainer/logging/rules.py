@@ -1,4 +1,7 @@
-"""Check the arguments of ``Module.log`` against its hook, once per name and hook."""
+"""Check the arguments of ``Module.log`` against its hook, once per name and hook.
+
+``logging.results`` calls these when a value is logged. In: hook, name and arguments; out: settings, or an error with Lightning's text.
+"""
 
 from __future__ import annotations
 

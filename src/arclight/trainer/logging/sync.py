@@ -1,4 +1,7 @@
-"""Reduce an epoch's logged values over all ranks in one packed all-reduce."""
+"""Reduce an epoch's logged values over all ranks in one packed all-reduce.
+
+`reporting` calls `reduce_epoch` and `reduce_steps` on all ranks. Both are collectives: a rank that logged nothing must call them, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Profile the operators of each action with torch.profiler."""
+"""Profile the operators of each action with torch.profiler.
+
+Users get it by ``Trainer(profiler="pytorch")`` or as an object; loops call its actions. Arguments and names of actions are Lightning's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Find the largest batch size that fits in memory."""
+"""Find the largest batch size that fits in memory.
+
+The callback `BatchSizeFinder` and `Tuner.scale_batch_size` call `scale_batch_size`; model and progress are restored afterwards.
+Arguments are Lightning's.
+"""
 
 from __future__ import annotations
 

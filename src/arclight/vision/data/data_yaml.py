@@ -1,4 +1,7 @@
-"""Read and write data.yaml: class names and image folders, running and downloading nothing."""
+"""Read and write data.yaml: class names and image folders, running and downloading nothing.
+
+Data sets, lint and the demo read ``data.yaml`` by `read_data_yaml`. Keys are YOLOv5's; the file is untrusted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define image classification data sets, one folder per class, and their collated batches."""
+"""Define image classification data sets, one folder per class, and their collated batches.
+
+The classification task makes these data sets of a folder. Out: images (N, 3, H, W) and class numbers; a batch is a function of the
+random state, whatever the number of workers.
+"""
 
 from __future__ import annotations
 

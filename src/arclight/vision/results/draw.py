@@ -1,4 +1,7 @@
-"""Draw boxes, masks and keypoints on RGB uint8 images (height, width, 3), and tile images."""
+"""Draw boxes, masks and keypoints on RGB uint8 images (height, width, 3), and tile images.
+
+`Detections`, plots and pages draw with these. The input image is never changed; colours and sizes are free.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Preprocess images to a detector's input, postprocess its output to boxes."""
+"""Preprocess images to a detector's input, postprocess its output to boxes.
+
+Vision tasks pre- and postprocess by these in training, in ``predict`` and in exported programs, which name the class: names and
+arguments stay. Pixels must be the same by every way.
+"""
 
 from __future__ import annotations
 

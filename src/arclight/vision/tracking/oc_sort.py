@@ -1,4 +1,7 @@
-"""Track by OC-SORT: trust observations more than predictions of a filter (Cao et al. 2023)."""
+"""Track by OC-SORT: trust observations more than predictions of a filter (Cao et al. 2023).
+
+`tracks` makes one for each video and gives it the `Detections` of each frame, in order; ids come back on them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Evaluate one candidate (schedule, stages, micro-batches): best cut, time, memory."""
+"""Evaluate one candidate (schedule, stages, micro-batches): best cut, time, memory.
+
+``cost.pipeline_search`` evaluates each candidate here, `forecast` a single one. In: costs of units, a link and limits; out: an
+`EvaluatedPlan`, or the reason against it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Split the arguments of a model's call into micro-batches, and merge their outputs."""
+"""Split the arguments of a model's call into micro-batches, and merge their outputs.
+
+`runner` and `pipe_runner` split and merge by it; `Reducer` is public. The same batch must give the same parts on every rank.
+"""
 
 from __future__ import annotations
 

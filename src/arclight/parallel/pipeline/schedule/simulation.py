@@ -1,4 +1,8 @@
-"""Simulate a step of a schedule: start and end of each action, idle time, memory held."""
+"""Simulate a step of a schedule: start and end of each action, idle time, memory held.
+
+`candidates`, `forecast`, `recording` and ``planning`` call `simulate`. In: an order of actions and their costs; out: a `Prediction`. It
+is pure: tests compare it with closed forms.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Hold one step of a pipeline, predicted or measured: actions, idle time, memory."""
+"""Hold one step of a pipeline, predicted or measured: actions, idle time, memory.
+
+`simulation` and ``runtime.recording`` make a `Trace`, ``view`` draws it. Predicted and measured steps have the same fields, so that
+they can be compared.
+"""
 
 from __future__ import annotations
 

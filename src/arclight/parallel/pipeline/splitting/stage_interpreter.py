@@ -1,4 +1,8 @@
-"""Interpret the proxied calls of one stage: return received values, call own modules."""
+"""Interpret the proxied calls of one stage: return received values, call own modules.
+
+`SlicedModule` runs a stage by a `StageInterpreter`. Calls are matched with those of `capture` by their order: it must not call what the
+capture did not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Choose schedule, micro-batches and cut of a module's steps from predicted costs."""
+"""Choose schedule, micro-batches and cut of a module's steps from predicted costs.
+
+`parallelize_steps` calls `choose_pipeline` for what a user left open. Rank 0 decides for all; what a user has set is never changed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Synchronise attributes of a module whose steps run in stages; show it whole to hooks."""
+"""Synchronise attributes of a module whose steps run in stages; show it whole to hooks.
+
+Only `PipelinedSteps` uses it. Hooks see the whole module, and what they set on it reaches all stages: tests compare with one process.
+"""
 
 from __future__ import annotations
 

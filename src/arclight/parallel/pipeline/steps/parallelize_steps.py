@@ -1,4 +1,8 @@
-"""Parallelize a user's module over a plan: cut its steps into stages, shard each."""
+"""Parallelize a user's module over a plan: cut its steps into stages, shard each.
+
+The strategies call `parallelize_steps` once, with the first batch. In: a module and its plan; out: `PipelinedSteps` that run its steps
+in stages.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Merge logged values and outputs of a step's micro-batches; broadcast them to stages."""
+"""Merge logged values and outputs of a step's micro-batches; broadcast them to stages.
+
+Only `PipelinedSteps` uses it. What a user's step logs and returns must come out as from one process, on every rank of the pipeline.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Save stages as one Hugging Face folder: each rank writes its tensors."""
+"""Save stages as one Hugging Face folder: each rank writes its tensors.
+
+`Pipe.save` calls it on all ranks. Out: the folder that transformers and `load` read, complete or not at all.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Show progress in the terminal with rich: a line for the position, a line for metrics."""
+"""Show progress in the terminal with rich: a line for the position, a line for metrics.
+
+The Trainer adds it by default (``enable_progress_bar``); users and recipes choose it or `TQDMProgressBar`. Class names, arguments and
+attributes are Lightning's; what the lines look like is free.
+"""
 
 from __future__ import annotations
 

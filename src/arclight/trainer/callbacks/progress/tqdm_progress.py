@@ -1,4 +1,7 @@
-"""Draw tqdm progress bars, one for each stage, under Lightning's names."""
+"""Draw tqdm progress bars, one for each stage, under Lightning's names.
+
+Users pass it to a Trainer in place of the default bar. Attributes such as ``train_progress_bar`` are Lightning's and stay.
+"""
 
 from __future__ import annotations
 

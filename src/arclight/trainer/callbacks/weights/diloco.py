@@ -1,4 +1,8 @@
-"""Train replicas by DiLoCo: many local steps, then one step of an outer optimizer."""
+"""Train replicas by DiLoCo: many local steps, then one step of an outer optimizer.
+
+Users pass it to a Trainer with independent replicas, recipes choose ``diloco``. The outer step is ``optim.outer``; keys of its state
+are in checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Freeze parts of a model, and unfreeze them at a later epoch."""
+"""Freeze parts of a model, and unfreeze them at a later epoch.
+
+Users subclass `BaseFinetuning` or pass `BackboneFinetuning`, as in Lightning. Parameter groups that it adds are restored on resume by
+their names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Prune a model while it trains, with torch.nn.utils.prune."""
+"""Prune a model while it trains, with torch.nn.utils.prune.
+
+Users pass it to a Trainer, as in Lightning, whose arguments and overridable methods it has.
+"""
 
 from __future__ import annotations
 

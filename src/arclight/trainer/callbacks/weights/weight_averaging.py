@@ -1,4 +1,8 @@
-"""Average weights during training (EMA and others), and evaluate and save with the average."""
+"""Average weights during training (EMA and others), and evaluate and save with the average.
+
+Users pass `EMAWeightAveraging`, recipes choose ``ema``; SWA shares the base. In checkpoints ``model`` is what is trained and the
+average is beside it: that layout stays.
+"""
 
 from __future__ import annotations
 

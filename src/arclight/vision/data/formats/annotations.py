@@ -1,4 +1,8 @@
-"""Hold annotated images of any format; write them as, or read them from, a YOLO data set."""
+"""Hold annotated images of any format; write them as, or read them from, a YOLO data set.
+
+`coco` and `voc` read into an `AnnotatedSet`, ``arclight data import`` writes it as YOLO files. Shared by formats: a new one adds a
+reader alone.
+"""
 
 from __future__ import annotations
 

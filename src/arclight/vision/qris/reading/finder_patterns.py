@@ -1,4 +1,8 @@
-"""Propose the corners of a QR code from its finder patterns, as start values of `grid`."""
+"""Propose the corners of a QR code from its finder patterns, as start values of `grid`.
+
+`grid_search` calls it. In: a grey image; out: candidate corners. A candidate costs time, a missed one the code: thresholds may be tuned
+on ``benchmarks``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Find, decode and parse every QR code in a photo."""
+"""Find, decode and parse every QR code in a photo.
+
+`scan` is public (``arclight.vision.qris``); ``arclight scan`` and the server call it, `verifier` and `video` build on it. In: an RGB
+photo and a detector's boxes; out: a `Code` for each. Work on a photo is bounded, as photos are untrusted.
+"""
 
 from __future__ import annotations
 

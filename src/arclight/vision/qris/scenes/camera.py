@@ -1,4 +1,8 @@
-"""Simulate the camera of a scene: perspective, bent sheets, light, blur and noise."""
+"""Simulate the camera of a scene: perspective, bent sheets, light, blur and noise.
+
+`scene`, ``fraud`` and ``motion`` photograph through this. Labels are projected by the same matrix as pixels; a change changes data
+sets.
+"""
 
 from __future__ import annotations
 

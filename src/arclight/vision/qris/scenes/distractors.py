@@ -1,4 +1,7 @@
-"""Draw distractors: unlabelled things that resemble QR codes, and occluding hands or cables."""
+"""Draw distractors: unlabelled things that resemble QR codes, and occluding hands or cables.
+
+`scene` puts these into its pictures. A change of draws changes data sets of the same seed.
+"""
 
 from __future__ import annotations
 

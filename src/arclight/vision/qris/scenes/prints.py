@@ -1,4 +1,7 @@
-"""Draw other printed carriers of codes: text pages, product boxes, packs, sheets, screens."""
+"""Draw other printed carriers of codes: text pages, product boxes, packs, sheets, screens.
+
+`scene` chooses among these carriers. A change of draws changes data sets of the same seed.
+"""
 
 from __future__ import annotations
 

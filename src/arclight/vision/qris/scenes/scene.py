@@ -1,4 +1,8 @@
-"""Draw a whole scene: background, carriers of codes, distractors, occluders, and the camera."""
+"""Draw a whole scene: background, carriers of codes, distractors, occluders, and the camera.
+
+`generate` draws each training scene by `draw_scene`; ``fraud`` and ``motion`` reuse its canvas. A change of draws changes data sets of
+the same seed.
+"""
 
 from __future__ import annotations
 

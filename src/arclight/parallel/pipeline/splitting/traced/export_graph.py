@@ -1,4 +1,8 @@
-"""Export a model's forward as one graph, and refuse what `torch.export` would lose."""
+"""Export a model's forward as one graph, and refuse what `torch.export` would lose.
+
+`traced_stage` calls `export` if a model cannot be cut between modules. In: a model and an example; out: an `ExportedGraph`, the same on
+every rank.
+"""
 
 from __future__ import annotations
 
