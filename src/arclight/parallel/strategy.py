@@ -231,7 +231,7 @@ class PlanStrategy(ShardedStrategy):
             torch.set_rng_state(state.cpu())
 
     def types(self, module: nn.Module) -> FsdpTypes:
-        """Choose FSDP's types: parameters are gathered in the compute type, unless ``module`` rounds them.
+        """Choose FSDP's types: gather in the compute type, unless ``module`` rounds parameters.
 
         Gradients of half types are summed in float32.
         """

@@ -494,7 +494,7 @@ class Trainer:
 
     @contextmanager
     def nested(self) -> Iterator[None]:
-        """Run an evaluation that a hook calls with a state, data and module of its own, then restore those of the run.
+        """Run a hook's evaluation with its own state, data and module, then restore the run's.
 
         Callbacks that judge or save what the run does are left out of it.
         """

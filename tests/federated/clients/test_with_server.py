@@ -83,7 +83,9 @@ def test_buffers_that_cannot_be_averaged_stay_where_they_are(tmp_path: Path) -> 
 def test_a_learner_that_gives_values_without_changes_is_told_which(tmp_path: Path) -> None:
     start = {"w": torch.zeros(3), "seen": torch.tensor([True, False])}
     server = Server(Federation(clients=1, rounds=1, local_steps=2, evaluate_every=0), start, folder=tmp_path / "run")
-    with pytest.raises(FederatedError, match=r"model/seen is of torch\.bool, which has no changes to send: leave it out"):
+    with pytest.raises(
+        FederatedError, match=r"model/seen is of torch\.bool, which has no changes to send: leave it out"
+    ):
         server.run([Client("a", learner=lambda _: Quadratic(1.0))])
 
 

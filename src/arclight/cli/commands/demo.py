@@ -279,7 +279,7 @@ class Demo:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Hold ``folder`` for this process; the operating system releases it whenever the process ends."""
+    """Lock ``folder`` for this process; the operating system releases it when that ends."""
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)

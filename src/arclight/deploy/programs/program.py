@@ -173,7 +173,7 @@ class Program:
 
     @property
     def rounds_together(self) -> bool:
-        """Return True if all samples of a call are rounded in one range, so that they depend on each other."""
+        """Return True if one range rounds all samples of a call, which then depend on each other."""
         return self.precision == "dynamic int8"
 
     @property

@@ -171,7 +171,7 @@ _CUTS: Mapping[str, str] = {
 
 
 def check_plan(recipe: Quantization, plan: Plan) -> None:
-    """Raise ValueError for a plan under which training would not round as the program of ``recipe``.
+    """Raise ValueError for a plan under which training would not round as ``recipe`` does.
 
     Data-parallel replicas and shards are possible where layers round by themselves, as each is gathered whole.
     """

@@ -29,7 +29,7 @@ class WholeUnit(nn.Module):
 
 
 class RoundsOwnWeights(nn.Module):
-    """Module that rounds its parameters in forward: they must be gathered in the type that they are stored in."""
+    """Module that rounds parameters in forward: they must be gathered in their stored type."""
 
 
 def whole_units(module: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:

@@ -227,7 +227,7 @@ def is_mean(client: str, key: str, dtype: torch.dtype) -> bool:
 
 
 def has_changes(dtype: torch.dtype) -> bool:
-    """Return True for types with differences that are averaged: floating point, and integers with a subtraction in torch."""
+    """Return True for types with differences: floats, and integers that torch subtracts."""
     return not dtype.is_complex and dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 
 

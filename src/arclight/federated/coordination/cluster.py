@@ -425,7 +425,7 @@ class ClusterState:
         self._touch(node)
 
     def finish(self, work: Assignment, by: NodeState | None = None) -> None:
-        """Remove finished, failed or cancelled work; all nodes but ``by`` get a request to cancel it."""
+        """Remove finished, failed or cancelled work; all nodes but ``by`` are asked to cancel it."""
         node = self._take(work)
         self.assignments.pop(work, None)
         self.attempts.pop(work, None)

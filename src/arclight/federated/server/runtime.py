@@ -181,7 +181,7 @@ class Runtime:
             self._handle(event)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the run has ended; False if it has not within ``timeout`` seconds, or `leave` was called.
+        """Wait until the run has ended; False after ``timeout`` seconds or a call of `leave`.
 
         Raises the error that has ended it.
         """
@@ -192,7 +192,7 @@ class Runtime:
             return self.ended is not None
 
     def until(self, true: Callable[[], bool], seconds: float) -> bool:
-        """Wait for a condition that events bring about; False if it is not met in time, or before `leave`."""
+        """Wait for a condition of events; False if it is not met in time, or before `leave`."""
         with self._lock:
             self._lock.wait_for(lambda: true() or self._left, max(0.0, seconds))
             return true()

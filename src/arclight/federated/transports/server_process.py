@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def _leave(server: Server, *_: object) -> None:
-    """End ``serve`` in order, wherever the main thread is: it may hold a lock that the run's threads wait for."""
+    """End ``serve`` in order, even if the main thread holds a lock that others wait for."""
     threading.Thread(target=server.leave, name="arclight-leave", daemon=True).start()
 
 

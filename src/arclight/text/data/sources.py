@@ -72,7 +72,7 @@ def documents(where: str | Path, field: str = "text") -> Iterator[Document]:
 
 
 def document_of(place: str, text: str) -> Document:
-    """Return the document of a text. Raises SourceError for half of a surrogate pair, which JSON may hold."""
+    """Return the document of a text; SourceError for a lone surrogate, which JSON may hold."""
     try:
         return Document(place, text, len(text.encode()))
     except UnicodeEncodeError as error:

@@ -406,7 +406,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _templates(given: Any) -> dict[str, str]:
-    """Return chat templates by name; ``given``: one, a list of tables with ``name`` and ``template``, or a table."""
+    """Return chat templates by name, from one, a table, or tables of ``name`` and ``template``."""
     if isinstance(given, list) and all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in given):
         given = {one["name"]: one["template"] for one in given}
     found = {"default": given} if isinstance(given, str) else given

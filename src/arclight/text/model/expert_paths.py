@@ -82,7 +82,7 @@ class ShapeClass:
 def prepare_paths_for_fit(
     model: nn.Module, tokens: int, trainer: Any, dtype: torch.dtype, kept: dict[str, Path]
 ) -> dict[str, Path]:
-    """Set the paths of a fit's experts, alike on all ranks of ``trainer``, and record them there.
+    """Set the paths of a fit's experts, alike on all ranks, and record them in ``trainer``.
 
     See `prepare_paths`. tokens: of a process's batch.
     """
