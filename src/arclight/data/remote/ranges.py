@@ -1,6 +1,6 @@
 """Read ranges of files at an address through fsspec, with retries.
 
-`remote_shards` and ``text.data.corpus`` read files at addresses by `RemoteFiles`. Transient errors are retried here and nowhere else;
+`remote_shards` and ``text.data.corpus`` read files at addresses by `RemoteFiles`. Transient errors are retried here;
 what is raised names the address.
 """
 

@@ -1,7 +1,7 @@
 """Keep a node's session with its server: join, rejoin after a loss, retry while it is down.
 
-`node` and `reporter` send all messages through one `Session`. Retries are here and nowhere else; what may be sent twice is decided by
-the protocol.
+`node` and `reporter` send all messages through one `Session`. The link retries single
+messages, a lost session is restored here; what may be sent twice is decided by the protocol.
 """
 
 from __future__ import annotations
