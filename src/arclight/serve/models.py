@@ -92,18 +92,8 @@ def load(
 
     Raises ProgramError, for a ``lone`` one also if it takes tensors only.
 
-    Where it takes the place of ``old``, nothing is timed, since requests go on meanwhile: it has that one's runtime. Its share of the cores is that
-    of the first row that applies:
-
-    ============================================  ===========================================================
-    program and settings                          share (`ServedModel.pool`)
-    ============================================  ===========================================================
-    language, or in torch                         none; one that was decided waits for the next program
-    ``limits.requests`` is set                    so many requests at once
-    after a program whose share was decided       that share, in another runtime without its figures
-    after any other, or ``limits.threads`` set    none: the rule of `threads_of`
-    the first one                                 measured (`pooled`)
-    ============================================  ===========================================================
+    Where it takes the place of ``old``, nothing is timed, since requests go on meanwhile: it has that one's runtime, and its share of the cores as
+    `_shared` says.
     """
     from arclight.deploy import Program, ProgramError
 
@@ -128,14 +118,7 @@ def load(
             program, streams=limits.streams, queue=limits.queue, prefix_cache_bytes=limits.prefix_cache_bytes
         )
         return ServedModel(name=name, precision=program.precision, text=text, loaded=program)
-    if program.requests is not None:
-        pool: Pool | None = Pool(requests=program.requests, threads=program.threads or available_cores())
-        if old is not None and old.pool is not None and _same_share(old, program, pool):
-            pool = old.pool
-    elif old is not None or limits.threads:
-        pool = None
-    else:
-        program, pool = pooled(program, workers=limits.workers, cores=available_cores(), load_s=load_s)
+    program, pool = _shared(program, limits, load_s, old)
     made = ServedModel(
         name=name, precision=program.precision, loaded=program, pool=pool, waiting_pool=None if pool else before
     )
@@ -147,11 +130,30 @@ def load(
     return replace(made, detector=detector, program=program, batcher=Batcher(limits.batch, made.pace))
 
 
-def _same_share(old: ServedModel, program: Program, pool: Pool) -> bool:
-    """Return True if the figures of ``old``'s share are those of ``program``, too."""
-    assert old.pool is not None
-    of_old = (old.pool.requests, old.pool.threads, None if old.loaded is None else old.loaded.runtime)
-    return of_old == (pool.requests, pool.threads, program.runtime)
+def _shared(program: Program, limits: Limits, load_s: float, old: ServedModel | None) -> tuple[Program, Pool | None]:
+    """Return a program with its share of the cores, by the first row that applies.
+
+    ============================================  ===========================================================
+    program and settings                          share (`ServedModel.pool`)
+    ============================================  ===========================================================
+    language, or in torch                         none; one that was decided waits for the next program
+    ``limits.requests`` is set                    so many requests at once
+    after a program whose share was decided       that share, in another runtime without its figures
+    after any other, or ``limits.threads`` set    none: the rule of `threads_of`
+    the first one                                 measured (`pooled`)
+    ============================================  ===========================================================
+
+    ``load_s``: what loading it took.
+    """
+    if program.requests is None:
+        if old is not None or limits.threads:
+            return program, None
+        return pooled(program, workers=limits.workers, cores=available_cores(), load_s=load_s)
+    share = Pool(requests=program.requests, threads=program.threads or available_cores())
+    if old is None or old.pool is None or old.loaded is None or old.loaded.runtime != program.runtime:
+        return program, share
+    same = (old.pool.requests, old.pool.threads) == (share.requests, share.threads)
+    return program, old.pool if same else share
 
 
 def requests_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits, pool: Pool | None = None) -> int | None:

@@ -211,7 +211,9 @@ class LanguageModel(Module):
         strategy, tokens = self.trainer.strategy, self.settings.data.batch_size * self.sequence_length
         share_tokens(self.model, strategy)
         dtype = compute_dtype(self.trainer.precision_plugin)
-        self.expert_paths = prepare_paths_for_fit(self.model, tokens, self.trainer, dtype, self.expert_paths)
+        self.expert_paths = prepare_paths_for_fit(
+            self.model, tokens, strategy, dtype, self.expert_paths, self.trainer.record_measured
+        )
         if self.tokenizer is None or self.trainer.checkpoint_callback is None or self.trainer.fast_dev_run:
             return
         folder = self.trainer.run_folder.path  # which all ranks agree on

@@ -494,9 +494,9 @@ class Trainer:
 
     @contextmanager
     def nested(self) -> Iterator[None]:
-        """Run a hook's evaluation with its own state, data and module, then restore the run's.
+        """Run an evaluation that a hook calls with a state, data and module of its own.
 
-        Callbacks that judge or save what the run does are left out of it.
+        Those of the run are restored afterwards. Callbacks that judge or save what the run does are left out of it.
         """
         before, running = self.run_state, {id(part) for data in self.data.stages.values() for part in data.loaders}
         self.run_state = own = before.for_nested()

@@ -279,7 +279,10 @@ class Demo:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` for this process; the operating system releases it when that ends."""
+    """Hold ``folder`` for this process.
+
+    The operating system releases it whenever the process ends. Raises UsageError if another process has it.
+    """
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -189,17 +189,17 @@ class RoundCallback(Pause):
         if every and (self._done >= self._order.steps or self._done // every > before // every):
             self._save(self.position())
         if self._done < self._order.steps:
-            self._report(trainer)
+            self._report(trainer.last_loss, trainer.strategy)
 
-    def _report(self, trainer: Trainer) -> None:
+    def _report(self, last_loss: torch.Tensor | None, strategy: Strategy) -> None:
         loss, now = None, time.monotonic()
-        if now >= self._loss_at and trainer.last_loss is not None:
-            loss, self._loss_at = float(trainer.last_loss.detach()), now + _LOSS_INTERVAL_S
+        if now >= self._loss_at and last_loss is not None:
+            loss, self._loss_at = float(last_loss.detach()), now + _LOSS_INTERVAL_S
         try:
             self._progress(self._done, loss)
         except CancelledError as error:
             self.cancelled = error
-            trainer.strategy.request_stop("cancelled")  # all processes of the client at one step
+            strategy.request_stop("cancelled")  # all processes of the client at one step
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         if self._order is not None:

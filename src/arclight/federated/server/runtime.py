@@ -181,9 +181,9 @@ class Runtime:
             self._handle(event)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the run has ended; False after ``timeout`` seconds or a call of `leave`.
+        """Wait until the run has ended; False if it has not within ``timeout`` seconds.
 
-        Raises the error that has ended it.
+        Also False once `leave` was called. Raises the error that has ended it.
         """
         with self._lock:
             self._lock.wait_for(lambda: self.error is not None or self.ended is not None or self._left, timeout)
@@ -192,7 +192,10 @@ class Runtime:
             return self.ended is not None
 
     def until(self, true: Callable[[], bool], seconds: float) -> bool:
-        """Wait for a condition of events; False if it is not met in time, or before `leave`."""
+        """Wait for a condition that events bring about; False if it is not met in time.
+
+        Also if it is not met when `leave` is called.
+        """
         with self._lock:
             self._lock.wait_for(lambda: true() or self._left, max(0.0, seconds))
             return true()

@@ -154,7 +154,10 @@ def main() -> None:
 
 
 def _leave(server: Server, *_: object) -> None:
-    """End ``serve`` in order, even if the main thread holds a lock that others wait for."""
+    """End ``serve`` in order, wherever the main thread is.
+
+    By a thread of its own: the main thread may hold a lock that the run's threads wait for.
+    """
     threading.Thread(target=server.leave, name="arclight-leave", daemon=True).start()
 
 

@@ -118,7 +118,10 @@ class Scheduler:
             self._thread.join()
 
     def check(self, prompts: list[list[int]], new: int, field: str) -> None:
-        """Raise ValueError, naming ``field``, for prompts that leave no room for ``new`` tokens."""
+        """Raise ValueError for prompts that the model cannot continue by ``new`` tokens.
+
+        ``field``: what the request calls their number.
+        """
         check_lengths(prompts, self.run, new, field)
 
     def submit(self, generations: Sequence[Generation]) -> None:

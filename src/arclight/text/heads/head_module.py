@@ -88,7 +88,9 @@ class HeadModule(Module):
         strategy, tokens = self.trainer.strategy, self.data.task.batch_size * self.data.task.max_length
         share_tokens(self.model, strategy)
         dtype = compute_dtype(self.trainer.precision_plugin)
-        self.expert_paths = prepare_paths_for_fit(self.model, tokens, self.trainer, dtype, self.expert_paths)
+        self.expert_paths = prepare_paths_for_fit(
+            self.model, tokens, strategy, dtype, self.expert_paths, self.trainer.record_measured
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["expert_paths"] = self.expert_paths

@@ -80,19 +80,18 @@ class ShapeClass:
 
 
 def prepare_paths_for_fit(
-    model: nn.Module, tokens: int, trainer: Any, dtype: torch.dtype, kept: dict[str, Path]
-) -> dict[str, Path]:
-    """Set the paths of a fit's experts, alike on all ranks, and record them in ``trainer``.
+    model: nn.Module, tokens: int, strategy: Any, dtype: torch.dtype, kept: dict[str, Path], record: Callable[[str, Any], None],
+) -> dict[str, Path]:  # fmt: skip
+    """Set the paths of a fit's experts, alike on all ranks of its ``strategy``.
 
-    See `prepare_paths`. tokens: of a process's batch.
+    See `prepare_paths`. tokens: of a process's batch. record: called with a setting and the path it was measured as, or paths by shape class.
     """
-    strategy = trainer.strategy
     gather, send = strategy.all_gather_object, strategy.broadcast
     chosen = prepare_paths(model, tokens_of_pass(tokens, strategy), strategy.root_device, dtype, kept, gather, send)
     for setting, kinds in (("overrides.moe.path", ("moe",)), ("overrides.switch_head.path", ("values", "outputs"))):
         found = {name: path for name, path in chosen.items() if name.partition(" ")[0] in kinds}
         if found:
-            trainer.record_measured(setting, found if len(set(found.values())) > 1 else next(iter(found.values())))
+            record(setting, found if len(set(found.values())) > 1 else next(iter(found.values())))
     return chosen
 
 

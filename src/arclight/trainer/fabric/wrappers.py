@@ -275,7 +275,10 @@ class FabricDataLoader:
         return iter(self._dataloader)
 
     def close(self) -> None:
-        """End the loader's workers, persistent ones too; the next pass starts others."""
+        """End the loader's workers, also those of passes that were left.
+
+        The next pass starts others.
+        """
         if self._resumable is not None:
             self._resumable.close()
         elif hasattr(self._dataloader, "close"):
