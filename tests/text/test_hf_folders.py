@@ -189,6 +189,31 @@ def test_unsupported_folders_are_refused_by_name(folders: Any, tmp_path: Path) -
         from_hf(folders["llama"][0], model=build_model("qwen3-debug", layers=1))
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", r"config\.json is not valid JSON"),
+        ("[1]", r"config\.json holds a list, and a model's settings are a table"),
+        ({"hidden_size": None}, "has hidden_size = None: need a whole number of 1 or more"),
+        ({"num_hidden_layers": -1}, "has num_hidden_layers = -1: need a whole number of 1 or more"),
+        ({"num_key_value_heads": 1.5}, r"has num_key_value_heads = 1\.5: need a whole number"),
+        ({"rms_norm_eps": None}, "has rms_norm_eps = None: need a number above 0"),
+        ({"rope_theta": 0}, "has rope_theta = 0: need a number above 0"),
+        ({"rope_scaling": True}, "has rope_scaling = True: need a table, or null"),
+        ({"tie_word_embeddings": "no"}, "has tie_word_embeddings = 'no': need true or false"),
+    ],
+)
+def test_settings_of_other_types_are_refused(tmp_path: Path, content: Any, says: str) -> None:
+    usual = {
+        "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "intermediate_size": 64, "max_position_embeddings": 128,
+    }  # fmt: skip
+    text = content if isinstance(content, str) else json.dumps(usual | content)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        from_hf(tmp_path)
+
+
 def test_writing_spoils_nothing(folders: Any, tmp_path: Path) -> None:
     model = from_hf(folders["llama"][0])
     (tmp_path / "out").mkdir()

@@ -1,8 +1,4 @@
-"""Read text files of several kinds as documents, in an order that never changes.
-
-The data module and ``arclight data tokenize`` read corpora by `documents`; question sets and labelled rows use `rows`. The order of
-documents decides which are held out, so it stays.
-"""
+"""Read text files of several kinds as documents, in an order that never changes."""
 
 from __future__ import annotations
 
@@ -72,7 +68,10 @@ def documents(where: str | Path, field: str = "text") -> Iterator[Document]:
 
 
 def document_of(place: str, text: str) -> Document:
-    """Return the document of a text; SourceError for a lone surrogate, which JSON may hold."""
+    """Return the document of a text.
+
+    Raises SourceError for half of a surrogate pair, which JSON may hold.
+    """
     try:
         return Document(place, text, len(text.encode()))
     except UnicodeEncodeError as error:

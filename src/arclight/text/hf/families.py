@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import isqrt
-from typing import Any
+from math import inf, isqrt
+from typing import Any, get_args, get_type_hints
 
 from torch import nn
 
@@ -65,11 +65,13 @@ class Family:
                 raise ValueError(
                     f"config.json has {name} = {theirs[name]!r}; {self.model.__name__} here knows only {value!r}"
                 )
-        ours = {}
+        ours, types = {}, get_type_hints(self.config)
         for name, (other, default) in self.fields.items():
             value = theirs.get(other, default)
             if value is REQUIRED:
                 raise ValueError(f"config.json has no {other}, which a {self.model_type} model needs")
+            if value is not None or type(None) not in get_args(types.get(name)):
+                check_type(other, value, default)
             ours[name] = value
         return ours | self.read_more(theirs)
 
@@ -87,11 +89,39 @@ class Family:
         return base | self.fixed | theirs | self.write_more(config)
 
 
+def check_type(name: str, value: Any, default: Any) -> None:
+    """Raise ValueError for a value of another type than ``default``.
+
+    What is required, or has no default, is a size.
+    """
+    if type(default) is bool:
+        fits, what = type(value) is bool, "true or false"
+    elif type(default) is float:
+        fits, what = type(value) in (int, float) and 0 < value < inf, "a number above 0"
+    else:
+        least = 0 if type(default) is int else 1
+        fits, what = type(value) is int and value >= least, f"a whole number of {least} or more"
+    if not fits:
+        raise ValueError(f"config.json has {name} = {value!r}: need {what}")
+
+
+def rope_table(theirs: Fields) -> Fields:
+    """Return the settings of rotary embeddings, also from transformers 5's rope_parameters."""
+    found: Fields = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        table = theirs.get(name) or {}
+        if not isinstance(table, dict):
+            raise ValueError(f"config.json has {name} = {table!r}: need a table, or null")
+        found |= table
+    return found
+
+
 def read_rope(theirs: Fields, theta: float) -> Fields:
     """Read rope_theta and rope_scaling, also from transformers 5's rope_parameters."""
-    rope = (theirs.get("rope_scaling") or {}) | (theirs.get("rope_parameters") or {})
+    rope = rope_table(theirs)
     kind = rope.get("rope_type", rope.get("type", "default"))
     base = rope.get("rope_theta", theirs.get("rope_theta", theta))
+    check_type("rope_theta", base, theta)
     if kind == "default":
         return {"rope_theta": base, "rope_scaling": None}
     if kind != "llama3":
@@ -115,6 +145,8 @@ def write_rope(config: LlamaConfig) -> Fields:
 def read_llama(theirs: Fields) -> Fields:
     heads = theirs.get("num_attention_heads")
     kv_heads = theirs.get("num_key_value_heads")
+    if kv_heads is not None:
+        check_type("num_key_value_heads", kv_heads, REQUIRED)
     return read_rope(theirs, 10_000.0) | {"kv_heads": heads if kv_heads is None else kv_heads}
 
 

@@ -23,8 +23,10 @@ from arclight.text.hf.families import (
     TRUNK_KEYS,
     Family,
     Fields,
+    check_type,
     feed_forward_keys,
     read_llama,
+    rope_table,
     write_llama,
 )  # fmt: skip
 from arclight.text.hf.state_keys import Key
@@ -105,7 +107,7 @@ def _read_deepseek(theirs: Fields) -> Fields:
         route_norm=theirs.get("norm_topk_prob", True), route_scale=theirs.get("routed_scaling_factor", 2.5),
         groups=theirs.get("n_group", 8), top_groups=theirs.get("topk_group", 4), bias_rate=0.0,
     )  # fmt: skip
-    rope = (theirs.get("rope_scaling") or {}) | (theirs.get("rope_parameters") or {})
+    rope = rope_table(theirs)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "yarn"):
         raise ValueError(f"config.json stretches rotary embeddings as {kind!r}; only 'default' and 'yarn' are known")
@@ -116,7 +118,9 @@ def _read_deepseek(theirs: Fields) -> Fields:
             fast=rope.get("beta_fast") or 32.0, slow=rope.get("beta_slow") or 1.0, mscale=rope.get("mscale") or 0.0,
             mscale_all_dim=rope.get("mscale_all_dim") or 0.0,
         )  # fmt: skip
-    return {"rope_theta": rope.get("rope_theta", theirs.get("rope_theta", 10_000.0)), "yarn": yarn, "moe": moe}
+    base = rope.get("rope_theta", theirs.get("rope_theta", 10_000.0))
+    check_type("rope_theta", base, 10_000.0)
+    return {"rope_theta": base, "yarn": yarn, "moe": moe}
 
 
 def _write_deepseek(config: DeepSeekConfig) -> Fields:

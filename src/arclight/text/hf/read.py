@@ -85,7 +85,7 @@ def _dtype_of(source: str | Path | nn.Module, theirs: dict[str, Any]) -> torch.d
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json of a folder.
 
-    Raises FileNotFoundError with what to do if there is none.
+    Raises FileNotFoundError with what to do if there is none, ValueError for what is no table in JSON.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -93,7 +93,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} has no config.json: it is not the folder of a Hugging Face model")
-    theirs: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        theirs: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
+    if not isinstance(theirs, dict):
+        raise ValueError(
+            f"{folder / 'config.json'} holds a {type(theirs).__name__}, and a model's settings are a table"
+        )
     return theirs
 
 
@@ -299,7 +306,7 @@ def dtype_named(name: str | None) -> torch.dtype:
 
     Raises ValueError for other types.
     """
-    found = getattr(torch, (name or "float32").removeprefix("torch."), None)
+    found = getattr(torch, str(name or "float32").removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"config.json has the dtype {name!r}, which is not a floating-point type")
     return found
