@@ -221,6 +221,21 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
             Text(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("given", [{"data": ""}, {"data": ()}, {"data": {}}, {"data": {"a": " "}}, {"val": ""}])
+def test_empty_places_are_refused_and_not_the_current_folder(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="names no text"):
+        Text(**given)
+
+
+def test_names_of_sources_lead_to_no_other_folder(folder: Path) -> None:
+    text = folder / "text.txt"
+    text.write_text("one two three " * 20)
+    module = ready(folder, data={"../outside/a": str(text)})
+    (made,) = (path for path in (folder / "cache").iterdir() if "outside" in path.name)
+    assert made.name.startswith(".._outside_a-")
+    assert len(module.train or ()) > 0
+
+
 def test_a_tokenizer_that_exists(folder: Path) -> None:
     learned = ready(folder, tokenizer=BPE(vocab_size=280)).tokenizer
     data = ready(folder, tokenizer=Pretrained(path=learned.save(folder / "tok")))

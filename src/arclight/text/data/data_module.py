@@ -355,7 +355,7 @@ class TextDataModule(DataModule):
         else:
             first, found = self.parts[name][0], self._fingerprints[name]
             share = settings.held_out if settings.val is None else 0.0
-        title = name or Path(first).stem or STDLIB
+        title = (name or Path(first).stem or STDLIB).replace("/", "_")  # never a folder of another place
         divided = [] if name is None or settings.share is None else [repr(settings.share)]
         digest = _digest(found, settings.field, share, settings.shard_bytes, self.tokenizer.fingerprint, *divided)
         return self.root / f"{title}-{digest}"

@@ -99,6 +99,12 @@ class Text(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        named = self.data if isinstance(self.data, dict) else {"data": self.data}
+        places = [place for given in named.values() for place in ((given,) if isinstance(given, str) else given)]
+        if not all(place.strip() for place in places or ("",)):  # an empty path is the current folder, all of it
+            raise ValueError(f'data = {self.data!r} names no text: give "stdlib", a file or a folder')
+        if self.val is not None and not self.val.strip():
+            raise ValueError(f"val = {self.val!r} names no text: give a file or a folder, or leave it out")
         if self.epoch_samples is not None and not isinstance(self.data, dict):
             raise ValueError("epoch_samples needs a mixture of named sources: data = {first = ..., second = ...}")
         if self.mixture and not isinstance(self.data, dict):
