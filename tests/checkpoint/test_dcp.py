@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.optim.processes import run
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from arclight import checkpoint
-from arclight.checkpoint import CheckpointError
+from arclight.checkpoint import CheckpointError, convert, save
 from arclight.cli import main
 
 
@@ -149,3 +151,18 @@ def test_torch_loads_a_flipped_bit_and_ours_is_refused(tmp_path: Path) -> None:
     assert int((found["a"] != 0).sum()) == 1
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
         checkpoint.load(tmp_path / "b")
+
+
+def test_failures_inside_dcp_are_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = save(tmp_path / "twice", {"model": {"a.b": torch.ones(1)}, "model.a": {"b": torch.zeros(2)}})
+    with pytest.raises(CheckpointError, match=r"out\.dcp could not be written: .*model\.a\.b"):
+        convert(twice, tmp_path / "out.dcp")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    one = save(tmp_path / "one", {"model": {"a": torch.ones(1)}})
+    with pytest.raises(CheckpointError, match=r"out\.dcp could not be written: .*No space left on device"):
+        convert(one, tmp_path / "out.dcp")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["one", "twice"]

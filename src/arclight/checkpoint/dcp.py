@@ -44,6 +44,7 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> Path:
     ``state``, and the text ``.arclight.state`` says how to put them together, which `read_dcp` does bit for bit.
     Raises CheckpointError if something else is at `path`, and for what cannot be written.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -63,6 +64,9 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> Path:
         files.publish(staging, path)
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error.strerror or error}") from error
+    except CheckpointException as error:  # in which DCP wraps whatever went wrong, a full disk among it
+        reason = next((failure for failure, _ in error.failures.values()), error)
+        raise CheckpointError(f"{path} could not be written: {reason}") from error
     finally:
         if staging is not None:
             files.discard(staging)
