@@ -18,6 +18,7 @@ from tests.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader
 
 import arclight as al
@@ -322,6 +323,42 @@ def test_prepare_qat_names_unsupported_layers() -> None:
         prepare_qat(Normed(), torch.rand(2, 4, 8, 8), recipe=Int8(skip=("conv3",)))
     with pytest.raises(TypeError, match="convert needs what prepare_qat has returned, got Linear"):
         convert(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+class Shared(nn.Module):
+    """Two convolutions of one weight, one of them normalised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.b.weight = self.a.weight
+        self.norm, self.out = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.norm(self.b(self.a(x).relu())).relu())
+        return y
+
+
+def test_a_weight_of_two_layers_is_folded_in_one() -> None:
+    x = torch.randn(4, 8, 8, 8)
+    prepared = prepare_qat(Shared(), x)
+    prepared(x).sum().backward()
+    assert convert(prepared.eval()).quantized_layers == ("a", "b")
+
+
+def test_layers_with_steps_of_their_own_stay_in_float() -> None:
+    x = torch.randn(4, 16)
+    model = nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.ReLU(), nn.Linear(16, 8))
+    prepared = prepare_qat(model, x)
+    prepared(x).sum().backward()
+    assert convert(prepared.eval()).quantized_layers == ("2",)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_weights_of_another_type_are_refused_by_it(kind: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)).to(kind)
+    with pytest.raises(QuantizeError, match=rf"weights of Sequential are {kind}, .* prepare model\.float\(\)"):
+        prepare_qat(model, torch.randn(4, 16, dtype=kind))
 
 
 def test_ranges_are_those_of_training_in_whatever_mode_a_model_is_converted(trained: tuple[Normed, Tensor]) -> None:

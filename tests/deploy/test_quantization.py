@@ -18,6 +18,7 @@ import torch
 from tests.exports import compare_here
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 
 from arclight.deploy import (
     DynamicInt8,
@@ -401,6 +402,65 @@ class Classifier(nn.Module):
         x = F.relu6(self.conv2(F.leaky_relu(self.bn(self.conv1(x)), 0.1)))
         features = F.adaptive_avg_pool2d(F.relu(self.conv3(x)), 1).flatten(1)
         return {"features": features, "logits": self.out(F.gelu(self.hidden(self.norm(features)))) * scale}
+
+
+def statistics(**options: bool) -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(8, **options)
+    if norm.running_mean is not None:
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.3, 3)
+    return norm
+
+
+class Normed(nn.Module):
+    """A convolution whose result is normalised, and read or computed again in another way."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        if kind == "transposed in groups":
+            self.conv = nn.ConvTranspose2d(8, 8, 1, groups=4)  # type: ignore[assignment]
+        self.norm, self.other = statistics(track_running_stats=kind != "of the batch"), statistics()
+        self.mix, self.out = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        z = self.norm(y).relu()
+        if self.kind == "read by others":
+            z = z + y
+        elif self.kind == "two norms":
+            z = z + self.other(self.conv(x * 0.5)).relu()
+        elif self.kind == "once without":
+            z = self.conv(z).relu()
+        return self.out(self.mix(z).relu())
+
+
+@pytest.mark.parametrize(
+    "kind", ["read by others", "two norms", "once without", "of the batch", "transposed in groups"]
+)
+def test_batch_norms_are_folded_where_nothing_else_reads_the_layer(kind: str) -> None:
+    x = torch.randn(4, 8, 8, 8)
+    model = Normed(kind).eval()
+    quantized = quantize(model, [x])
+    with torch.no_grad():
+        assert sqnr_db(model(x), quantized(x)) > 20
+    assert "mix" in quantized.quantized_layers
+
+
+def test_weights_that_are_computed_or_buffers_are_quantized() -> None:
+    class Stored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(32, 32) / 6)
+            self.layer = nn.Linear(32, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(F.linear(x, self.table).relu())
+
+    assert quantize(Stored().eval(), [torch.randn(8, 32)]).quantized_layers == ("", "layer")
+    normed = small(first=weight_norm(nn.Conv2d(4, 8, 3)), second=weight_norm(nn.Conv2d(8, 8, 3)))
+    assert quantize(normed, [torch.rand(2, 4, 16, 16)]).quantized_layers == ("first", "second")
 
 
 def test_other_layers_and_several_inputs_and_outputs(tmp_path: Path) -> None:

@@ -57,16 +57,23 @@ def fuse(graph: GraphModule) -> None:
     graph.recompile()
 
 
-def _layer_before(graph: GraphModule, norm: Node) -> Node | None:
+def _layer_before(graph: GraphModule, norm: Node, *, affine: bool = True) -> Node | None:
+    """Return the layer that ``norm`` alone reads, and whose own weights it can be folded into.
+
+    affine: whether it must have a scale and an offset.
+    """
     if norm.target is not aten.batch_norm.default:
         return None
     layer = norm.args[0]
-    stored = [arg for arg in norm.args[1:5] if isinstance(arg, Node) and arg.op == "get_attr"]
+    stored = [
+        (arg is None and not affine and place < 2) or (isinstance(arg, Node) and arg.op == "get_attr")
+        for place, arg in enumerate(norm.args[1:5])
+    ]
     fits = (
         isinstance(layer, Node)
         and layer.target in FUSABLE
         and len(layer.users) == 1
-        and len(stored) == 4
+        and all(stored)
         and all(isinstance(arg, Node) and arg.op == "get_attr" for arg in layer.args[1:3] if arg is not None)
     )
     if not fits:
@@ -156,6 +163,35 @@ def _moved(spec: Any, edges: dict[Any, Any]) -> Any:
     return spec
 
 
+def fold_untrained(graph: GraphModule) -> None:
+    """Fold batch norms of a graph in evaluation mode that was not prepared.
+
+    torchao folds them where others read the layer's result as well, and once where layers share a weight, so that these compute something else.
+    """
+    for norm in graph.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
+        _compose(graph, norm)
+    for norm in list(graph.graph.nodes):
+        layer = _layer_before(graph, norm, affine=False)
+        if layer is not None and not norm.args[TRAINING]:
+            weight, bias = (*layer.args, None)[1:3]
+            _fold(graph, layer, norm, weight, weight, bias)  # type: ignore[arg-type]
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+def _compose(graph: GraphModule, norm: Node) -> None:
+    """Replace the batch norm of a functional graph, which has three results, by that of one."""
+    *tensors, momentum, epsilon = norm.args
+    with graph.graph.inserting_before(norm):
+        whole = graph.graph.call_function(aten.batch_norm.default, (*tensors, False, momentum, epsilon, False))
+    for result in list(norm.users):
+        if result.args[1] == 0:
+            whole.meta = dict(result.meta)
+            result.replace_all_uses_with(whole)
+        graph.graph.erase_node(result)  # the others are statistics of a batch, of which there are none
+    graph.graph.erase_node(norm)
+
+
 def fold(graph: GraphModule) -> None:
     """Fold batch norms of a trained graph, fused or not, into layers' weights and biases."""
     layers = {node.name: node for node in graph.graph.nodes}
@@ -166,7 +202,7 @@ def fold(graph: GraphModule) -> None:
             assert isinstance(rounded, Node)
             scaled = rounded.args[0] if rounded.op == "call_module" else rounded
             assert isinstance(scaled, Node)
-            weight = next(source for source in scaled.all_input_nodes if source.target == scaled.meta[SCALED])
+            weight = next(source for source in scaled.all_input_nodes if source.op == "get_attr")
             _fold(graph, layer, norm, weight, scaled, _bias_before(norm))
             if BIAS in layer.meta:
                 _round_bias(graph, layer)
@@ -179,7 +215,11 @@ def fold(graph: GraphModule) -> None:
 
 def _fold(graph: GraphModule, layer: Node, norm: Node, weight: Node, scaled: Node, bias: Node | None) -> None:
     """Fold ``norm`` into ``weight`` and bias of ``layer``, which reads it for ``scaled``."""
-    gamma, beta, mean, variance = (stored_tensor(graph, node) for node in norm.args[1:5])  # type: ignore[arg-type]
+    gamma, beta, mean, variance = (
+        stored_tensor(graph, node) if isinstance(node, Node) else None for node in norm.args[1:5]
+    )
+    assert mean is not None
+    assert variance is not None
     old_bias = None if bias is None else stored_tensor(graph, bias)
     new_weight, new_bias = fuse_conv_bn_weights(
         stored_tensor(graph, weight), old_bias, mean, variance,

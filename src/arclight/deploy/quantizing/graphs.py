@@ -170,21 +170,28 @@ def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
     return tensors
 
 
-def fold_linear_weights(graph: GraphModule) -> GraphModule:
-    """Fold views and permutations of linear weights in place, and return ``graph``.
+aten = torch.ops.aten
+LAYERS = {
+    aten.linear.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input, aten.conv_transpose3d.input,
+}  # fmt: skip
 
-    Quantizers know a weight that is stored. Experts, stacked in one tensor, are multiplied as one matrix. What torch.export adds to
-    check a tensor's type goes: it would count as another reader of the weight, which then could not be quantized.
+
+def fold_layer_weights(graph: GraphModule) -> GraphModule:
+    """Fold weights that are computed of stored tensors alone in place, and return ``graph``.
+
+    Quantizers know a weight that is stored. Experts, stacked in one tensor, are multiplied as one matrix; weight norm scales a matrix. What
+    torch.export adds to check a tensor's type goes: it would count as another reader of the weight, which then could not be quantized.
     """
     for check in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         graph.graph.erase_node(check)
     sources = _constant_sources(graph)
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+    for node in [node for node in graph.graph.nodes if node.target in LAYERS]:
         made = node.args[1]
         if made.op == "get_attr" or made not in sources:
             continue
         origin = sources[made]
-        name = f"linear_weight_{len(graph._parameters)}"
+        name = f"layer_weight_{len(graph._parameters)}"
         value = stored_tensor(graph, made).detach().contiguous()
         graph.register_parameter(name, nn.Parameter(value, requires_grad=False))
         with graph.graph.inserting_before(made):

@@ -121,7 +121,11 @@ def quantize_linears(
                 f"{', '.join(lost)} were trained with rounding, and what the program computes with their weights is no linear layer of their own: "
                 "keep them in float with skip"
             )
-    quantized = {node: module_name(node) or str(weight.target) for weight, nodes in weights.items() for node in nodes}
+    quantized = {
+        node: module_name(node) or str(weight.meta.get(NAME, weight.target))
+        for weight, nodes in weights.items()
+        for node in nodes
+    }
     left = list(dict.fromkeys(name for node, name in weighted(graph) if node not in quantized))
     if not quantized:
         raise QuantizeError(

@@ -195,7 +195,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         source, weight, bias = (*node.args, None)[:3]
         assert isinstance(source, Node)
         assert isinstance(weight, Node)
-        values = graph.get_parameter(str(weight.target))
+        values = stored_tensor(graph, weight)
         options = {}
         if self.qat:
             options["observer"] = PerChannelLeastErrorRange if self.weight_bits < 7 else PerChannelWeightRange
@@ -269,8 +269,10 @@ def weighted(graph: GraphModule) -> list[tuple[Node, str]]:
     for node in graph.graph.nodes:
         sources = [source for source in node.all_input_nodes if source in matrices]
         if node.op == "get_attr":
-            value = stored_tensor(graph, node)
-            if value.dim() >= 2 and value.is_floating_point():
+            value: Any = graph
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+            if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.is_floating_point():
                 matrices[node] = str(node.target)
         elif sources and len(sources) == len(node.all_input_nodes):
             matrices[node] = matrices[sources[0]]

@@ -89,7 +89,7 @@ def weight_spec(weight: torch.Tensor, *, bits: int = 8, observer: Any = _pt2e.Pe
     """Return the spec of weights: signed integers of ``bits``, a scale per output channel.
 
     There is no zero point, and channels are the first dimension. A channel's scale is at least 2^-16 of the largest
-    weight: runtimes hold the bias as int32 in units of (activation scale x weight scale), which overflows if a
+    weight: runtimes hold the bias as int32 in units of (activation scale x weight scale), which overflows where a
     nearly dead channel has a vanishing scale.
     """
     largest = 2 ** (bits - 1) - 1
@@ -152,9 +152,18 @@ def is_annotated(node: Node) -> bool:
     return _ANNOTATION_KEY in node.meta
 
 
-def prepare(graph: GraphModule, quantizer: Any) -> GraphModule:
-    """Fold batch norms of ``graph`` and insert the observers of ``quantizer``, in place."""
-    prepared: GraphModule = _prepare_convert.prepare_pt2e(graph, quantizer)
+def prepare(graph: GraphModule, quantizer: Any, fold: Callable[[GraphModule], None]) -> GraphModule:
+    """Insert the observers of ``quantizer`` in place, after ``fold`` has folded batch norms."""
+    fold(graph)
+    names = ("_fuse_conv_bn_", "_fuse_linear_bn_")
+    before = [getattr(_prepare_convert, name) for name in names]
+    try:
+        for name in names:
+            setattr(_prepare_convert, name, _unchanged)
+        prepared: GraphModule = _prepare_convert.prepare_pt2e(graph, quantizer)
+    finally:
+        for name, function in zip(names, before):
+            setattr(_prepare_convert, name, function)
     return prepared
 
 
@@ -178,7 +187,7 @@ def convert(prepared: GraphModule, *, fold: bool = False, reference: bool = Fals
     """Replace each observer of ``prepared`` by a quantize and a dequantize (in place).
 
     Weights stay in float32, see `graphs`; with ``fold`` they become integers under torchao's names. With ``reference``
-    torchao rewrites the operators between them to integer arithmetic, if it knows how.
+    torchao rewrites the operators between them to integer arithmetic, where it knows how.
     """
     fold_patterns, trace = _qat_utils._fold_conv_bn_qat_helper, _rewrite._get_aten_graph_module_for_pattern
     _qat_utils._fold_conv_bn_qat_helper, _rewrite._get_aten_graph_module_for_pattern = _unchanged, traced
@@ -203,8 +212,8 @@ def traced(pattern: torch.nn.Module, example_inputs: tuple[Any, ...]) -> GraphMo
 
 
 def _unchanged(graph: GraphModule, *_: Any, **__: Any) -> GraphModule:
-    """Return ``graph``, in place of torchao's fold of batch norms.
+    """Return ``graph``, in place of torchao's folds of batch norms.
 
-    `prepare` and `prepare_qat` leave none of them, and if another batch norm stays, it traces 192 patterns: 20 s a model.
+    `prepare` and `prepare_qat` fold what can be, and where another batch norm stays, torchao traces 192 patterns to convert it: 20 s a model.
     """
     return graph

@@ -34,11 +34,11 @@ from arclight.deploy.capture import (
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.parity import Parity, Parts, compare
 from arclight.deploy.programs import processor
-from arclight.deploy.quantizing import pt2e
+from arclight.deploy.quantizing import batch_norm, pt2e
 from arclight.deploy.quantizing.bfloat16 import round_layers
 from arclight.deploy.quantizing.graphs import (
     NamedGraphs,
-    fold_linear_weights,
+    fold_layer_weights,
     fold_weights,
     pickle_graph,
     shared_copy,
@@ -268,7 +268,7 @@ def quantize(
     as_outputs(trial_run(reference, batches[0] if batches else inputs, QuantizeError, _NOT_RUN))
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
-    graph = fold_linear_weights(capture(frozen_copy(reference), inputs, free=free).module())
+    graph = fold_layer_weights(capture(frozen_copy(reference), inputs, free=free).module())
     source = _Source(
         reference=reference, graph=graph, inputs=inputs, batches=batches, target=target, parts=parts,
         shared=max_drop is not None, quantizer=quantizer,
@@ -543,7 +543,7 @@ def _calibrated(
     """Calibrate ``graph`` on ``batches``; return it, quantized layers and float layers."""
     with torch.no_grad():
         with quiet():
-            prepared = pt2e.prepare(graph, quantizer)
+            prepared = pt2e.prepare(graph, quantizer, batch_norm.fold_untrained)
         if not isinstance(quantizer, PlacementQuantizer):
             quantized_layers, float_layers = _foreign_layers(prepared, type(quantizer).__name__)
         else:

@@ -485,6 +485,12 @@ def _graphs(
             with torch.no_grad(), quiet():
                 graphs[kind] = pt2e.prepare_qat(graph, quantizer, batch_norm.fuse)
     if not quantizer.quantized_layers:
+        kinds = {value.dtype for value in model.parameters() if value.is_floating_point()} - {torch.float32}
+        if kinds:
+            raise QuantizeError(
+                f"the weights of {type(model).__name__} are {', '.join(sorted(map(str, kinds)))}, and are rounded in float32: prepare model.float(), and "
+                "train with precision='bf16-mixed' for speed"
+            )
         raise QuantizeError(
             f"no layer of {type(model).__name__} can run on integers, so there is nothing to train for; these stay in "
             f"float: {quantizer.float_layers}"

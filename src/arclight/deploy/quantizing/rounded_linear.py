@@ -25,7 +25,7 @@ from torch.nn.parameter import UninitializedParameter
 from arclight.deploy.capture import as_inputs, capture, free_dimensions, frozen_copy, in_float32
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.parity import Parts
-from arclight.deploy.quantizing.graphs import fold_linear_weights
+from arclight.deploy.quantizing.graphs import fold_layer_weights
 from arclight.deploy.quantizing.linear import (
     check_groups,
     dynamic_weight,
@@ -241,7 +241,7 @@ def quantize_trained(
     inputs = in_float32(as_inputs(example))
     reference = _plain(frozen_copy(model))
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
-    graph = fold_linear_weights(capture(frozen_copy(reference), inputs, free=free).module())
+    graph = fold_layer_weights(capture(frozen_copy(reference), inputs, free=free).module())
     quantized_layers, float_layers = quantize_linears(graph, recipe, layers)
     quantized = QuantizedModel(
         graph, reference=reference, recipe=recipe, example=inputs, quantized_layers=quantized_layers, float_layers=float_layers,

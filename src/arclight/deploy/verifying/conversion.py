@@ -70,7 +70,7 @@ def post_training(model: nn.Module, batches: Sequence[Inputs], quantizer: Any, f
         captured = copy.deepcopy(graph)
     with torch.no_grad():
         with quiet():
-            prepared = pt2e.prepare(graph, quantizer)
+            prepared = pt2e.prepare(graph, quantizer, batch_norm.fold_untrained)
         run = Calibration(prepared)
         for batch in batches:
             run.run(*batch)
