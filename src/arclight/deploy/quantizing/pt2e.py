@@ -89,7 +89,7 @@ def weight_spec(weight: torch.Tensor, *, bits: int = 8, observer: Any = _pt2e.Pe
     """Return the spec of weights: signed integers of ``bits``, a scale per output channel.
 
     There is no zero point, and channels are the first dimension. A channel's scale is at least 2^-16 of the largest
-    weight: runtimes hold the bias as int32 in units of (activation scale x weight scale), which overflows where a
+    weight: runtimes hold the bias as int32 in units of (activation scale x weight scale), which overflows if a
     nearly dead channel has a vanishing scale.
     """
     largest = 2 ** (bits - 1) - 1
@@ -187,7 +187,7 @@ def convert(prepared: GraphModule, *, fold: bool = False, reference: bool = Fals
     """Replace each observer of ``prepared`` by a quantize and a dequantize (in place).
 
     Weights stay in float32, see `graphs`; with ``fold`` they become integers under torchao's names. With ``reference``
-    torchao rewrites the operators between them to integer arithmetic, where it knows how.
+    torchao rewrites the operators between them to integer arithmetic, if it knows how.
     """
     fold_patterns, trace = _qat_utils._fold_conv_bn_qat_helper, _rewrite._get_aten_graph_module_for_pattern
     _qat_utils._fold_conv_bn_qat_helper, _rewrite._get_aten_graph_module_for_pattern = _unchanged, traced

@@ -5,6 +5,10 @@ largest ``|x|`` of all contributors and the sum of their weights, both known bef
 order. Rounding a term moves it by at most half a unit, 2^-62 of the tensor's largest value times the sum of weights; all
 else is exact, so sums of parts, in any order and by any number of processes, are the same integers. (Of float64 tensors that
 hold nothing above 2^-930, which no training makes, small values become zero: the factor itself must stay in range.)
+
+`fold` drives this for each tensor; ``server.validation`` measures updates with it, ``privacy`` and ``server.secure_sums`` add in the
+same integers. Shift and rounding decide the bits of every round: changing them changes seeded runs, and a secure sum is wrong unless
+all clients round alike.
 """
 
 from __future__ import annotations
@@ -238,7 +242,7 @@ class Terms:
     """Fixed-point arithmetic of one key: values to terms, terms to a sum, the sum to a mean.
 
     All is done chunk by chunk.
-    anchor: if values are weights, those before; changes from it are told then, not the values.
+    anchor: if values are weights, those before; changes from it are measured then, not the values.
     """
 
     def __init__(self, key: str, scale: Scale, anchor: ChunkedTensor | None = None) -> None:

@@ -1,4 +1,8 @@
-"""Read text files of several kinds as documents, in an order that never changes."""
+"""Read text files of several kinds as documents, in an order that never changes.
+
+The data module and ``arclight data tokenize`` read corpora by `documents`; question sets and labelled rows use `rows`. The order of
+documents decides which are held out, so it stays.
+"""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class TokenizerError(ValueError):
 class Tokenizer:
     """Turns text into token ids and back. Made by `train` or `load`, or a `ByteTokenizer`.
 
-    ``bos``, ``eos`` and ``pad`` are ids, or None where the vocabulary has none. ``names`` gives the token of each id and
-    ``pieces`` the bytes it stands for (empty for special tokens; None where a token's text depends on its neighbours).
+    ``bos``, ``eos`` and ``pad`` are ids, or None if the vocabulary has none. ``names`` gives the token of each id and
+    ``pieces`` the bytes it stands for (empty for special tokens; None if a token's text depends on its neighbours).
     """
 
     names: list[str]
@@ -57,7 +57,7 @@ class Tokenizer:
         """Train byte-level BPE on ``documents``, deterministically.
 
         Equal documents in equal order give equal vocabularies. Three of the ``vocab_size`` tokens are special, 256 are
-        single bytes: any text can be written, whatever was learned. Raises TokenizerError where the text is too small
+        single bytes: any text can be written, whatever was learned. Raises TokenizerError if the text is too small
         for so many tokens, or the number is.
         """
         return _train(documents, vocab_size)
@@ -66,7 +66,7 @@ class Tokenizer:
     def load(path: str | Path) -> Tokenizer:
         """Load a tokenizer from a folder or from a ``tokenizer.json`` of any kind.
 
-        Raises FileNotFoundError where there is none, TokenizerError where it cannot be read.
+        Raises FileNotFoundError if there is none, TokenizerError if it cannot be read.
         """
         path = Path(path)
         folder = path if path.is_dir() else path.parent
@@ -258,7 +258,7 @@ class HFTokenizer(Tokenizer):
     def _role(self, vocab: dict[str, int], role: str) -> int | None:
         value = self._config.get(role)
         name = value.get("content") if isinstance(value, dict) else value
-        if name is None:  # a lone tokenizer.json tells no roles, except by the names that ours have
+        if name is None:  # a lone tokenizer.json names no special tokens, except by the names that ours have
             name = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}[role]
             return vocab.get(name)
         if not isinstance(name, str) or name not in vocab:
