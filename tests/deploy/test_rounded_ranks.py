@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 
 import arclight as al
 from arclight.deploy import Int8, LowBit, QuantizationAwareTraining, WeightOnly, convert
-from arclight.deploy.quantizing.training_settings import check_plan
-from arclight.deploy.settings import Quantization
+from arclight.deploy.settings import Quantization, check_plan
 from arclight.fabric.distributed.sharding import full_tensor
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies.fsdp import FSDPStrategy

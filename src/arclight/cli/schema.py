@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from arclight._intervals import Checked, Interval
-from arclight.deploy.quantizing.training_settings import QAT, check_plan
+from arclight.deploy.quantizing.training_settings import QAT
+from arclight.deploy.settings import check_plan
 from arclight.parallel.plan import Plan
 from arclight.recipe import Imported
 from arclight.text.heads.head_settings import AnswerTask, SequenceTask, TokenTask

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeGuard
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeGuard
 
-from arclight._intervals import Checked, FiniteFloat, PositiveInt
+from arclight._intervals import Checked, FiniteFloat, PositiveInt, kind_of
+
+if TYPE_CHECKING:
+    from arclight.parallel.plan import Plan
 
 Observer = Literal["minmax", "histogram"]
 Target = Literal["onnxruntime", "openvino", "inductor", "executorch", "tensorrt"]
@@ -160,3 +163,33 @@ class BFloat16(Checked):
 
 
 Quantization = Int8 | DynamicInt8 | WeightOnly | BFloat16 | LowBit
+
+
+_CUTS: Mapping[str, str] = {
+    "cp": "cuts sequences, whose activations would be rounded in other ranges than the program's",
+    "tp": "cuts matrices, whose outputs and groups share a scale",
+    "pp": "cuts the model into stages, and a program is made of all layers",
+    "ep": "cuts stacks of experts",
+}
+"""Fields of a plan that cut what is rounded as one, and why."""
+
+
+def check_plan(recipe: Quantization, plan: Plan) -> None:
+    """Raise ValueError for a plan under which training does not round as the program.
+
+    The program is that of ``recipe``. Data-parallel replicas and shards are possible where layers round by themselves, as each is gathered whole.
+    """
+    if recipe.needs_calibration:
+        raise ValueError(
+            f"a [plan] gathers blocks one by one, and [qat] kind = {kind_of(type(recipe))!r} trains one graph that reads the weights of all layers: leave "
+            'out one of the two; trainer.strategy = "ddp" or "fsdp" trains with rounding on several devices'
+        )
+    for name, reason in _CUTS.items():
+        if getattr(plan, name) > 1:
+            raise ValueError(
+                f"[plan] {name} = {getattr(plan, name)} {reason}, and [qat] rounds whole layers: take dp_shard and dp_replicate alone, or leave [qat] out"
+            )
+    if plan.float8 != "none":
+        raise ValueError(
+            f"[plan] float8 = {plan.float8!r} replaces the layers that [qat] rounds: leave out one of the two"
+        )

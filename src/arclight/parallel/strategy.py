@@ -231,9 +231,9 @@ class PlanStrategy(ShardedStrategy):
             torch.set_rng_state(state.cpu())
 
     def types(self, module: nn.Module) -> FsdpTypes:
-        """Choose FSDP's types: gather in the compute type, unless ``module`` rounds parameters.
+        """Choose FSDP's types: parameters are gathered in the compute type.
 
-        Gradients of half types are summed in float32.
+        Those of a ``module`` that rounds them are gathered as they are stored. Gradients of half types are summed in float32.
         """
         compute = getattr(self.precision, "compute_dtype", None)
         half = (torch.float16, torch.bfloat16)

@@ -173,7 +173,10 @@ class Program:
 
     @property
     def rounds_together(self) -> bool:
-        """Return True if one range rounds all samples of a call, which then depend on each other."""
+        """Return True if all samples of a call are rounded in one range.
+
+        They then depend on each other.
+        """
         return self.precision == "dynamic int8"
 
     @property

@@ -18,8 +18,7 @@ from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing.ptq import QuantizedModel, chosen_target, for_processor
 from arclight.deploy.quantizing.qat import RANGES, WEIGHT_BITS, PreparedModel, inputs_on, with_fake_quantization
 from arclight.deploy.quantizing.rounded_linear import trained_linears
-from arclight.deploy.quantizing.training_settings import check_plan
-from arclight.deploy.settings import BFloat16, Int8, Quantization, Target
+from arclight.deploy.settings import BFloat16, Int8, Quantization, Target, check_plan
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.seeding import isolate_rng
 from arclight.fabric.strategies.base import Strategy

@@ -187,10 +187,10 @@ def round_linears(model: nn.Module, recipe: LinearRecipe) -> nn.Module:
         )
     if not isinstance(recipe, DynamicInt8):
         check_groups({name: layer.in_features for name, layer in chosen.items()}, recipe.group_size)
-    if others := {name: type(one).__name__ for name, one in linears.items() if type(one) is not nn.Linear}:
+    if subclasses := {name: type(one).__name__ for name, one in linears.items() if type(one) is not nn.Linear}:
         log.warning(
             "these layers compute in ways of their own, and are trained in float: %s",
-            ", ".join(f"{name} ({kind})" for name, kind in others.items()),
+            ", ".join(f"{name} ({kind})" for name, kind in subclasses.items()),
         )
     made = {id(layer): RoundedLinear.of(layer, recipe) for layer in chosen.values()}
     _replace(model, made)

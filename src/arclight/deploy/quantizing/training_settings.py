@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from keyword import iskeyword
 from typing import TYPE_CHECKING, ClassVar
 
-from arclight._intervals import Checked, FiniteFloat, NonNegativeInt, kind_of
+from arclight._intervals import Checked, FiniteFloat, NonNegativeInt
 from arclight.deploy.settings import DynamicInt8, Int8, LowBit, Quantization, Target, WeightOnly
-from arclight.parallel.plan import Plan
 
 if TYPE_CHECKING:
     from arclight.deploy.quantizing.callback import QuantizationAwareTraining
@@ -159,36 +158,6 @@ class LowBitTraining(_FixedRanges):
         return LowBit(
             activation_bits=self.activation_bits, group_size=self.group_size, skip=self.skip, min_sqnr_db=self.min_sqnr_db
         )  # fmt: skip
-
-
-_CUTS: Mapping[str, str] = {
-    "cp": "cuts sequences, whose activations would be rounded in other ranges than the program's",
-    "tp": "cuts matrices, whose outputs and groups share a scale",
-    "pp": "cuts the model into stages, and a program is made of all layers",
-    "ep": "cuts stacks of experts",
-}
-"""Fields of a plan that cut what is rounded as one, and why."""
-
-
-def check_plan(recipe: Quantization, plan: Plan) -> None:
-    """Raise ValueError for a plan under which training would not round as ``recipe`` does.
-
-    Data-parallel replicas and shards are possible where layers round by themselves, as each is gathered whole.
-    """
-    if recipe.needs_calibration:
-        raise ValueError(
-            f"a [plan] gathers blocks one by one, and [qat] kind = {kind_of(type(recipe))!r} trains one graph that reads the weights of all layers: leave "
-            'out one of the two; trainer.strategy = "ddp" or "fsdp" trains with rounding on several devices'
-        )
-    for name, reason in _CUTS.items():
-        if getattr(plan, name) > 1:
-            raise ValueError(
-                f"[plan] {name} = {getattr(plan, name)} {reason}, and [qat] rounds whole layers: take dp_shard and dp_replicate alone, or leave [qat] out"
-            )
-    if plan.float8 != "none":
-        raise ValueError(
-            f"[plan] float8 = {plan.float8!r} replaces the layers that [qat] rounds: leave out one of the two"
-        )
 
 
 QAT = Int8Training | WeightOnlyTraining | DynamicInt8Training | LowBitTraining

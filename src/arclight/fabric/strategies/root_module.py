@@ -29,7 +29,10 @@ class WholeUnit(nn.Module):
 
 
 class RoundsOwnWeights(nn.Module):
-    """Module that rounds parameters in forward: they must be gathered in their stored type."""
+    """Module that rounds its parameters in forward.
+
+    They must be gathered in the type that they are stored in.
+    """
 
 
 def whole_units(module: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
