@@ -364,6 +364,35 @@ def test_sizes_of_the_input_are_for_detectors_in_python(detector: Path, typed: T
     assert (status, "has the input size of its export" in err) == (2, True)
 
 
+def test_code_evidence_lifts_codes_over_the_threshold_and_drops_plain_boxes(
+    detector: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A detector that is nearly sure of a plain square, and doubts the code beside it."""
+    segno = pytest.importorskip("segno")
+    from arclight.vision import Detections, Detector
+
+    modules = np.array(segno.make("KOPI SENJA 3", micro=False, error="m", version=1).matrix)
+    image = np.full((140, 300, 3), 220, np.uint8)
+    image[28:112, 28:112] = np.kron(np.where(modules > 0, 30, 220), np.ones((4, 4)))[..., None]
+    image[28:112, 180:264] = 30
+    cv2.imwrite("a.png", image)
+
+    def doubtful(self, images, processing=None):
+        boxes, sure = np.array([[180, 28, 264, 112], [28, 28, 112, 112]]), np.array([0.6, 0.2])
+        kept = sure >= (processing or self.processing).conf_threshold
+        return [
+            Detections.from_arrays(boxes[kept], sure[kept], np.zeros(kept.sum()), names=self.names, image=image)
+            for image in images
+        ]
+
+    monkeypatch.setattr(Detector, "predict", doubtful)
+    for words, left in (("", 180), ("--code-evidence", 28)):
+        status, _, err = typed(f"predict {detector} a.png --conf 0.5 {words} --json found.json")
+        assert (status, err) == (0, "")
+        (found,) = json.loads(Path("found.json").read_text())["a.png"]
+        assert found["box_xyxy_px"][0] == pytest.approx(left, abs=1), words
+
+
 def test_most_objects_of_an_image_count_over_all_slices(run: Path, typed: Typed) -> None:
     image = np.full((300, 500, 3), 30, np.uint8)
     for number in range(8):

@@ -282,6 +282,10 @@ def _add_inference_options(parser: Parser) -> None:
         help="look at each image at these sizes of the input in place of the one of training, and keep the best of equal boxes",
     )  # fmt: skip
     parser.add_argument(
+        "--code-evidence", action="store_true",
+        help="for detectors of QR codes: weigh and place each box by what is seen of a code in it, such as its finder patterns",
+    )  # fmt: skip
+    parser.add_argument(
         "--heatmap",
         type=Path,
         metavar="DIR",
@@ -394,6 +398,10 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float, list[
     detect = _widened(options, [member.detect for member in members])
     if members[0].head == "classify":
         return detect, sources, confidence, names
+    if options.code_evidence:
+        from arclight.vision.qris.reading.evidence import with_code_evidence
+
+        detect = with_code_evidence(detect, _lowest(options, confidence), **_suppression(options))
     kept = options.max_det or MAX_DET  # of all slices and copies together
 
     def chosen(images: Sequence[Any]) -> list[Detections]:
@@ -419,7 +427,7 @@ def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
     """Raise UsageError for options that a network's head does not support."""
     again = {
         "--slice": options.slice is not None, "--augment": options.augment, "--sizes": options.sizes is not None,
-        "several runs": len(members) > 1,
+        "--code-evidence": options.code_evidence, "several runs": len(members) > 1,
     }  # fmt: skip
     boxes = {
         "--classes": options.classes is not None, "--save-crop": options.save_crop is not None, "--track": options.track is not None,
@@ -463,12 +471,21 @@ def _wanted(options: argparse.Namespace, processing: Any, head: str) -> tuple[An
     if head == "classify":
         return processing, 0.0
     confidence: float = processing.conf_threshold
-    lowest = confidence if options.doubt is None else min(confidence, options.doubt)
+    lowest = _lowest(options, confidence)
+    if options.code_evidence:
+        from arclight.vision.qris.reading.evidence import threshold_before
+
+        lowest = threshold_before(lowest)
+    return dataclasses.replace(processing, conf_threshold=lowest), confidence
+
+
+def _lowest(options: argparse.Namespace, confidence: float) -> float:
+    """Return the least confidence of the boxes that a tracker or labeller gets."""
     if options.track is not None:
         from arclight.vision.tracking.tracks import confidence_wanted
 
-        lowest = confidence_wanted(options.track, confidence)
-    return dataclasses.replace(processing, conf_threshold=lowest), confidence
+        return confidence_wanted(options.track, confidence)
+    return confidence if options.doubt is None else min(confidence, options.doubt)
 
 
 def _program(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_Member], list[str]]:

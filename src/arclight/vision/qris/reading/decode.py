@@ -8,7 +8,7 @@ fitted by ridge regression, and refitted on its own most certain decisions, like
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -94,7 +94,12 @@ def decoded_text(code: Any) -> str:
 
 def unread_quads(grey: Grey) -> list[Floats]:
     """Return the corners (4, 2) of what zxing-cpp takes for codes that it cannot read."""
-    return [_corners(code) for code in _zxing(grey, return_errors=True) if not code.valid]
+    return [quad for quad, is_read in symbol_quads(grey) if not is_read]
+
+
+def symbol_quads(grey: Grey) -> list[tuple[Floats, bool]]:
+    """Return the corners (4, 2) of what zxing-cpp takes for codes, and whether each is read."""
+    return [(_corners(code), bool(code.valid)) for code in _zxing(grey, return_errors=True)]
 
 
 def _corners(code: Any) -> Floats:
@@ -110,6 +115,16 @@ class View:
     image: Grey
     origin: Floats
     scale: Floats
+
+    def local(self, box: Box) -> Floats:
+        """Return a box of the picture (4,) in pixels of the view."""
+        corners = np.array(box, np.float32).reshape(2, 2)
+        return np.asarray(((corners - self.origin) * self.scale).reshape(4), np.float32)
+
+    def outer(self, box: Floats) -> Box:
+        """Return a box of the view (4,) in pixels of the picture."""
+        x0, y0, x1, y1 = (box.reshape(2, 2) / self.scale + self.origin).reshape(4).tolist()
+        return x0, y0, x1, y1
 
     def back(self, read: DecodedCode) -> DecodedCode:
         """Return a read in this view as a read in the whole picture."""
@@ -150,6 +165,15 @@ def _enlarged(crop: Grey, origin: Floats, size: tuple[int, int]) -> View:
     scale = np.array([size[0] / crop.shape[1], size[1] / crop.shape[0]], np.float32)
     method = cv2.INTER_CUBIC if scale.min() >= 1 else cv2.INTER_AREA
     return View(np.asarray(cv2.resize(crop, size, interpolation=method), np.uint8), origin, scale)
+
+
+def enlarged_crop(grey: Grey, box: Box, margin: float, size: Callable[[int, int], tuple[int, int]]) -> View:
+    """Crop and resize the part of ``grey`` around ``box``.
+
+    ``margin``: share of the box added on every side. ``size`` maps the crop's width and height to the view's.
+    """
+    crop, origin = _crop(grey, box, margin)
+    return _enlarged(crop, origin, size(crop.shape[1], crop.shape[0]))
 
 
 def _enlarged_sharp(crop: Grey, origin: Floats, size: tuple[int, int], amount: float, radius: float) -> View:
@@ -292,9 +316,9 @@ def laid_grids(
         factor = float(np.clip(longest / max(crop.shape), least, 6))
         width, height = (max(crop.shape),) * 2 if square else crop.shape[::-1]
         view = _enlarged(crop, origin, (round(width * factor), round(height * factor)))
-        slopes = Slopes(_stretched(view.image))
-        corners = (np.array(box, np.float32).reshape(2, 2) - origin) * view.scale
-        local = (float(corners[0, 0]), float(corners[0, 1]), float(corners[1, 0]), float(corners[1, 1]))
+        slopes = Slopes(contrast_stretched(view.image))
+        left, top, right, bottom = view.local(box).tolist()
+        local = (left, top, right, bottom)
         if grids and grids[0].score >= PLAIN_SCORE:
             ratio = view.scale / scale
             moved = [replace(grid, shape=grid.shape * ratio) for grid in rivals(grids)]
@@ -313,7 +337,7 @@ def read_near(grey: Grey, corners: Floats) -> list[DecodedCode]:
     view = straightened(grey, corners)
     if codes := read_view(view):
         return codes
-    slopes = Slopes(_stretched(view.image))
+    slopes = Slopes(contrast_stretched(view.image))
     side = float(np.sqrt(cv2.contourArea(corners.astype(np.float32))))
     code, _ = decode_grids(slopes, grids_near(slopes, STRAIGHT_QUAD, largest_version(side)))
     return [view.back(code)] if code else []
@@ -335,14 +359,14 @@ def read_at(grey: Grey, corners: Floats, modules: int) -> DecodedCode | None:
         return None
     factor = float(np.clip(4 * modules / max(crop.shape), 1, 6))
     view = _enlarged(crop, origin, (round(crop.shape[1] * factor), round(crop.shape[0] * factor)))
-    slopes = Slopes(_stretched(view.image))
+    slopes = Slopes(contrast_stretched(view.image))
     shape = np.concatenate([(corners - origin) * view.scale, np.zeros((4, 2))]).astype(np.float32)
     known = Grid((modules - 17) // 4, shape, 1.0)
     code = _read_patiently(LaidGrid(slopes.picture, known)) or decode_grids(slopes, [known])[0]
     return view.back(code) if code else None
 
 
-def _stretched(image: Grey) -> Floats:
+def contrast_stretched(image: Grey) -> Floats:
     """Stretch brightness to 0 to 255 between the darkest and lightest hundredth."""
     low, high = np.percentile(image, (1, 99))
     stretched = (image.astype(np.float32) - low) * (255 / max(high - low, 1.0))
@@ -352,7 +376,7 @@ def _stretched(image: Grey) -> Floats:
 def _proposals(picture: Floats) -> list[Floats]:
     """List quadrilaterals that readers take for a code, though they cannot read it."""
     image = picture.astype(np.uint8)
-    quads = [_corners(code) for code in _zxing(image, return_errors=True)]
+    quads = [quad for quad, _ in symbol_quads(image)]
     try:
         found, points = cv2.QRCodeDetectorAruco().detectMulti(image)
     except cv2.error:  # it gives up on some pictures; the other proposals remain

@@ -111,7 +111,7 @@ def _distinct(quads: Floats, apart: float, most: int) -> list[int]:
     return kept
 
 
-def _by_version(frames: Frames, largest: int) -> list[tuple[int, Floats]]:
+def by_version(frames: Frames, largest: int) -> list[tuple[int, Floats]]:
     versions, corners = frames.proposals(largest)
     shapes = shapes_of(corners)
     return [(int(version), shapes[versions == version]) for version in np.unique(versions)]
@@ -128,14 +128,14 @@ def find_grids(sharp: Slopes, box: Box, largest: int, more: Callable[[], Quads] 
     if sum(pattern.correlation for pattern in patterns[:2]) < 2 * MIN_PAIR_CORRELATION:
         return []
     search = _Search(sharp, max(box[2] - box[0], box[3] - box[1]), largest)
-    found = search.best(_by_version(triples(patterns), largest))
+    found = search.best(by_version(triples(patterns), largest))
     if more is None or (found and found[0].score >= PLAIN_SCORE):
         return found
     shapes = parallelograms(box)
     if quads := more():
         shapes = np.concatenate([shapes, turned(np.stack([clockwise(quad) for quad in quads]))])
     proposed = [(version, shapes) for version in _COARSE_VERSIONS if version <= largest]
-    proposed += _by_version(pairs(patterns[:MAX_IN_PAIRS]), largest)
+    proposed += by_version(pairs(patterns[:MAX_IN_PAIRS]), largest)
     return sorted([*found, *search.best(proposed)], key=worst_last)
 
 
