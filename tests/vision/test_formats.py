@@ -444,6 +444,27 @@ def test_lists_of_voc_are_splits_and_difficult_objects_are_counted(tmp_path: Pat
     assert "a.xml:4: there is no class 'cat'" in str(chosen.skipped[0])
 
 
+@pytest.mark.parametrize(
+    ("lists", "splits"),
+    [
+        ({"trainval": "a b", "test": "c"}, {"train": "ab", "test": "c"}),
+        ({"train": "a", "trainval": "a b", "test": "c"}, {"train": "a", "test": "c"}),
+        ({"test": "c"}, {"test": "c"}),
+        ({"train": "a", "val": "b", "valid": "c"}, {"train": "a", "val": "bc"}),
+    ],
+)
+def test_images_in_no_list_of_voc_are_counted(tmp_path: Path, lists: dict[str, str], splits: dict[str, str]) -> None:
+    """A data set with trainval and test alone lost all images to train with."""
+    root = voc_set(tmp_path, {stem: voc_xml(f"{stem}.jpg", voc_object((1, 1, 50, 40))) for stem in "abc"})
+    (root / "ImageSets/Main").mkdir(parents=True)
+    for name, stems in lists.items():
+        (root / f"ImageSets/Main/{name}.txt").write_text("\n".join(stems.split()))
+    found = read_voc(root)
+    assert {split: "".join(image.name.stem for image in images) for split, images in found.splits.items()} == splits
+    left = 3 - sum(map(len, splits.values()))
+    assert found.passed_over == ({"images in no list of ImageSets/Main": left} if left else {})
+
+
 BILLION = "<!DOCTYPE a [<!ENTITY b 'bbbbbbbbbb'><!ENTITY c '&b;&b;&b;&b;&b;&b;'>]><annotation>&c;</annotation>"
 EXTERNAL = "<?xml version='1.0'?>\n<!DOCTYPE a SYSTEM 'file:///etc/passwd'><annotation/>"
 

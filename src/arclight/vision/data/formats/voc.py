@@ -92,8 +92,8 @@ def read_voc(
 ) -> AnnotatedSet:
     """Read a Pascal VOC folder, or a folder of xml files beside their images.
 
-    VOC's has ``Annotations``, ``JPEGImages`` and the lists of ``ImageSets/Main``.
-    images: folder of the images. names: the classes, in order; those found, sorted, if not given. keep_difficult: take objects
+    VOC's has ``Annotations``, ``JPEGImages`` and the lists of ``ImageSets/Main``: train, val and test, or trainval for both of the first.
+    images: folder of the images. names: the classes, in order; those found, sorted, where not given. keep_difficult: take objects
     marked difficult, too. Without lists all images are train.
 
     Whole-number coordinates are VOC's: pixels counted from 1, both ends included. In data sets with a 0 or a fraction among them they
@@ -131,25 +131,38 @@ def read_voc(
             found[file.stem] = image
     if not found:
         raise DatasetError(f"{source}: no image can be used, {result.skipped[-1]}; name their folder with --images")
-    result.splits = _splits(source, found, result.skipped)
+    result.splits = _splits(source, found, result)
     return result
 
 
-def _splits(
-    source: Path, found: dict[str, AnnotatedImage], skipped: list[FileProblem]
-) -> dict[str, list[AnnotatedImage]]:
-    splits: dict[str, list[AnnotatedImage]] = {}
-    for split, stems in _LISTS.items():
-        for file in (source / "ImageSets/Main" / f"{stem}.txt" for stem in stems):
-            if file.is_file():
-                listed = [line.split()[0] for line in file.read_text("utf-8-sig").splitlines() if line.strip()]
-                splits[split] = [found[stem] for stem in dict.fromkeys(listed) if stem in found]
-                lacking = [stem for stem in listed if stem not in found]
-                if lacking:
-                    skipped.append(
-                        FileProblem(str(file), 0, f"{len(lacking):,} images of it cannot be used, {lacking[0]} first")
-                    )
-    return {split: images for split, images in splits.items() if images} or {"train": list(found.values())}
+def _splits(source: Path, found: dict[str, AnnotatedImage], result: AnnotatedSet) -> dict[str, list[AnnotatedImage]]:
+    """Divide images as the lists say; what is in none of them is counted as passed over.
+
+    Without any list all images are train.
+    """
+    lists = {
+        split: [file for stem in stems if (file := _list_of(source, stem)).is_file()] for split, stems in _LISTS.items()
+    }
+    if not lists["train"] and not lists["val"] and (both := _list_of(source, "trainval")).is_file():
+        lists["train"] = [both]
+    stems: dict[str, list[str]] = {split: [] for split in lists}
+    for split, files in lists.items():
+        for file in files:
+            listed = [line.split()[0] for line in file.read_text("utf-8-sig").splitlines() if line.strip()]
+            stems[split] += listed
+            if lacking := [stem for stem in listed if stem not in found]:
+                message = f"{len(lacking):,} images of it cannot be used, {lacking[0]} first"
+                result.skipped.append(FileProblem(str(file), 0, message))
+    used = {split: [stem for stem in dict.fromkeys(listed) if stem in found] for split, listed in stems.items()}
+    if not any(used.values()):
+        return {"train": list(found.values())}
+    if left := len(found.keys() - set().union(*used.values())):
+        result.passed_over["images in no list of ImageSets/Main"] = left
+    return {split: [found[stem] for stem in listed] for split, listed in used.items() if listed}
+
+
+def _list_of(source: Path, stem: str) -> Path:
+    return source / "ImageSets/Main" / f"{stem}.txt"
 
 
 _EDGES = ("xmin", "ymin", "xmax", "ymax")
