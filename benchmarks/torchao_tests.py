@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import types
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -36,6 +35,9 @@ def pytest_configure() -> None:
 
     from arclight.deploy.quantizing import batch_norm, pt2e
 
+    def prepare(model: GraphModule, quantizer: object) -> GraphModule:
+        return pt2e.prepare(model, quantizer, batch_norm.fold_untrained)
+
     def prepare_qat(model: GraphModule, quantizer: object) -> GraphModule:
         return pt2e.prepare_qat(model, quantizer, batch_norm.fuse)
 
@@ -45,9 +47,8 @@ def pytest_configure() -> None:
         batch_norm.fold(model)
         return pt2e.convert(model, fold=fold_quantize, reference=use_reference_representation)
 
-    pt2e._prepare_convert = types.SimpleNamespace(prepare_pt2e=public.prepare_pt2e, convert_pt2e=public.convert_pt2e)
     for module in (public, utilities):
-        vars(module).update(prepare_pt2e=pt2e.prepare, prepare_qat_pt2e=prepare_qat, convert_pt2e=convert)
+        vars(module).update(prepare_pt2e=prepare, prepare_qat_pt2e=prepare_qat, convert_pt2e=convert)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from arclight.deploy import BFloat16, DynamicInt8, Int8, LowBit, QuantizeError, WeightOnly, export, quantize
 from arclight.deploy.capture import capture, frozen_copy
 from arclight.deploy.quantizing import pt2e
+from arclight.deploy.quantizing.batch_norm import fold_untrained
 from arclight.deploy.quantizing.placement import PlacementQuantizer
 from arclight.deploy.quantizing.sensitivity import (
     EVALUATIONS,
@@ -64,7 +65,7 @@ def closeness(model: nn.Module) -> Any:
 def converted(model: nn.Module, target: Target = "onnxruntime") -> tuple[torch.fx.GraphModule, list[str]]:
     quantizer = PlacementQuantizer(profile=PLACEMENTS[target], observer="minmax")
     with torch.no_grad():
-        prepared = pt2e.prepare(capture(frozen_copy(model), (INPUTS,)).module(), quantizer)
+        prepared = pt2e.prepare(capture(frozen_copy(model), (INPUTS,)).module(), quantizer, fold_untrained)
         prepared(INPUTS)
         return pt2e.convert(prepared), quantizer.quantized_layers
 
@@ -90,7 +91,7 @@ def test_the_numeric_debugger_of_torchao_finds_the_same_layer(model: nn.Sequenti
     plain = prepare_for_propagation_comparison(exported.module())
     with torch.no_grad():
         plain(INPUTS)
-        prepared = pt2e.prepare(exported.module(), PlacementQuantizer(observer="minmax"))
+        prepared = pt2e.prepare(exported.module(), PlacementQuantizer(observer="minmax"), fold_untrained)
         prepared(INPUTS)
         rounded = prepare_for_propagation_comparison(pt2e.convert(prepared))
         rounded(INPUTS)

@@ -41,6 +41,7 @@ with _dropped("torchao", "Failed to load"), _dropped("torch.utils._pytree", "is 
     _rewrite = require("torchao.quantization.pt2e.reference_representation_rewrite", extra="deploy")
     _quantizer = require("torchao.quantization.pt2e.quantizer", extra="deploy")
 
+_prepare_pt2e, _convert_pt2e = _prepare_convert.prepare_pt2e, _prepare_convert.convert_pt2e
 Quantizer: Any = _quantizer.Quantizer
 QuantizationSpec: Any = _quantizer.QuantizationSpec
 FixedSpec: Any = _quantizer.FixedQParamsQuantizationSpec
@@ -160,7 +161,7 @@ def prepare(graph: GraphModule, quantizer: Any, fold: Callable[[GraphModule], No
     try:
         for name in names:
             setattr(_prepare_convert, name, _unchanged)
-        prepared: GraphModule = _prepare_convert.prepare_pt2e(graph, quantizer)
+        prepared: GraphModule = _prepare_pt2e(graph, quantizer)
     finally:
         for name, function in zip(names, before):
             setattr(_prepare_convert, name, function)
@@ -192,9 +193,7 @@ def convert(prepared: GraphModule, *, fold: bool = False, reference: bool = Fals
     fold_patterns, trace = _qat_utils._fold_conv_bn_qat_helper, _rewrite._get_aten_graph_module_for_pattern
     _qat_utils._fold_conv_bn_qat_helper, _rewrite._get_aten_graph_module_for_pattern = _unchanged, traced
     try:
-        converted: GraphModule = _prepare_convert.convert_pt2e(
-            prepared, fold_quantize=fold, use_reference_representation=reference
-        )
+        converted: GraphModule = _convert_pt2e(prepared, fold_quantize=fold, use_reference_representation=reference)
     finally:
         _qat_utils._fold_conv_bn_qat_helper, _rewrite._get_aten_graph_module_for_pattern = fold_patterns, trace
     return converted
