@@ -178,6 +178,40 @@ def test_a_fit_in_a_hook_is_refused(tmp_path: Path) -> None:
         quiet(al.Trainer, tmp_path, enable_checkpointing=False).fit(Again(), ROWS)
 
 
+def test_a_stop_that_a_hook_of_a_nested_evaluation_requests_ends_the_fit(tmp_path: Path) -> None:
+    class Judge(al.Callback):
+        def on_validation_end(self, trainer: al.Trainer, pl_module: al.Module) -> None:
+            trainer.should_stop = trainer.global_step == 2
+
+    trainer = quiet(al.Trainer, tmp_path, callbacks=[Judge()], enable_checkpointing=False)
+    trainer.fit(Watched(True), ROWS)
+    assert trainer.global_step == 2
+
+
+def test_a_nested_evaluation_of_a_checkpoint_restores_the_weights_of_the_fit(tmp_path: Path) -> None:
+    class Compared(Watched):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            file = tmp_path / "first.ckpt"
+            if batch_idx == 0:
+                self.trainer.save_checkpoint(file)
+            elif self.looks:
+                before = [parameter.tolist() for parameter in self.parameters()]
+                self.trainer.validate(self, DataLoader(ROWS.dataset, 2), ckpt_path=file, verbose=False)
+                assert self.evaluated != before
+                assert [parameter.tolist() for parameter in self.parameters()] == before
+
+        def on_validation_end(self) -> None:
+            self.evaluated = [parameter.tolist() for parameter in self.parameters()]
+
+    weights = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        module = Compared(looks)
+        quiet(al.Trainer, tmp_path, enable_checkpointing=False).fit(module, ROWS)
+        weights.append([parameter.tolist() for parameter in module.parameters()])
+    assert weights[0] == weights[1]
+
+
 def test_sigterm_in_an_evaluation_of_a_hook_ends_the_fit_in_order(tmp_path: Path) -> None:
     class Asked(Watched):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -124,8 +124,9 @@ class RunState:
         return other
 
     def take_signals(self, other: RunState) -> None:
-        """Take over what signals requested of another state that ran in between."""
-        if other.received_sigterm or other.requeue:
+        """Take over what signals, and hooks of a nested evaluation, requested of a state that ran in between."""
+        asked = other.should_stop and other.nested  # what a trial ends by is its own
+        if asked or other.received_sigterm or other.requeue:
             self.request_stop(sigterm=other.received_sigterm, requeue=other.requeue)
 
     def rewind(self, global_step: int, plateau_step: int) -> None:

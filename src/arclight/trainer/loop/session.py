@@ -7,7 +7,7 @@ prediction, and tears down also after an error. The order of setup hooks is Ligh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,8 @@ class Session:
         self._trainer, self._run = trainer, trainer.run_state
         self._nested = trainer.state.status == TrainerStatus.RUNNING
         """True if a hook of a run under way calls this entry point: what that run has set up stays."""
+        self._restore: ExitStack
+        """Restores the weights of a run under way after an evaluation of a checkpoint."""
 
     def launch(self, entry_point: Callable[..., Any], *arguments: Any) -> Any:
         """Call ``entry_point(session, *arguments)`` on every rank, and return rank 0's result."""
@@ -89,7 +91,7 @@ class Session:
         """Run the block, and notify callbacks, data and loggers of an exception."""
         trainer = self._trainer
         if self._nested:
-            with trainer.nested():
+            with trainer.nested(), ExitStack() as self._restore:
                 self._run = trainer.run_state
                 yield
             return
@@ -421,12 +423,26 @@ class Session:
         if module is not placed:
             self._place(module, stage)
         if saved is not None:
+            if module is placed:
+                self._restore.callback(_restore_tensors, _copied_tensors(module))
             weights = {**saved["state_dict"], **saved.get("ema", {})}
             load_weights(module, weights, strict=module.strict_loading)
         if not self._nested:  # else gradients may be accumulating
             module.zero_grad()
             self._set_up_profiler(module, stage)
         return module
+
+
+def _copied_tensors(module: Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair each parameter and buffer of ``module`` with a copy of it."""
+    return [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
+
+
+@torch.no_grad()
+def _restore_tensors(copied: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write the copies of `_copied_tensors` back."""
+    for tensor, copy in copied:
+        tensor.copy_(copy)
 
 
 @contextmanager
