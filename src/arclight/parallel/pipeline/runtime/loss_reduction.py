@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from arclight.parallel.plan import PlanError
 
@@ -37,6 +38,8 @@ class LossReduction:
 
     def __call__(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
         """Return ``(sum, count)`` of a micro-batch."""
+        if self.weight is not None:
+            output = _guarded(output, self.weight(targets))
         found = output if self.function is None else self.function(output, targets)
         if isinstance(found, (tuple, list)) and len(found) == 2:
             total, count = found[0], torch.as_tensor(found[1])
@@ -71,6 +74,20 @@ class LossReduction:
         if self.kind == "sum":
             return 1.0
         return None if counts is None else float(sum(counts))
+
+
+def _guarded(output: Any, count: Any) -> Any:
+    """Return ``output`` with gradients of 0 where ``count`` is 0: that of a mean of nothing is NaN."""
+
+    def guarded(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        counts = torch.as_tensor(count, device=tensor.device) > 0
+        alias = tensor.view_as(tensor)
+        alias.register_hook(lambda gradient: torch.where(counts, gradient, 0.0))
+        return alias
+
+    return tree_map_only(Tensor, guarded, output)
 
 
 def no_loss(output: Any, targets: Any) -> tuple[Tensor, Tensor]:
