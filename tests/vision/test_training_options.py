@@ -92,12 +92,14 @@ def test_all_ranks_train_in_the_memory_format_that_the_first_measured(monkeypatc
     assert found == {"memory_format": "channels_last"}
 
 
-def test_a_memory_format_that_was_set_stays_where_the_checkpoint_has_none() -> None:
-    made = detector(memory_format="contiguous")
-    made.on_load_checkpoint({})
-    assert made.memory_format is torch.contiguous_format
-    made.on_load_checkpoint({"memory_format": "channels_last"})
-    assert made.memory_format is torch.channels_last
+def test_a_memory_format_that_is_set_takes_precedence_over_that_of_the_checkpoint() -> None:
+    for checkpoint in ({}, {"memory_format": "channels_last"}):
+        made = detector(memory_format="contiguous")
+        made.on_load_checkpoint(checkpoint)
+        assert made.memory_format is torch.contiguous_format
+    measured = detector(memory_format="auto")
+    measured.on_load_checkpoint({"memory_format": "channels_last"})
+    assert measured.memory_format is torch.channels_last
 
 
 def test_a_batch_without_a_finite_loss_leaves_the_learned_balance() -> None:

@@ -479,7 +479,8 @@ class VisionModule(Module, abc.ABC):
             known = arguments_for(VisionModule, checkpoint, dict.fromkeys(("settings", "table", "network")))
             check_class_names(known.get("names") or (), self.names)
         self._awaited_weights = None
-        self.memory_format = _FORMATS.get(checkpoint.get("memory_format", self.settings.memory_format))
+        if self.settings.memory_format == "auto":
+            self.memory_format = _FORMATS.get(checkpoint.get("memory_format", "auto"))
         resumed = self._trainer is not None and self._trainer.state.fn == "fit"  # one that is only opened binds nobody
         self._taught_by = checkpoint.get("teacher")
         self._batch_size = checkpoint.get("batch_size") if resumed else None
