@@ -32,7 +32,7 @@ class BlobError(FederatedError):
 class RefusedError(FederatedError):
     """Error of a refused update; ``reason`` is for programs, the message for people.
 
-    clients: whose updates these are, if the error is raised if several are together, as in a fold.
+    clients: whose updates these are, if the error is raised where several are together, as in a fold.
     """
 
     def __init__(self, reason: Reason, message: str, clients: tuple[str, ...] = ()) -> None:

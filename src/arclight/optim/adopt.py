@@ -29,7 +29,7 @@ class AdoptRule:
     w -= lr ((1 - v1) n + v1 m), where ADOPT is v1 = 1; v = beta2 v + (1 - beta2) g^2. At t = 0, v becomes g^2 and weights stay.
 
     Each rank updates its own shards, in float32 (float64 for float64 weights) whatever is stored. ``step`` is counted on the host;
-    once a step may be skipped it moves to the device, if alone that is known.
+    once a step may be skipped it moves to the device, which alone knows whether it was.
     """
 
     def new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:

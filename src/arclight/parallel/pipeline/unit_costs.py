@@ -142,7 +142,7 @@ class ModelCosts:
         return empty.line_to(self, samples)
 
     def recomputed(self) -> ModelCosts:
-        """Return the costs with recomputation, if each unit keeps its output alone.
+        """Return the costs with recomputation, in which each unit keeps its output alone.
 
         Its forward is computed again before its backward. What one unit holds for the moment is not in them: see
         :meth:`moment`.

@@ -1,6 +1,6 @@
 """Estimate the time of a step: roofline for compute, rings for collectives, and overlap.
 
-Rules of overlap: exchanges of ``tp``, ``cp`` and ``ep`` are waited for if they are needed. Weights of the next link are
+Rules of overlap: exchanges of ``tp``, ``cp`` and ``ep`` are waited for where they are needed. Weights of the next link are
 gathered, and gradients of the last one scattered, while a link computes; what takes longer counts, and the hidden part of an
 exchange slows computing by :data:`OVERLAP_COST` of its own time, since both use the same memory and processors.
 Activations between stages are waited for. The optimizer's step is bound by memory.

@@ -282,7 +282,7 @@ def refine(
     """Refine cuts by hill climbing on ``judge``, moving one, two, or a row of boundaries.
 
     Hill climbing from ``cuts`` (the first unit of each stage) over ``count`` units, for schedules with several stages on a process,
-    if no formula holds: ``judge`` may simulate them. It is asked ``most`` times at most. closed: units before which there can be no cut.
+    for which no formula holds: ``judge`` may simulate them. It is asked ``most`` times at most. closed: units before which there can be no cut.
     """
     best = tuple(cuts)
     value, evaluated = judge(best), {best}

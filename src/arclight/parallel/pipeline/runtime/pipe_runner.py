@@ -129,7 +129,7 @@ class PipeRunner:
     def step(self, *args: Any, targets: Any = None, outputs: Where = "nowhere", **kwargs: Any) -> Result:
         """Run forward and backward of a batch, and accumulate this process's gradients.
 
-        args, kwargs: of the model. targets: what the loss is given besides the last stage's output. outputs: if they are wanted.
+        args, kwargs: of the model. targets: what the loss is given besides the last stage's output. outputs: on which processes they are wanted.
         """
         micro_batches = self._micro_batches((args, kwargs, targets))
         counts = self.reduction.counts([micro_batch[2] for micro_batch in micro_batches])

@@ -265,7 +265,7 @@ def that_fits(kind: ScheduleKind, micro_batches: int, processes: int, backward: 
 
     Stages are on the same processes. That is ``kind`` for the next larger number that it takes, without the surplus
     micro-batches: peak memory does not grow. A simple one if there is no larger number (of a file), and for forwards
-    only, if all orders are as good.
+    only, for which all orders are as good.
     """
     if backward and kind.fits(micro_batches, processes):
         return kind
