@@ -39,7 +39,7 @@ from arclight.vision.results.metrics import DetectionMetrics
 from arclight.vision.results.plots import DetectionPlots, write_predictions
 from arclight.vision.tasks.deployment import evaluate_program, export_module
 from arclight.vision.tasks.detection import DetectionData, Detector
-from arclight.vision.tasks.module import InferenceCopy
+from arclight.vision.tasks.module import InferenceCopy, check_class_names
 from arclight.vision.tasks.settings import DetectionTask
 
 SCRIPT = Path(__file__).parent / "detector_script.py"
@@ -142,6 +142,14 @@ def test_classes_that_have_other_numbers_than_in_the_checkpoint_are_refused(
     with caplog.at_level("WARNING", logger="arclight"):
         meet(["qr", "text"])
     assert "class 0 is 'code' in the checkpoint, and 'qr' in the data: they are taken for the same" in caplog.text
+
+
+def test_one_of_two_classes_of_one_name_may_get_another(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="arclight"):
+        check_class_names(["code", "code", "text"], ["code", "qr", "text"])
+    assert "class 1 is 'code' in the checkpoint, and 'qr' in the data: they are taken for the same" in caplog.text
+    with pytest.raises(CheckpointError, match="class 1 is 'code', which is class 2 of the data"):
+        check_class_names(["code", "code", "text"], ["code", "text", "code"])
 
 
 def test_a_program_is_not_scored_on_data_of_other_classes(tmp_path: Path) -> None:

@@ -585,9 +585,12 @@ def check_class_names(trained: Sequence[str], names: Sequence[str]) -> None:
     if not other or len(trained) != len(names):  # other numbers of classes do not fit the weights
         return
     number, before, here = other[0]
-    if moved := next((name for _, name, _ in other if name in names), None):
+    # of two classes of one name, one may have got another name
+    moved = ((was, now, name) for was, name, _ in other for now, _, new in other if new == name)
+    if found := next(moved, None):
+        was, now, name = found
         raise CheckpointError(
-            f"the checkpoint's class {trained.index(moved)} is {moved!r}, which is class {names.index(moved)} of the data: each class would be "
+            f"the checkpoint's class {was} is {name!r}, which is class {now} of the data: each class would be "
             f"taken for another. Put the names in the order of the run: {', '.join(trained[:8])}{', ...' * (len(trained) > 8)}"
         )
     _LOG.warning(
