@@ -64,9 +64,26 @@ class Flagged(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        types = (torch.bool, torch.complex64, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn)
+        types = (torch.bool, torch.complex64, torch.uint16, torch.uint32, torch.uint64)
         for number, dtype in enumerate(types):
             self.register_buffer(f"kept_{number}", torch.ones(2).to(dtype))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for buffer in self.buffers():
+            buffer.copy_(torch.zeros(2))
+        return super().training_step(batch, batch_idx)
+
+
+class Narrow(Net):
+    """Trains a buffer of 8-bit floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(2).to(torch.float8_e4m3fn))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.copy_(torch.tensor([3.0, 5.0]))
+        return super().training_step(batch, batch_idx)
 
 
 def test_buffers_that_cannot_be_averaged_stay_where_they_are(tmp_path: Path) -> None:
@@ -78,6 +95,14 @@ def test_buffers_that_cannot_be_averaged_stay_where_they_are(tmp_path: Path) -> 
     assert round.contributors == ["a"]
     for name, value in Flagged().named_buffers():
         assert torch.equal(server.weights()[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+def test_buffers_of_8_bit_floats_are_averaged(tmp_path: Path) -> None:
+    federation = Federation(clients=1, rounds=1, local_steps=2, evaluate_every=0)
+    server = Server(federation, Narrow(), folder=tmp_path / "run")
+    server.run([Client("a", Narrow(), Rows(), trainer=CPU, seed=5)])
+    assert server.weights()["seen"].dtype is torch.float8_e4m3fn
+    assert server.weights()["seen"].float().tolist() == [3.0, 5.0]
 
 
 def test_a_learner_that_gives_values_without_changes_is_told_which(tmp_path: Path) -> None:
