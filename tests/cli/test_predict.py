@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -379,16 +380,20 @@ def test_code_evidence_lifts_codes_over_the_threshold_and_drops_plain_boxes(
 
     def doubtful(self, images, processing=None):
         boxes, sure = np.array([[180, 28, 264, 112], [28, 28, 112, 112]]), np.array([0.6, 0.2])
-        kept = sure >= (processing or self.processing).conf_threshold
+        used = processing or self.processing
+        kept = (sure >= used.conf_threshold) & (np.arange(2) < used.max_det)
         return [
             Detections.from_arrays(boxes[kept], sure[kept], np.zeros(kept.sum()), names=self.names, image=image)
             for image in images
         ]
 
     monkeypatch.setattr(Detector, "predict", doubtful)
-    for words, left in (("", 180), ("--code-evidence", 28)):
-        status, _, err = typed(f"predict {detector} a.png --conf 0.5 {words} --json found.json")
+    for words, left in (("", 180), ("--code-evidence", 28), ("--code-evidence --max-det 1", 28)):
+        with warnings.catch_warnings(record=True) as warned:
+            status, _, err = typed(f"predict {detector} a.png --conf 0.5 {words} --json found.json")
         assert (status, err) == (0, "")
+        told = [str(one.message) for one in warned if "no class is called qr: cat, dog. Those" in str(one.message)]
+        assert len(told) == (words != "")
         (found,) = json.loads(Path("found.json").read_text())["a.png"]
         assert found["box_xyxy_px"][0] == pytest.approx(left, abs=1), words
 

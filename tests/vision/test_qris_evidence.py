@@ -19,6 +19,7 @@ from arclight.vision.qris.reading.evidence import (  # noqa: E402
     SLOPE,
     UNREAD,
     CodeEvidence,
+    code_classes,
     code_evidence,
     threshold_before,
     with_code_evidence,
@@ -147,6 +148,29 @@ def test_boxes_of_any_shape_and_place() -> None:
     assert (found.boxes.conf <= 0.5).all()
     assert with_code_evidence(detector())([rgb(grey)])[0].boxes.xyxy.shape == (0, 4)
     assert with_code_evidence(detector())([]) == []
+
+
+@pytest.mark.parametrize("edges", [(np.nan, 10, 90, 90), (10, 10, 90, np.nan), (-np.inf, -np.inf, np.inf, np.inf)])
+def test_boxes_that_are_not_finite_are_no_evidence_of_a_code(edges: tuple[float, float, float, float]) -> None:
+    (found,) = with_code_evidence(detector((*edges, 0.5)))([rgb(checkers())])
+    assert found.boxes.conf < 0.5
+
+
+def test_boxes_of_classes_other_than_codes_keep_confidence_and_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take none of the places of the boxes that are looked at, either."""
+    monkeypatch.setattr(evidence, "MAX_WEIGHED", 1)
+    rows = [(*box("checkers", move=9), 0.9), (*box("text"), 0.8), (*box("code", move=9), 0.4)]
+
+    def two_classes(images: Sequence[np.ndarray]) -> list[Detections]:
+        (found,) = detector(*rows)(images)
+        return [Detections(replace(found.boxes, cls=np.array([0.0, 0.0, 1.0])), ("person", "QR code"))]
+
+    assert code_classes(["person", "QR code", "bar code"]) == ["QR code"]
+    (found,) = with_code_evidence(two_classes, classes=["QR code"])([rgb(photo())])
+    assert found.boxes.cls.tolist() == [1, 0, 0]
+    assert found.boxes.xyxy[0] == pytest.approx(box("code"), abs=3)
+    assert found.boxes.xyxy[1:].tolist() == [list(row[:4]) for row in rows[:2]]
+    assert found.boxes.conf[1:] == pytest.approx([0.9, 0.8])
 
 
 def test_boxes_with_keypoints_are_refused() -> None:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -380,8 +381,8 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float, list[
 
     given = {
         "conf_threshold": options.conf, "iou_threshold": options.iou, "agnostic": options.agnostic_nms or None,
-        "max_det": options.max_det if options.classes is None else TOP_K,  # other classes take no places
-    }  # fmt: skip
+        "max_det": options.max_det if options.classes is None and not options.code_evidence else TOP_K,
+    }  # fmt: skip  # other classes take no places, and evidence may put another box first
     changed = {name: value for name, value in given.items() if value is not None}
     try:
         members, sources = (_program if options.program is not None else _runs)(options, changed)
@@ -399,9 +400,18 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float, list[
     if members[0].head == "classify":
         return detect, sources, confidence, names
     if options.code_evidence:
-        from arclight.vision.qris.reading.evidence import with_code_evidence
+        from arclight.vision.qris.reading.evidence import code_classes, with_code_evidence
 
-        detect = with_code_evidence(detect, _lowest(options, confidence), **_suppression(options))
+        weighed = code_classes(names)
+        if not weighed:
+            warnings.warn(
+                f"--code-evidence takes all boxes for QR codes, as no class is called qr: {', '.join(names[:8])}{', ...' * (len(names) > 8)}. "
+                "Those without a code fall",
+                stacklevel=2,
+            )
+        detect = with_code_evidence(
+            detect, _lowest(options, confidence), classes=weighed or None, **_suppression(options)
+        )
     kept = options.max_det or MAX_DET  # of all slices and copies together
 
     def chosen(images: Sequence[Any]) -> list[Detections]:

@@ -7,7 +7,7 @@ and val photos of `benchmarks/qr_photos.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,14 +43,19 @@ PLACING = 0.35
 
 
 def with_code_evidence(
-    detect: Detect, threshold: float = 0.0, *, iou_threshold: float = 0.5, agnostic: bool = False
+    detect: Detect,
+    threshold: float = 0.0,
+    *,
+    classes: Collection[str] | None = None,
+    iou_threshold: float = 0.5,
+    agnostic: bool = False,
 ) -> Detect:
     """Return a detector that weighs and places each box by what is seen of a QR code in it.
 
     The log-odds of a box rise with the strength of its `code_evidence`, or fall, by at most `MAX_SHIFT`; a code that is seen well gives the box its own
     place. Then duplicates are suppressed (IoU ``iou_threshold``, across classes if ``agnostic``) and boxes below ``threshold`` are dropped. For boxes that may
-    rise to it, ``detect`` has to find those from `threshold_before` on. All its classes must be of QR codes. Raises ValueError for boxes with masks,
-    keypoints or angles.
+    rise to it, ``detect`` has to find those from `threshold_before` on. ``classes``: those of QR codes, all by default; boxes of others keep their
+    confidence and place. Raises ValueError for boxes with masks, keypoints or angles.
     """
 
     def weighed(images: Sequence[Image]) -> list[Detections]:
@@ -58,7 +63,7 @@ def with_code_evidence(
         refuse_parts(answers)
         results = []
         for image, found in zip(images, answers, strict=True):
-            placed = suppressed(_weighed(found, to_grey(image)), iou_threshold, agnostic=agnostic)
+            placed = suppressed(_weighed(found, to_grey(image), classes), iou_threshold, agnostic=agnostic)
             results.append(placed[placed.boxes.conf >= threshold])
         return results
 
@@ -70,10 +75,19 @@ def threshold_before(threshold: float) -> float:
     return _confidence(_log_odds(threshold) - MAX_SHIFT)
 
 
-def _weighed(found: Detections, grey: Grey) -> Detections:
+def code_classes(names: Sequence[str]) -> list[str]:
+    """Return the classes whose names say that they are of QR codes."""
+    return [name for name in names if "qr" in name.lower()]
+
+
+def _weighed(found: Detections, grey: Grey, classes: Collection[str] | None) -> Detections:
     height, width = grey.shape
     xyxy, conf = np.array(found.boxes.xyxy), np.array(found.boxes.conf)
-    for row, (x0, y0, x1, y1) in enumerate(xyxy[:MAX_WEIGHED].clip(0, [width, height, width, height]).tolist()):
+    of_codes = [
+        row for row, number in enumerate(found.boxes.cls) if classes is None or found.names[int(number)] in classes
+    ]
+    for row in of_codes[:MAX_WEIGHED]:
+        x0, y0, x1, y1 = xyxy[row].clip(0, [width, height, width, height]).tolist()
         seen = code_evidence(grey, (x0, y0, x1, y1))
         shift = np.clip(SLOPE * (seen.strength - NEUTRAL), -MAX_SHIFT, MAX_SHIFT)
         conf[row] = _confidence(_log_odds(conf[row]) + shift)
@@ -109,7 +123,7 @@ UNREAD = CodeEvidence(0.4, None)
 def code_evidence(grey: Grey, box: Box) -> CodeEvidence:
     """Look for a QR code in ``box`` (xyxy, pixels) of the whole picture ``grey``."""
     x0, y0, x1, y1 = box
-    if min(x1 - x0, y1 - y0) < MIN_SIDE:
+    if not (x1 - x0 >= MIN_SIDE and y1 - y0 >= MIN_SIDE):  # NaN, too
         return NO_EVIDENCE
     symbol = _symbol(grey, box)
     return symbol if symbol.strength == 1 else max(_finder_patterns(grey, box), symbol, key=lambda one: one.strength)
