@@ -4,8 +4,9 @@ A sample has ``length`` predictions. It is made of pieces: ``(start, predictions
 ``start + predictions + 1`` of the stream, each of which but the first is predicted from those before it.
 
 The text data module lays out its splits by `Windows` or `Packed`, and `TokenSamples` reads the pieces; ``arclight data`` packs ahead.
-`Packed` keeps its result in the shards' folder and packs again if the shards have changed; another way of packing must not open folders
-of this one.
+`Packed` keeps its result in the shards' folder, as ``packed-<length>``. If the shards have changed since, opening it raises
+TokenShardError; `Packed.build` (``arclight data pack``) replaces it. The folder has no version: if you change the algorithm, change the
+folder name, so that old results are not read.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ class Windows:
 class Packed:
     """Samples of whole documents packed side by side.
 
-    Those too long for a sample are cut, and pieces that fit nowhere leave padding.
+    Documents longer than a sample are cut. What no piece fills is padding.
 
-    `build` finds out which belong together and writes it beside the shards, to be opened from then on; `open` does so if need be. Raises
-    FileNotFoundError if that has not been done for this ``length``.
+    `build` packs and writes the result beside the shards; `open` opens that result, or builds it first. Raises FileNotFoundError if the
+    shards are not packed for this ``length``, TokenShardError if other shards were.
     """
 
     inside_documents = True
@@ -84,7 +85,7 @@ class Packed:
 
     @classmethod
     def open(cls, shards: TokenShards, length: int) -> Packed:
-        """Open what was packed for this ``length``; pack it first, if that has not been done."""
+        """Open the result for this ``length``; pack first if there is none."""
         try:
             return cls(shards, length)
         except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Round float32 to bfloat16 stochastically, with the same bits on every mesh.
 
-Gradients are aligned with parameters in memory here too.
+Also holds `aligned_gradients`, which gives gradients the parameters' strides and dtype.
 
 The update rules (`elementwise_rules`, `adopt`, `muon`) call this. Random numbers depend on seed, name, step and element index only, and are
 part of exact resuming: `draws` and `round_stochastically` must not change between versions.

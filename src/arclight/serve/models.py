@@ -1,7 +1,7 @@
 """Load programs as models, and replace them by newer programs without downtime.
 
-`server` loads the programs into `Models`, `app` takes a `ServedModel` for each request. A replaced program must leave requests in
-progress their old one: tests reload under load.
+`app` builds `Models` and takes a `ServedModel` from it for each request; `server` loads the programs. Requests in progress keep the
+program they began with when it is replaced: tests reload under load.
 """
 
 from __future__ import annotations

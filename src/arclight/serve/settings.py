@@ -1,4 +1,8 @@
-"""Define the limits of one server, and check its API keys and host."""
+"""Define the limits of one server, and check its API keys and host.
+
+`server`, `app` and `servable` take a `Limits`; most of ``serve`` reads it. ``arclight serve`` sets its fields by name
+(``--limits.NAME``), so names and units must stay. Defaults may change.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,15 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds on a request and on all requests together; beyond them a client gets a 4xx at once."""
+    """Bounds on one request and on all requests together.
+
+    A client beyond them gets a 4xx, or 503 for open connections and deadlines. A 429 is held back for ``refusal_s``.
+    """
 
     body_bytes: int = 25_000_000
     """Largest request body, bytes."""
     json_bytes: int = 5_000_000
-    """Largest JSON in a request, bytes: reading one of 24 million short lists takes seconds. Larger tensors go as bytes behind it."""
+    """Largest JSON in a request, bytes: reading 24 million short lists takes seconds. Send larger tensors as raw bytes after the JSON."""
     pixels: int = 50_000_000
     """Largest image, pixels; read from the file's header before anything is decoded."""
     codes: int = 40
@@ -28,16 +35,16 @@ class Limits:
     threads: int = 0
     """CPU threads of one request to a program; 0: an equal share of the cores. Language programs keep all cores."""
     requests: int = 0
-    """Requests that one program computes at once, while others wait; 0: what gives the most requests per second, measured at its load,
-    unless ``threads`` is given. Language programs compute all of theirs together, and programs that torch runs share its threads."""
+    """Requests that one program computes at once, while others wait; 0: the number with the most requests per second, measured when the
+    program is loaded, unless ``threads`` is given. Language programs compute all of theirs together, and programs that torch runs share its threads."""
     queue: int = 16
     """Requests that may wait for a worker; the next one is answered 429."""
     refusal_s: float = 0.3
-    """How long a request for which the queue is full waits for its 429, seconds, its body dropped: a client that asks again at once
+    """How long a client waits for its 429, seconds; its upload is dropped by then. A client that asks again at once
     would take the cores from those that are served."""
     batch: int = 16
-    """Rows of requests for tensors that one call of a program computes at most, if a measurement at its load says that this pays
-    and changes no answer; 1: each request by itself."""
+    """Rows of tensor requests that one call of a program computes at most. They are joined only if that is faster, measured when the
+    program is loaded, and changes no answer; 1: each request by itself."""
     streams: int = 8
     """Texts that a language model generates at the same time; ``queue`` more wait for it."""
     prefix_cache_bytes: int = 200_000_000

@@ -1,4 +1,8 @@
-"""Define Lightning's public utility functions that only its users' code calls."""
+"""Define Lightning's public utility functions that Arclight itself does not need.
+
+Users' code imports them under Lightning's paths, which `names` lists; of Arclight, only ``compat.lightning.cli`` uses one
+(`is_overridden`). Names, arguments and results are Lightning's and stay; the code behind them may change.
+"""
 
 from __future__ import annotations
 

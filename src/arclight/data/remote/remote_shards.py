@@ -33,18 +33,18 @@ from arclight.data.token_shards import (
 from arclight.fabric.rank_zero import rank_zero_warn
 
 _SUMS = -1
-"""Number of the pseudo-block that is a shard's file of digests."""
+"""Block index under which a shard's digest file is cached."""
 _DIGEST_BYTES = 32
 _MAX_EXTRA_FILE_BYTES = 2**30
 """Most bytes of a file beside the shards; counts of 50,000 tokens in 1,000 sources have 400 MB."""
 _MAX_INDEX_BYTES = 2**28
 """Most bytes of an index; one of 500,000 shards has 200 MB."""
 _ENDS_AHEAD_BYTES = 2**26
-"""Most bytes of document ends that are prefetched of a shard: 8 million documents."""
+"""Most bytes of a shard's document ends that are prefetched: 8 million documents."""
 _SHARDS_IN_MEMORY = 64
 """Shards whose digests and document ends are kept in memory."""
 _ATTEMPTS = 3
-"""How often a block is fetched whose digest does not match: it may have been damaged in transfer."""
+"""Attempts to fetch a block whose digest does not match: it may have been damaged in transfer."""
 
 
 class ShardBlocks:

@@ -22,7 +22,7 @@ from arclight.deploy.quantizing.pt2e import DEQUANTIZE, QUANTIZE
 from arclight.fabric.strategies.root_module import WholeUnit
 
 NAME = "arclight_name"
-"""Key of a node's notes: the name that the tensor it reads shall have."""
+"""Key in ``node.meta`` for the tensor's state-dict name."""
 
 
 class NamedGraphs(WholeUnit):

@@ -1,7 +1,8 @@
 """Define true precision: parameters and arithmetic in float16, bfloat16 or float64.
 
-`Fabric` and `Trainer` get it by ``precision="bf16-true"`` and its like (through `names`), or as an object. Modules are converted once,
-inputs at each step. Class names are Lightning's.
+`Fabric` and `Trainer` take ``precision="bf16-true"``, ``"16-true"`` or ``"64-true"`` (`names` makes the object), or an object. Modules are
+converted once, inputs and outputs at each step. `HalfPrecision` and `DoublePrecision` are Lightning's names; `TruePrecision` is their
+base, and that of `BitsandbytesPrecision`.
 """
 
 from __future__ import annotations

@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 """Seconds between checks whether work was cancelled."""
 _STOP_TIMEOUT_S = 20.0
-"""Seconds that a worker has to end what is no longer wanted, or itself; then it is killed."""
+"""Seconds a worker gets to stop cancelled work or exit before it is killed."""
 _FREE_TIMEOUT_S = 3600.0
 _ATTEMPTS = 3
-"""Workers that may die of one order."""
+"""Attempts at one request before its client is reported as failed."""
 _PROGRESS_INTERVAL_S = 0.1
-"""Seconds between two words about progress."""
+"""Seconds between two reports of progress."""
 _NODE_DIED_STATUS = 3
 
 

@@ -39,7 +39,7 @@ class FluxConfig:
     """How the width of a head is divided among the coordinates that turn it: sequence, row, column."""
     rope_theta: float = 10_000.0
     guidance: bool = False
-    """Whether the strength of guidance is an input, as to one that was distilled from guided samples."""
+    """Whether guidance strength is an input, as in guidance-distilled models (FLUX.1-dev)."""
     norm_eps: float = 1e-6
     std: float = 0.02
 

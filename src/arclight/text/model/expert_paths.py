@@ -1,9 +1,9 @@
 """Choose the path of expert layers: refuse paths that cannot run, measure for ``auto``.
 
-Layers of one shape class (kind, routing, sizes, tokens up to the next power of two, type, device) take one path, that of the least
-time for a forward and a backward pass of a layer made for it, with equal loads. A class is measured once in a process. Rank 0 measures
-the classes of all ranks, of the paths that run on all of them, and its choice is theirs, so that no two ranks round otherwise; a run keeps
-it in its checkpoints, since another path gives other bits.
+Layers of one shape class (kind, routing, sizes, tokens up to the next power of two, type, device) take one path. ``auto`` keeps the
+grouped path unless another takes at most 95 % of its time (`FASTER`) for a forward and a backward pass with equal loads. A class is
+measured once in a process. Rank 0 measures for all ranks, among the paths that run on all of them, so that all ranks round alike. A run
+keeps the choice in its checkpoints, because another path gives other bits.
 
 Tasks with experts (`LanguageModel`, heads) call `prepare_paths_for_fit` before the first step; `moe` computes by the chosen path. A new
 path needs its refusals here.
@@ -31,9 +31,9 @@ from arclight.text.model.moe import MoE, MoEConfig, Path
 from arclight.text.model.switch_head import HeadMaps, HeadOutputs, HeadValues, SwitchHeadConfig
 
 FASTER = 0.95
-"""Another path than the grouped one is chosen if it takes at most this part of its time."""
+"""Take another path only if its time is at most this share of the grouped path's."""
 DENSE_OVER_CHOSEN = 4
-"""The dense path is tried if there are at most so many experts for each that a token chooses."""
+"""Try dense only if experts <= 4 x top_k."""
 _measured: dict[tuple[str, tuple[Path, ...]], Path] = {}
 
 

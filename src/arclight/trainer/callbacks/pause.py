@@ -1,4 +1,8 @@
-"""Pause a fit after a number of steps, so that the next fit continues it bit for bit."""
+"""Pause a fit after a number of steps, so that the next fit continues it bit for bit.
+
+Federated clients train a round between two pauses (``federated.clients.round_callback``); `hooks` runs this callback after all others.
+The next fit must give the bits of an unbroken one.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +28,9 @@ class Pause(Callback):
         trainer.fit(module, datamodule=data)
         trainer.fit(module, datamodule=data, ckpt_path=pause.state)  # 50 more
 
-    A fit that is broken off ends in order (`teardown`, loggers saved), without the hooks of an epoch's or a
-    training's end, which
-    are still to come: a validation that is due at that moment is the next fit's first work. None for ``steps`` lets
-    fits run to their
-    limits. All processes must be told the same.
+    A paused fit runs teardown and saves loggers but skips the epoch-end and train-end hooks. A validation that is due
+    at that moment is the first thing that the next fit does. With ``steps=None`` fits run to their limits. Set the same
+    ``steps`` in all processes.
     """
 
     runs_last = True
@@ -36,7 +38,7 @@ class Pause(Callback):
     def __init__(self, steps: int | None = None) -> None:
         self.steps = steps
         self.state: dict[str, Any] | None = None
-        """What :meth:`Trainer.capture` gave at the break, for ``ckpt_path``; None if the newest fit came to its own end."""
+        """Result of :meth:`Trainer.capture` at the pause, for ``ckpt_path``; None if the newest fit was not paused."""
         self._until: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:

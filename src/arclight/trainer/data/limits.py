@@ -1,7 +1,7 @@
 """Decide how many batches a stage runs, when a fit validates, and how long it lasts.
 
-`stage_data` limits loaders by this, `FitLoop` and schedulers ask when to validate. Meanings of ``limit_*`` and ``val_check_interval``
-are Lightning's.
+`stage_data` limits loaders by this. `Trainer` builds the `ValidationSchedule`, which `FitLoop`, `EarlyStopping` and `ModelCheckpoint`
+ask (``trainer.validation_schedule``, ``trainer.next_validation``). Meanings of ``limit_*`` and ``val_check_interval`` are Lightning's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Count = int | float
 """A number of batches; infinity for a loader that does not know its length."""
 
 BATCHES_BETWEEN_CLOCKS = 100
-"""Batches at most between two looks of several ranks at the clock: they may become slower than was expected."""
+"""With several ranks, check the time at least every N batches: they may become slower than expected."""
 
 
 def limit_name(stage: str) -> str:

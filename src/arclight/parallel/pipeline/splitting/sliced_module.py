@@ -1,11 +1,12 @@
-"""Define a stage that runs the model's own forward, but computes only its calls.
+"""A pipeline stage that runs the whole forward but executes only its own submodules.
 
-The stage calls a copy of the module tree with proxies (`proxy_modules`), which count calls: one before the stage's range returns
-what was received, or placeholders; one within it calls the module; after the last the forward ends.
-Code between modules is computed by every stage that needs it, from the arguments, which every process has.
+The stage calls a copy of the module tree in which proxies (`proxy_modules`) count calls. Calls before this stage return received tensors
+or placeholders; its own calls run; after its last call the forward stops.
+Code between modules runs on every stage that needs it, from the arguments, which every process has.
 
-`split` and the strategy (``steps.pipelined_steps``) make one for each process; ``runtime`` calls `run` with the values that `receives`
-lists, and sends those that `sends` lists. Order and count of both must be alike on all ranks: they are matched by position.
+`split` makes one `SlicedModule` for each stage; the strategy (``steps.pipelined_steps``) one for each step function, with all stages of
+this process. `run` takes and returns tensors in the order of `StageAssignment.values_into`. That order and count must be alike on all
+ranks: tensors are matched by position.
 """
 
 from __future__ import annotations
