@@ -1,4 +1,8 @@
-"""Find the installed distribution of this package, whose name differs from the import name."""
+"""Find the installed distribution of this package, whose name differs from the import name.
+
+Errors that name a missing extra print `pip_install`; ``arclight doctor`` and run folders record `distribution`. No name of a distribution
+is written anywhere else.
+"""
 
 from __future__ import annotations
 

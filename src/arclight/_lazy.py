@@ -1,4 +1,8 @@
-"""Import public names on first use (PEP 562), and refuse removed ones with a reason."""
+"""Import public names on first use (PEP 562), and refuse removed ones with a reason.
+
+Each package's ``__init__`` calls `lazy` with its public names, so that ``import arclight`` is fast and a name costs its own module only.
+``refused`` names of Lightning raise their reason when they are used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define the error of checkpoints."""
+"""Define the error of checkpoints.
+
+``checkpoint`` raises it, ``federated`` catches it; `CheckpointError` is public in ``arclight.checkpoint``. A message names the file and
+the remedy.
+"""
 
 
 class CheckpointError(ValueError):

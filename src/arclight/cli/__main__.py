@@ -1,4 +1,7 @@
-"""``python -m arclight.cli`` is ``arclight``."""
+"""``python -m arclight.cli`` is ``arclight``.
+
+Calls `main` of ``cli.command`` and nothing else.
+"""
 
 import sys
 

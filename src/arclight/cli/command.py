@@ -1,4 +1,8 @@
-"""Dispatch the words after ``arclight`` to their verb's function, importing nothing else."""
+"""Dispatch the words after ``arclight`` to their verb's function, importing nothing else.
+
+The installed command and ``python -m arclight.cli`` call `main`. A new verb needs a line in its table and a module that is imported when
+the verb is called, so that ``arclight --help`` stays fast.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Print the ``--help`` of commands that take a recipe: options, then every recipe field."""
+"""Print the ``--help`` of commands that take a recipe: options, then every recipe field.
+
+`arguments` and `user_run` print ``--help`` by it. Settings come in with types, defaults and docstrings of fields; text as wide as the
+terminal goes out. Looks may change freely.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Handle Ctrl-C: save between two steps of training, and print the command to resume."""
+"""Handle Ctrl-C: save between two steps of training, and print the command to resume.
+
+Training verbs pass `Interruption` as a callback, `predict` and `scan` use `stopping`. The first ctrl-C must leave a checkpoint to resume
+from.
+"""
 
 from __future__ import annotations
 

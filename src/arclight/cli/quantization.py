@@ -1,4 +1,8 @@
-"""Read the recipe of ``arclight quantize``: a kind or a file, with flags laid over it."""
+"""Read the recipe of ``arclight quantize``: a kind or a file, with flags laid over it.
+
+``arclight quantize`` calls `parse_quantization`. Kinds and fields are those of ``deploy.settings``; a flag ``--recipe.NAME`` is made of
+each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Record a run beside its results, so that it can be repeated: recipe, environment, log."""
+"""Record a run beside its results, so that it can be repeated: recipe, environment, log.
+
+Training verbs pass `RunRecord` as a callback. ``arclight train RUN/recipe.toml`` repeats a run by what it writes: the resolved recipe,
+with measured settings filled in. Names of files stay.
+"""
 
 from __future__ import annotations
 

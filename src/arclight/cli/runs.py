@@ -1,4 +1,8 @@
-"""Find run folders and checkpoints that an argument names, and recognise programs."""
+"""Find run folders and checkpoints that an argument names, and recognise programs.
+
+Verbs that take a run, a checkpoint or a program find by it what a path means. Layout of run folders is that of ``trainer.run``.
+UsageError says what was expected.
+"""
 
 from __future__ import annotations
 

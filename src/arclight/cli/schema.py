@@ -1,4 +1,8 @@
-"""Define the settings of a training run: of a built-in task, or of the user's own module."""
+"""Define the settings of a training run: of a built-in task, or of the user's own module.
+
+``arclight train`` and all verbs that take a recipe read a `Recipe`; a user's own module has a `UserRun`. Names of fields are keys of
+recipes and of saved runs: they must stay. Tasks, loggers and callbacks define their own tables.
+"""
 
 from __future__ import annotations
 

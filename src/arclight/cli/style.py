@@ -1,4 +1,8 @@
-"""Create the console of every command: colours at a terminal, plain text in a pipe."""
+"""Create the console of every command: colours at a terminal, plain text in a pipe.
+
+Commands print tables through `console_of` and show waiting by `progressed`, `counted` and `working`, on standard error. In a pipe nothing
+but plain text may appear on standard output. Looks may change freely.
+"""
 
 from __future__ import annotations
 

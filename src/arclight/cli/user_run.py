@@ -1,4 +1,8 @@
-"""``arclight train|validate|test|predict package.module:Model``: a user's own module."""
+"""``arclight train|validate|test|predict package.module:Model``: a user's own module.
+
+``arclight train``, ``validate``, ``test``, ``predict`` and ``tune`` call it if the first word names a class. Flags come from the
+constructors of module and data module; the run folder has a config.toml, which ``--config`` reads.
+"""
 
 from __future__ import annotations
 

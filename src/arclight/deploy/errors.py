@@ -1,4 +1,8 @@
-"""Errors of quantizing, exporting and running programs."""
+"""Errors of quantizing, exporting and running programs.
+
+All of ``deploy``, and code that runs programs, raises these; they are public in ``arclight.deploy``. A message says what to change in
+model or recipe.
+"""
 
 from __future__ import annotations
 

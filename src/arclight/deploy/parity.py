@@ -1,4 +1,8 @@
-"""Measure the distance between two runs of one model, output by output."""
+"""Measure the distance between two runs of one model, output by output.
+
+Exports, comparisons and tests of quantizers judge by it: two lists of tensors come in, a `Parity` for each output goes out. Keys of
+`to_json` are in program.json: they must stay. Looser bounds would let worse programs pass.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Settings of quantization (no torch here: a recipe is read without it)."""
+"""Settings of quantization (no torch here: a recipe is read without it).
+
+Recipes, ``arclight quantize`` and the API take these; `ptq`, `qat`, `formats` and `program` read them. Kinds and field names are in
+recipes and programs: they must stay. A changed default changes the bits of new programs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Errors that several rooms raise."""
+"""Errors that several rooms raise.
+
+Rooms above ``fabric`` raise these for wrong settings and for SIGTERM. Base classes stay: users catch ValueError, TypeError or SystemExit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Import optional dependencies, with an error that names the missing extra."""
+"""Import optional dependencies, with an error that names the missing extra.
+
+Each function that needs an optional package calls `require` when it is used, not when it is imported. ``extra`` is a name in
+pyproject.toml.
+"""
 
 from __future__ import annotations
 

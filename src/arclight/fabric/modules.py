@@ -1,4 +1,8 @@
-"""Initialise modules on the meta device, switch modes, and find or tie parameters."""
+"""Initialise modules on the meta device, switch modes, and find or tie parameters.
+
+Trainer, tasks and exports switch modes with `evaluating` and `keeping_modes`; strategies make large models with `materialize_meta`. A
+module comes back in the mode that each part had.
+"""
 
 from __future__ import annotations
 

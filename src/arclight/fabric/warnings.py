@@ -1,4 +1,7 @@
-"""Categories of warnings, so that each can be silenced or made an error by itself."""
+"""Categories of warnings, so that each can be silenced or made an error by itself.
+
+Users filter by these classes; the names are Lightning's and stay.
+"""
 
 from __future__ import annotations
 

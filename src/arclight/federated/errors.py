@@ -1,4 +1,8 @@
-"""Errors of a federation, one class for each way to react to one."""
+"""Errors of a federation, one class for each way to react to one.
+
+All of ``federated`` raises these, ``arclight federate`` shows them. Callers choose by class whether to retry, to join again or to give
+up: a new class needs a reaction of its own. `Reason` travels in messages: its values stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Find a model's repeated blocks, the units of compilation, checkpointing and FSDP."""
+"""Find a model's repeated blocks, the units of compilation, checkpointing and FSDP.
+
+FSDP, activation checkpoints, compilation (``parallel.model``) and the planner divide a model by it. A changed answer changes units of
+sharding, and with them memory and speed, but no checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Build a plan's device meshes: its dimensions, as parameters shard, and as experts shard."""
+"""Build a plan's device meshes: its dimensions, as parameters shard, and as experts shard.
+
+`PlanStrategy` makes one for a plan; ``parallel.model``, ``parallel.layers`` and the pipeline take groups and sub-meshes from it. Process
+groups of a plan are made here, on all ranks in one order.
+"""
 
 from __future__ import annotations
 

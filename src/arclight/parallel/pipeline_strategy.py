@@ -1,4 +1,8 @@
-"""Define the strategy that pipelines any module: ``Trainer(strategy="pipeline")``."""
+"""Define the strategy that pipelines any module: ``Trainer(strategy="pipeline")``.
+
+Users name it, or pass a `Pipeline`; ``trainer.fabric.strategies`` registers the name. It adds the cutting of steps (``pipeline.steps``)
+to `PlanStrategy`.
+"""
 
 from __future__ import annotations
 

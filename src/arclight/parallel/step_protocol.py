@@ -1,4 +1,8 @@
-"""Define the step of pipelines and context parallelism: split a batch, compute the loss."""
+"""Define the step of pipelines and context parallelism: split a batch, compute the loss.
+
+`LanguageModel` is written on it; the pipeline's runtime and context parallelism call `Runnable` modules by it. Names and order of `Split`
+are what users' modules return: they must stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Score multiple-choice questions by the likelihood of their choices."""
+"""Score multiple-choice questions by the likelihood of their choices.
+
+``arclight test`` and `suite` score by it. Questions and a function from token ids (B, T) to logits (B, T, V) come in, counts go out, so
+that programs are scored as modules are.
+"""
 
 from __future__ import annotations
 

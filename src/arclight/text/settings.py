@@ -1,4 +1,8 @@
-"""Settings of language modelling (no torch here: a recipe is read without it)."""
+"""Settings of language modelling (no torch here: a recipe is read without it).
+
+A recipe of kind ``language`` becomes a `LanguageTask`, whose `build` makes module and data. Names of fields are keys of recipes and of
+saved runs: they must stay. The planner reads the same settings (`workload`).
+"""
 
 from __future__ import annotations
 

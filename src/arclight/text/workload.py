@@ -1,4 +1,8 @@
-"""Describe language modelling to the planner: a model, a batch and a loss, without data."""
+"""Describe language modelling to the planner: a model, a batch and a loss, without data.
+
+``arclight plan`` calls it for recipes of language models. Settings come in; what ``parallel.planning`` measures goes out, on the meta
+device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define the DataModule: prepare and set up data, return the dataloaders of every stage."""
+"""Define the DataModule: prepare and set up data, return the dataloaders of every stage.
+
+Users subclass `DataModule`; ``trainer.data`` calls its hooks, and those of a `Module`, which shares `DataHooks`. Names and signatures are
+Lightning's. A hook that is not overridden is not called, so a new hook costs nothing.
+"""
 
 from __future__ import annotations
 

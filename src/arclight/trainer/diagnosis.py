@@ -1,4 +1,8 @@
-"""Find the step at which a loss became NaN or infinite, by replaying the last steps."""
+"""Find the step at which a loss became NaN or infinite, by replaying the last steps.
+
+`Trainer` calls `diagnose` after a NaN or infinite loss ended a fit. It restores the newest checkpoint and trains on, so it relies on
+exact resuming; with several processes it does nothing. The sentence may change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``arclight benchmark``: time programs and models side by side on the same inputs."""
+"""``arclight benchmark``: time programs and models side by side on the same inputs.
+
+`command` calls it. Programs and models come in, a table goes out, and JSON if asked for; ``deploy.programs.benchmark`` measures.
+"""
 
 from __future__ import annotations
 

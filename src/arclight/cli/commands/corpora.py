@@ -1,4 +1,8 @@
-"""``arclight data tokenize|pack|inspect|retokenize``: turn text files into token shards."""
+"""``arclight data tokenize|pack|inspect|retokenize``: turn text files into token shards.
+
+``arclight data`` adds these verbs by `add_verbs`. ``data.token_shards`` and ``text.data`` do the work; here are flags and what is
+printed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Verbs of a run that trained a language model: write text, answer questions."""
+"""Verbs of a run that trained a language model: write text, answer questions.
+
+`predict` and `evaluate` call it for runs and programs of language models. Text goes to standard output, all else to standard error.
+"""
 
 from __future__ import annotations
 

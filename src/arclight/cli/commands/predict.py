@@ -1,4 +1,9 @@
-"""``arclight predict``: run a detector or program on images, videos, cameras and streams."""
+"""``arclight predict``: run a detector, language model or module of your own on new inputs.
+
+`command` calls it. Detectors and vision programs take images, videos, cameras and streams; runs and programs of language models go to
+``commands.language``, and ``package.module:Model`` to ``cli.user_run``. Flags and the keys of JSON output must stay; lines printed for
+people may change.
+"""
 
 from __future__ import annotations
 

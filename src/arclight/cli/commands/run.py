@@ -1,4 +1,8 @@
-"""``arclight run``: start a script that uses Fabric in several processes, unchanged."""
+"""``arclight run``: start a script that uses Fabric in several processes, unchanged.
+
+`command` calls it. It sets the environment variables that `Fabric` reads, under Lightning's names, and starts torch's launcher: names of
+flags and variables are Lightning's.
+"""
 
 from __future__ import annotations
 

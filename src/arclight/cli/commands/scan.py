@@ -1,4 +1,8 @@
-"""``arclight scan``: find and read the payment codes in images."""
+"""``arclight scan``: find and read the payment codes in images.
+
+`command` calls it. ``vision.qris.reading`` finds and reads codes, ``vision.qris.verification`` judges them. Text of codes is untrusted:
+it is printed by `printable` only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``arclight serve``: serve exported programs over HTTP."""
+"""``arclight serve``: serve exported programs over HTTP.
+
+`command` calls it. Each flag ``--limits.NAME`` is a field of ``serve.settings``; ``serve.server`` does the rest.
+"""
 
 from __future__ import annotations
 

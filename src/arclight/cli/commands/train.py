@@ -1,4 +1,7 @@
-"""``arclight train``: train by a recipe and write the run folder."""
+"""``arclight train``: train by a recipe and write the run folder.
+
+`command` calls it. A recipe or the run to resume comes in; a run folder goes out. ``package.module:Model`` goes to ``cli.user_run``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Open the candidates of a comparison, and find the evaluation for both."""
+"""Open the candidates of a comparison, and find the evaluation for both.
+
+`compare` opens both sides with it, `detectors` uses the result. A new kind of task needs a way to be recognised here and an evaluation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``arclight compare``: compare scores, outputs, latency and size; status 1 beyond a bound."""
+"""``arclight compare``: compare scores, outputs, latency and size; status 1 beyond a bound.
+
+`command` calls it. Two candidates come in; scripts read the exit status and the JSON, so both stay. ``deploy.comparison`` measures.
+"""
 
 from __future__ import annotations
 

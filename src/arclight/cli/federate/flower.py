@@ -1,4 +1,8 @@
-"""Write a recipe as an app that Flower starts: ``arclight federate flower``."""
+"""Write a recipe as an app that Flower starts: ``arclight federate flower``.
+
+``arclight federate flower`` writes a folder; the app in it calls `server_of` and `client_of` when ``flwr run`` starts it. These names are
+in written apps: they must stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Run a federation across processes and machines: ``arclight federate serve`` and ``join``."""
+"""Run a federation across processes and machines: ``arclight federate serve`` and ``join``.
+
+``arclight federate`` calls `serve` at the server and `join` at each node. The node gets its recipe from the server and adds its own
+overrides (`Site`). Flags, and the line that joins a node, must stay.
+"""
 
 from __future__ import annotations
 

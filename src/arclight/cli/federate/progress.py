@@ -1,4 +1,8 @@
-"""Show a federated run as it goes on, at a terminal or in a log: a line for each round."""
+"""Show a federated run as it goes on, at a terminal or in a log: a line for each round.
+
+`federated_run` passes it to `Server` as ``observe``; `network` wraps the server in `ObservedServer`. Nothing reads the lines but people:
+they may change freely.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define a federated run's recipe: training settings, clients and their data."""
+"""Define a federated run's recipe: training settings, clients and their data.
+
+``arclight federate`` reads a `FederatedRecipe`, the server sends it to nodes that join. Names of fields are keys of recipes and travel
+between machines: they must stay.
+"""
 
 from __future__ import annotations
 

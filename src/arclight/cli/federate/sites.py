@@ -1,4 +1,8 @@
-"""Build the learners of a recipe's clients and server, the same on every machine."""
+"""Build the learners of a recipe's clients and server, the same on every machine.
+
+`federated_run` (one process), `network` (machines) and `flower` build learners and checks here. A recipe and a site's number come in;
+every machine must get the same module and data from them.
+"""
 
 from __future__ import annotations
 

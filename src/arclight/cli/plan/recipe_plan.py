@@ -1,4 +1,8 @@
-"""``arclight plan``: predict how a recipe runs on many GPUs, and choose a plan."""
+"""``arclight plan``: predict how a recipe runs on many GPUs, and choose a plan.
+
+``arclight plan`` calls `plan`. A recipe and a number of GPUs come in; a table, JSON and a recipe with the chosen plan go out.
+``parallel.planning`` predicts; keys of the JSON stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Run a program in a process of its own, which knows nothing of the model."""
+"""Run a program in a process of its own, which knows nothing of the model.
+
+Exports run their result here before they report success, benchmarks measure memory and loading. The child imports what a user of the
+program would: no class of the model.
+"""
 
 from __future__ import annotations
 

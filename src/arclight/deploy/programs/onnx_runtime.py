@@ -1,4 +1,8 @@
-"""Run an ONNX file in ONNX Runtime, and count the kernels that it makes of the file."""
+"""Run an ONNX file in ONNX Runtime, and count the kernels that it makes of the file.
+
+`Program` runs ONNX files by an `OnnxRuntimeSession`; exports and verification count its kernels, to prove that integers are multiplied.
+NumPy arrays go in and out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Register accelerators by name, and resolve ``accelerator=`` of Trainer and Fabric."""
+"""Register accelerators by name, and resolve ``accelerator=`` of Trainer and Fabric.
+
+`selection` calls `resolve_accelerator`. An object, class or name comes in, an accelerator goes out. Names are Lightning's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Helpers for DTensors that import nothing of torch.distributed."""
+"""Helpers for DTensors that import nothing of torch.distributed.
+
+Optimizers, checkpoints and monitors work on shards through these. Tensors that are not sharded pass unchanged, so callers need no case of
+their own.
+"""
 
 from __future__ import annotations
 

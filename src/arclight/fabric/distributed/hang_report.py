@@ -1,4 +1,8 @@
-"""Describe the operation, module and line that a process' main thread is waiting in."""
+"""Describe the operation, module and line that a process' main thread is waiting in.
+
+`rendezvous`, `watchdog` and the pipeline's failure store raise `RankMissingError` with what it reports; `launchers` recognise it. Words
+may change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Agree on the step before which all ranks stop, without a collective."""
+"""Agree on the step before which all ranks stop, without a collective.
+
+The strategy holds one, loops ask it at each step, and the watchdog's thread polls it. All ranks must stop at the same position: otherwise
+they wait for each other in a collective.
+"""
 
 from __future__ import annotations
 

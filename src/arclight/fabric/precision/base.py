@@ -1,4 +1,8 @@
-"""Define the interface of precisions; full precision adds nothing to a step."""
+"""Define the interface of precisions; full precision adds nothing to a step.
+
+Loops and `Fabric` call a precision at each step, in the order of its methods; `mixed`, `true_precision`, `low_bit` and users' own derive
+from `Precision`. Names of methods are Lightning's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Resolve ``precision=`` to a class; ``auto`` measures which is fastest."""
+"""Resolve ``precision=`` to a class; ``auto`` measures which is fastest.
+
+`selection` calls `resolve_precision`. A name, number or object comes in, a `Precision` goes out. Names are Lightning's and are in
+recipes: they must stay.
+"""
 
 from __future__ import annotations
 

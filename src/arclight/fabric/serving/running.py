@@ -1,4 +1,8 @@
-"""Run a uvicorn server, in the caller's thread or in one of its own."""
+"""Run a uvicorn server, in the caller's thread or in one of its own.
+
+``serve`` and the HTTP server of ``federated`` start uvicorn by it. The caller binds the socket, so that a port is known before anything
+answers.
+"""
 
 from __future__ import annotations
 

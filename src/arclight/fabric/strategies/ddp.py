@@ -1,4 +1,8 @@
-"""Run distributed data parallel (DDP): a replica and a share of each batch per rank."""
+"""Run distributed data parallel (DDP): a replica and a share of each batch per rank.
+
+``strategy="ddp"`` makes one (`selection`), or users do. Arguments are Lightning's and DistributedDataParallel's. Checkpoints are those of
+one process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Shard the model over a device mesh by the user's ``configure_model``."""
+"""Shard the model over a device mesh by the user's ``configure_model``.
+
+``strategy="model_parallel"`` makes one, or users do. The user shards the model, this strategy places, clips and saves it. Names and
+arguments are Lightning's.
+"""
 
 from __future__ import annotations
 

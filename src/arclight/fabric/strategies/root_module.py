@@ -1,4 +1,8 @@
-"""Wrap a module whose parts FSDP gathers one by one, so that any step can be its forward."""
+"""Wrap a module whose parts FSDP gathers one by one, so that any step can be its forward.
+
+`FSDPStrategy` and `PlanStrategy` wrap a module in `StepRoot`. ``deploy.quantizing`` marks layers that must be gathered whole by deriving
+from `WholeUnit` or `RoundsOwnWeights`. Names in state dicts are those without the wrapper.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define the base of sharding strategies (FSDP, model parallel, plans)."""
+"""Define the base of sharding strategies (FSDP, model parallel, plans).
+
+`FSDPStrategy`, `ModelParallelStrategy` and `PlanStrategy` derive from it; callbacks ask for the class to know that weights are sharded.
+Its checkpoints open on one device and on any mesh.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Register strategies by name, such as ``"ddp"`` and ``"fsdp"``."""
+"""Register strategies by name, such as ``"ddp"`` and ``"fsdp"``.
+
+`selection` looks up ``strategy=`` here; users register their own, and packages bring theirs. Names are Lightning's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Process tensors in chunks that fit a core's cache, bit-identically for any thread count."""
+"""Process tensors in chunks that fit a core's cache, bit-identically for any thread count.
+
+`fold`, `fixed_point`, `strategy_step` and ``federated.privacy`` compute by it. Tensors come in whole or as `StoredTensor` on disk. Size
+and order of chunks decide the bits of a sum: a change of them changes the results of every run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Measure a round's updates: norms, cosines with the mean (client drift), noise scale."""
+"""Measure a round's updates: norms, cosines with the mean (client drift), noise scale.
+
+`fold` builds them while it reads updates; `server_step` passes them on and `server_run` records them. Only keys that begin with `PREFIX`
+count: parameters and buffers of the model, not states of optimizers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define the `BlobStore` protocol, and check digests and contents."""
+"""Define the `BlobStore` protocol, and check digests and contents.
+
+`FolderStore`, `ObjectStore` and `HttpBlobStore` are such stores; nodes, codecs and transports see the protocol only. A new store needs
+these methods, and must never show half a blob.
+"""
 
 from __future__ import annotations
 

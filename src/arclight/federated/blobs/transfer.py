@@ -1,4 +1,7 @@
-"""Transfer blobs from one store to another, a few at a time."""
+"""Transfer blobs from one store to another, a few at a time.
+
+`reporter` sends a node's updates by it, `delta_chain` fetches weights. What is there already is not sent again.
+"""
 
 from __future__ import annotations
 

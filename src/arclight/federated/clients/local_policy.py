@@ -1,4 +1,8 @@
-"""Apply a client's local policy: which weights it loads, trains, sends or keeps private."""
+"""Apply a client's local policy: which weights it loads, trains, sends or keeps private.
+
+`round_callback` and `trainer_learner` apply it when a round is loaded, trained and sent. The fields of ``Fit.local_policy`` are part of
+the protocol: a field that this version does not know is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Settings of codecs (no torch here)."""
+"""Settings of codecs (no torch here).
+
+A federation's settings hold a codec; `to_table` and `from_table` carry it in messages, `encoding` and `sizes` read it. Names of kinds and
+fields are in recipes and messages: they must stay.
+"""
 
 from __future__ import annotations
 

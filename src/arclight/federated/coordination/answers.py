@@ -1,4 +1,8 @@
-"""Build answers to nodes (plans, receipts, the end of the run) and log lines for the rules."""
+"""Build answers to nodes (plans, receipts, the end of the run) and log lines for the rules.
+
+`coordinator`, `message_rules` and `round_rules` build what they send with these; nothing is changed here. Messages are part of the
+protocol; texts for logs may change.
+"""
 
 from __future__ import annotations
 

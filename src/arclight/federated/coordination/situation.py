@@ -1,4 +1,8 @@
-"""Hold all that a decision depends on (settings, run state, cluster), for the rules."""
+"""Hold all that a decision depends on (settings, run state, cluster), for the rules.
+
+`coordinator` makes one for each event and passes it to `message_rules` and `round_rules`. Rules read it, and give changes back as a
+decision.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Assign experts (MoE) to clients, and address single experts within stacked tensors."""
+"""Assign experts (MoE) to clients, and address single experts within stacked tensors.
+
+`transfer_mask` assigns a round's experts with it; `round_callback`, `server_step` and `validation` split stacked tensors by it. A resumed
+server must assign the same experts: hash and order stay, and so do keys, which messages carry.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Settings of robust means, secure sums and noise (no torch here)."""
+"""Settings of robust means, secure sums and noise (no torch here).
+
+A federation's settings hold these; `robust`, `noise` and `secure_aggregation` carry them out. Names of kinds and fields are in recipes:
+they must stay. A changed default changes what a run protects.
+"""
 
 from __future__ import annotations
 

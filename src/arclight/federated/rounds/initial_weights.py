@@ -1,4 +1,7 @@
-"""Read a run's initial weights: of a module, or of a centralised run with optimizer states."""
+"""Read a run's initial weights: of a module, or of a centralised run with optimizer states.
+
+`Server` reads the first round by it: a module or a checkpoint comes in, entries and optimizer states by name go out.
+"""
 
 from __future__ import annotations
 

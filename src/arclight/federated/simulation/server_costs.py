@@ -1,4 +1,8 @@
-"""Measure a server's costs on this machine, by rounds of a real server without training."""
+"""Measure a server's costs on this machine, by rounds of a real server without training.
+
+A tool for people who plan a federation: its result is the ``costs`` of a `Fleet`, which `simulate` takes. It runs a real server, so its
+code changes with ``server``.
+"""
 
 from __future__ import annotations
 

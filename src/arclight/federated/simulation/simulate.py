@@ -1,4 +1,8 @@
-"""Simulate a federation of any size without training: the public function ``simulate``."""
+"""Simulate a federation of any size without training: the public function ``simulate``.
+
+Public as ``arclight.federated.simulate``. It drives `Simulator` with sizes from `sizes`; the rules are those of ``coordination``, so a
+changed rule changes forecasts with it.
+"""
 
 from __future__ import annotations
 

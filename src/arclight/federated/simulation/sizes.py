@@ -1,4 +1,8 @@
-"""Compute the size of uploads and downloads from shapes, exactly as encoding gives."""
+"""Compute the size of uploads and downloads from shapes, exactly as encoding gives.
+
+`simulate` and `simulator` ask it for the bytes of each message. It must give what ``codecs`` write, byte for byte: tests encode both
+ways.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define the `Link` protocol of a node to its server, and the link within one process."""
+"""Define the `Link` protocol of a node to its server, and the link within one process.
+
+`node`, `reporter` and `session` talk through a `Link`; transports and ``arclight federate`` serve a `ServerApi`. HTTP and this process
+are the two links. Another transport needs these methods and nothing else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Check certificates and private keys, and explain why one side does not trust the other."""
+"""Check certificates and private keys, and explain why one side does not trust the other.
+
+`http_client` and `http_server` check their files by it before they start; ``arclight federate`` prints what `explain_link_error` adds.
+TLS 1.3 only. Texts may change; what is refused may not.
+"""
 
 from __future__ import annotations
 

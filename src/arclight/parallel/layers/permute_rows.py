@@ -1,4 +1,8 @@
-"""Permute rows of a matrix deterministically, by gathers alone in forward and backward."""
+"""Permute rows of a matrix deterministically, by gathers alone in forward and backward.
+
+Expert layers (``text.model.moe``, `expert_parallel`) move tokens to experts and back with it. Rows are copied, never added: the same
+input gives the same bits, in backward too.
+"""
 
 from __future__ import annotations
 

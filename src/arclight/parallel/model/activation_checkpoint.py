@@ -1,4 +1,7 @@
-"""Apply activation checkpointing to a model's blocks: recompute in backward."""
+"""Apply activation checkpointing to a model's blocks: recompute in backward.
+
+`parallelize` and the pipelined steps apply it to blocks. Results and names of parameters stay; which operations are kept may change.
+"""
 
 from __future__ import annotations
 

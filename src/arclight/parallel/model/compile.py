@@ -1,4 +1,7 @@
-"""Apply torch.compile block by block: equal blocks share one compilation."""
+"""Apply torch.compile block by block: equal blocks share one compilation.
+
+`parallelize` and the pipelined steps apply it after activation checkpointing and before FSDP. Names of parameters stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Apply fully sharded data parallelism (FSDP2) over the mesh of a plan."""
+"""Apply fully sharded data parallelism (FSDP2) over the mesh of a plan.
+
+`parallelize` and the pipelined steps apply it last. A module and a `Mesh` come in; parameters become DTensors, in place. Names stay, so
+that checkpoints open under other plans.
+"""
 
 from __future__ import annotations
 

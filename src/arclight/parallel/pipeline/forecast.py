@@ -1,4 +1,8 @@
-"""Predict a pipeline step of a model: find costs, cut into stages, simulate the schedule."""
+"""Predict a pipeline step of a model: find costs, cut into stages, simulate the schedule.
+
+Public as ``pipeline.simulate``. It joins ``cost``, ``splitting`` and ``schedule`` and runs no process. A model, a `Pipe` or a plan comes
+in, a trace goes out that ``pipeline.timeline`` draws.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Explain in one sentence each why plans were not chosen."""
+"""Explain in one sentence each why plans were not chosen.
+
+`mesh_search` lists rejected plans with it, ``arclight plan`` prints them and formats times by `duration`. Words may change freely;
+nothing reads them but people.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Evaluate a suite of question files every n steps (``[task.evaluation]`` of a recipe)."""
+"""Evaluate a suite of question files every n steps (``[task.evaluation]`` of a recipe).
+
+`LanguageModel` adds it if the recipe has such a table; ``text.evaluation`` asks and scores. Keys of what it logs stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Rectified flow: latents as tokens, the velocity loss, and Euler's sampler."""
+"""Rectified flow: latents as tokens, the velocity loss, and Euler's sampler.
+
+Users' own modules train with `flow_loss` and draw images with `sample`; nothing in Arclight calls them. Latents come from an autoencoder
+that is not part of this package.
+"""
 
 from __future__ import annotations
 

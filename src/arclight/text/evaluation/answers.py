@@ -1,4 +1,8 @@
-"""Extract final answers from generated text, and compare them as the authors of each set do."""
+"""Extract final answers from generated text, and compare them as the authors of each set do.
+
+`questions` and `suite` call it on what a model generated. Rules are those of each set's authors: another rule gives scores that cannot be
+compared with theirs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Settings of an evaluation suite (no torch here: a suite is read without it)."""
+"""Settings of an evaluation suite (no torch here: a suite is read without it).
+
+``arclight test`` and a recipe's ``[task.evaluation]`` read a suite by `read_suite`; `suite` runs it. Names of fields are in suite files:
+they must stay.
+"""
 
 from __future__ import annotations
 

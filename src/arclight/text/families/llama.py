@@ -1,4 +1,8 @@
-"""Define Llama 3 (Grattafiori et al. 2024): grouped-query attention, SwiGLU, RoPE, RMSNorm."""
+"""Define Llama 3 (Grattafiori et al. 2024): grouped-query attention, SwiGLU, RoPE, RMSNorm.
+
+``build_model`` makes it by name (`zoo`), `from_hf` by a folder; `qwen3`, `llama4` and `deepseek` build on its parts. Token ids (B, T) to
+logits (B, T, V). Parameter names are in checkpoints and in ``hf.families``: they must stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compute windows, best spans and scores of extractive answers, as SQuAD's script does."""
+"""Compute windows, best spans and scores of extractive answers, as SQuAD's script does.
+
+`rows` cuts contexts by `windows`, `head_module` finds and scores answers. Numbers must be those of SQuAD's own script.
+"""
 
 from __future__ import annotations
 

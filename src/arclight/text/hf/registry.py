@@ -1,4 +1,7 @@
-"""Register the families of `families` and `moe_families`; find one by model type or class."""
+"""Register the families of `families` and `moe_families`; find one by model type or class.
+
+`read` and `write` look families up here. A new family is added in `families` or `moe_families`, not here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Map parameter names of one convention to those of another, as data."""
+"""Map parameter names of one convention to those of another, as data.
+
+`families` and `moe_families` list a `Key` for each parameter; `read` and `write` copy by them, shard by shard. A new family needs a list,
+and no code here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Write one of our models as a Hugging Face folder."""
+"""Write one of our models as a Hugging Face folder.
+
+Public as ``arclight.text.to_hf``. Families and their keys come from `registry`; `read` is the inverse. Files must open in Hugging Face's
+transformers.
+"""
 
 from __future__ import annotations
 

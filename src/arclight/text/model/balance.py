@@ -1,4 +1,8 @@
-"""Balance the loads of experts in training, by a bias without a loss, or by a weighed loss."""
+"""Balance the loads of experts in training, by a bias without a loss, or by a weighed loss.
+
+`LanguageModel` and ``text.heads`` call it around each step: weigh losses before backward, move biases before the optimizer's step. Biases
+and their counts are in checkpoints.
+"""
 
 from __future__ import annotations
 

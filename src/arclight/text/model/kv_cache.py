@@ -1,4 +1,8 @@
-"""Cache keys and values of earlier tokens while text is generated."""
+"""Cache keys and values of earlier tokens while text is generated.
+
+`generate` and language programs fill one per batch; the decoder's attention appends to it and reads it. Logits must be those of a pass
+without a cache, up to rounding.
+"""
 
 from __future__ import annotations
 

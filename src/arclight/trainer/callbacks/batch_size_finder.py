@@ -1,4 +1,8 @@
-"""Find the largest batch size that fits in memory before a run, which then goes on with it."""
+"""Find the largest batch size that fits in memory before a run, which then goes on with it.
+
+Users pass it as a callback; `Tuner.scale_batch_size` runs it too. The search itself is ``tuner.batch_size_scaling``. Name and arguments
+are Lightning's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Change the number of accumulated batches at given epochs."""
+"""Change the number of accumulated batches at given epochs.
+
+Users pass it as a callback; it sets ``accumulate_grad_batches`` of the trainer, which `accumulation` reads. Name and arguments are
+Lightning's.
+"""
 
 from __future__ import annotations
 

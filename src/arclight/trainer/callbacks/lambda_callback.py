@@ -1,4 +1,7 @@
-"""Make a callback from plain functions."""
+"""Make a callback from plain functions.
+
+Users pass it as a callback; name and arguments are Lightning's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Split batches that do not fit in memory into micro-batches that do."""
+"""Split batches that do not fit in memory into micro-batches that do.
+
+Users pass it as a callback; the loop calls the step that `build_step` returns. It must give the gradients of the whole batch, up to
+rounding. Its state, the size found, is in checkpoints.
+"""
 
 from __future__ import annotations
 

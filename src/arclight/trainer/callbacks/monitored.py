@@ -1,4 +1,8 @@
-"""Look up the logged value that a callback monitors (``monitor=``)."""
+"""Look up the logged value that a callback monitors (``monitor=``).
+
+`EarlyStopping`, `ModelCheckpoint` and `MetricReport` raise `MissingMetricError` with these words when ``monitor=`` names nothing that was
+logged. Words may change; the class is public in ``arclight.trainer.callbacks``.
+"""
 
 from __future__ import annotations
 

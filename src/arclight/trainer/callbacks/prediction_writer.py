@@ -1,4 +1,8 @@
-"""Write predictions to disk on each rank, by batch or by epoch."""
+"""Write predictions to disk on each rank, by batch or by epoch.
+
+Users subclass it; the loop of predict (``loop.evaluation``) asks whether outputs must be kept for it. Names and signatures are
+Lightning's.
+"""
 
 from __future__ import annotations
 

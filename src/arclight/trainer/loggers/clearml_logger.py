@@ -1,4 +1,7 @@
-"""Log metrics, parameters and checkpoints to a ClearML task."""
+"""Log metrics, parameters and checkpoints to a ClearML task.
+
+Users pass it as a logger, or a recipe's loggers (``loggers.settings``) build it. The package is imported when it is used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Base of loggers that send to a service: start the experiment lazily, upload checkpoints."""
+"""Base of loggers that send to a service: start the experiment lazily, upload checkpoints.
+
+The loggers of Weights & Biases, MLflow, Comet and ClearML build on it. `CheckpointArtifacts` decides which checkpoints are sent and when;
+a subclass says how.
+"""
 
 from __future__ import annotations
 

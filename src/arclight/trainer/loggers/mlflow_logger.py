@@ -1,4 +1,8 @@
-"""Log metrics, parameters and checkpoints to MLflow, in a folder or on a server."""
+"""Log metrics, parameters and checkpoints to MLflow, in a folder or on a server.
+
+Users pass it as a logger, or a recipe's loggers (``loggers.settings``) build it. Name and arguments are Lightning's. The package is
+imported when it is used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Convert hyper-parameters and metrics to the forms that loggers accept. No torch here."""
+"""Convert hyper-parameters and metrics to the forms that loggers accept. No torch here.
+
+All loggers convert by it, and `hparams` writes ``hparams.yaml`` with `yaml_text`. Mappings, namespaces and dataclasses come in; plain
+dictionaries and text go out. Readers of old logs rely on names joined by ``/``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Hold the newest logged values for callbacks and progress bars, computed on demand."""
+"""Hold the newest logged values for callbacks and progress bars, computed on demand.
+
+`RunState` holds one; callbacks and bars read it as ``trainer.callback_metrics`` and its like. Reading a tensor waits for the device, so
+values are read on demand only.
+"""
 
 from __future__ import annotations
 

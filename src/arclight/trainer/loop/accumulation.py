@@ -1,4 +1,8 @@
-"""Accumulate gradients: weigh micro-batches within an accumulation window and across ranks."""
+"""Accumulate gradients: weigh micro-batches within an accumulation window and across ranks.
+
+`step` asks it for each batch whether a window begins or ends; `RunState` keeps the state, which checkpoints hold. The gradient must be
+the mean over all samples of a window, whatever the sizes of its batches.
+"""
 
 from __future__ import annotations
 

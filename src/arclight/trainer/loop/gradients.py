@@ -1,4 +1,8 @@
-"""Compute gradients from a step's output: check the loss, run backward, clip."""
+"""Compute gradients from a step's output: check the loss, run backward, clip.
+
+`step` calls it for every batch, `Trainer` for manual optimization (``manual_backward``, ``clip_gradients``). Arguments of these are
+Lightning's.
+"""
 
 from __future__ import annotations
 

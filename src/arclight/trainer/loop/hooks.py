@@ -1,4 +1,8 @@
-"""Resolve the overridden hooks of module, callbacks and strategy before the first batch."""
+"""Resolve the overridden hooks of module, callbacks and strategy before the first batch.
+
+The loops (`fit`, `evaluation`, `step`) ask here once per run which hooks exist, and call only these: an empty hook costs nothing. Which
+attribute counts as overridden, and the order of callbacks, must stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Collect the outputs of predict, with the sample indices of each batch."""
+"""Collect the outputs of predict, with the sample indices of each batch.
+
+The loop of predict (`evaluation`) fills it; ``trainer.predict`` returns `predictions`, and prediction writers get the indices.
+"""
 
 from __future__ import annotations
 

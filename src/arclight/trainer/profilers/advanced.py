@@ -1,4 +1,7 @@
-"""Profile the functions of each action with cProfile."""
+"""Profile the functions of each action with cProfile.
+
+``Trainer(profiler="advanced")`` makes one, or users do. Name and arguments are Lightning's; the text of the report is Python's own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Base of profilers, and wrappers that record functions and iterators."""
+"""Base of profilers, and wrappers that record functions and iterators.
+
+Loops record their actions through `profiling`, which wraps by `profiled` and `profiled_items`; `simple`, `advanced`, `pytorch` and users'
+own profilers build on `Profiler`. Names of classes, methods and actions are Lightning's. Without a profiler nothing is wrapped.
+"""
 
 from __future__ import annotations
 

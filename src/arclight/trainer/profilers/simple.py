@@ -1,4 +1,7 @@
-"""Measure the time of each action."""
+"""Measure the time of each action.
+
+``Trainer(profiler="simple")`` makes one, or users do. Name and arguments are Lightning's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Parse durations with units: ``"10ep"``, ``"500ba"``, ``"1_000_000tok"``, ``"2h30min"``."""
+"""Parse durations with units: ``"10ep"``, ``"500ba"``, ``"1_000_000tok"``, ``"2h30min"``.
+
+`Timer`, `ModelCheckpoint` and ``trainer.data.limits`` use it. A text comes in, a `Duration` (a unit and a number) goes out. Recipes hold
+these texts: forms that are read today must be read later.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Run a trainer on trial and restore everything after, for the searches of this folder."""
+"""Run a trainer on trial and restore everything after, for the searches of this folder.
+
+`batch_size_scaling` and `lr_finder` run their trials in it. After a trial the trainer, the module and random numbers must be as before,
+whatever happened.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Define Tuner, like Lightning's: find a batch size or a learning rate before training."""
+"""Define Tuner, like Lightning's: find a batch size or a learning rate before training.
+
+Users call it before a fit, as Lightning's. It runs `BatchSizeFinder` or `LearningRateFinder` on a trainer; names and arguments stay.
+"""
 
 from __future__ import annotations
 

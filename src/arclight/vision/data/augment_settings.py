@@ -1,4 +1,8 @@
-"""Settings of augmentation (no torch or OpenCV here: a recipe is read without them)."""
+"""Settings of augmentation (no torch or OpenCV here: a recipe is read without them).
+
+`settings` of ``vision.tasks`` puts one of these into a recipe; `augment`, `dataset` and `image_folder` read it and change images by it.
+Names of fields and kinds are recipe keys and are in saved runs: they must stay. A preset's values are YOLOv5's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Decode image bytes to RGB arrays: one function for data sets, predictions and uploads."""
+"""Decode image bytes to RGB arrays: one function for data sets, predictions and uploads.
+
+Everything in ``vision`` that reads an image file goes through here, and the server too: training, validation and serving see the same
+pixels. Files and bytes come in, RGB uint8 (height, width, 3) goes out, or ImageError. A change of the result changes what models see.
+"""
 
 from __future__ import annotations
 

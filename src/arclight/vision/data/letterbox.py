@@ -1,4 +1,8 @@
-"""Letterbox an image into a square, keeping its aspect ratio, and map boxes back."""
+"""Letterbox an image into a square, keeping its aspect ratio, and map boxes back.
+
+`dataset` letterboxes images of a data set, ``vision.tasks.processing`` those to predict, also for exported programs, and maps boxes back.
+Rounding and grey must stay, or trained models and old programs see other pixels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Group images of similar aspect ratios into rectangular batches with little padding."""
+"""Group images of similar aspect ratios into rectangular batches with little padding.
+
+The data module of detection gives its training loader an `AspectOrder` as sampler; `dataset` pads each sample to the frame that its
+`FramedIndex` names. Random numbers come from torch's generator only, so that a resumed run sees the same batches.
+"""
 
 from __future__ import annotations
 

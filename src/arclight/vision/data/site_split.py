@@ -1,4 +1,8 @@
-"""Split the images of a data set among the sites of a federation."""
+"""Split the images of a data set among the sites of a federation.
+
+``partition`` of a federated recipe gives each site's task a `SiteShare`; `dataset` keeps the images that its `SiteSplit` picks. Every
+site works out its share by itself: it must follow from settings and data set alone, the same on every machine.
+"""
 
 from __future__ import annotations
 

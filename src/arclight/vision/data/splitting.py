@@ -1,4 +1,8 @@
-"""Divide images into splits by fraction, keeping those together that belong together."""
+"""Divide images into splits by fraction, keeping those together that belong together.
+
+``arclight data split`` calls this. A list of images and fractions come in; lists of paths (`write_split_lists`) or copies in class
+folders (`write_class_folders`) go out. The same seed must give the same split; how similar images are found may change.
+"""
 
 from __future__ import annotations
 

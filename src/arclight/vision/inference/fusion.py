@@ -1,4 +1,8 @@
-"""Fuse the boxes of several passes over one image: by suppression, or weighted box fusion."""
+"""Fuse the boxes of several passes over one image: by suppression, or weighted box fusion.
+
+``arclight predict`` fuses several detectors by `ensemble`; `slicing`, `test_time` and ``qris.reading.evidence`` use `concatenated` and
+`suppressed`. A `Detect` takes RGB photos and returns `Detections`; boxes are pixels of the whole photo.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Test-time augmentation: predict on an image, a smaller and a mirrored copy."""
+"""Test-time augmentation: predict on an image, a smaller and a mirrored copy.
+
+``arclight predict`` uses `augmented` (``--augment``) and `multi_scale` (``--sizes``). Both return a `Detect`, which takes photos and
+returns `Detections` as the plain detector does. `augmented` wraps any `Detect`, programs too; `multi_scale` needs a `Detector`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Convert images in memory to RGB arrays: arrays, tensors, PIL images and encoded bytes."""
+"""Convert images in memory to RGB arrays: arrays, tensors, PIL images and encoded bytes.
+
+`image_source` calls this for all sources that are not files; `live` and ``arclight predict`` know `SourceError`. RGB uint8 (height,
+width, 3) goes out. Pillow and torch are not imported here: their objects are recognised by their class.
+"""
 
 from __future__ import annotations
 

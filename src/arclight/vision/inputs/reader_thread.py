@@ -1,4 +1,7 @@
-"""Run OpenCV in threads that have ended before the interpreter does."""
+"""Run OpenCV in threads that have ended before the interpreter does.
+
+`image_source` and `live` read ahead in such threads. The caller passes the work (``target``) and a function that ends it (``end``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Check how anchors fit a data set; fit better ones by k-means and evolution (autoanchor)."""
+"""Check how anchors fit a data set; fit better ones by k-means and evolution (autoanchor).
+
+A detector (``vision.tasks.detection``) checks its anchors before a fit; with ``anchors = "auto"`` it fits new ones if recall is low.
+`loss` shares `ANCHOR_T`. Sizes of boxes in input pixels come in, anchors in the same unit go out; no file is read here.
+"""
 
 from __future__ import annotations
 

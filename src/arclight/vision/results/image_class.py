@@ -1,4 +1,8 @@
-"""Hold the classes of one image, likeliest first."""
+"""Hold the classes of one image, likeliest first.
+
+`Classifier.predict` returns a `Classification` for each photo; `writers` writes it to files. Names follow YOLOv5's results (``probs``,
+``top1``, ``to_txt``) and stay, as do the keys of `Classification.to_json`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Select the images worth labelling next, and label images by a confident detector."""
+"""Select the images worth labelling next, and label images by a confident detector.
+
+``arclight predict`` uses `MostUncertain` and `SureLabels` as writers: predictions come in one by one, a ranking or label files go out.
+`read_thresholds` reads the ``validate.json`` that ``arclight validate`` writes; the two must change together.
+"""
 
 from __future__ import annotations
 

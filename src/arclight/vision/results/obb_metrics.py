@@ -1,4 +1,8 @@
-"""Score rotated boxes: average precision by their exact overlap."""
+"""Score rotated boxes: average precision by their exact overlap.
+
+The task of rotated boxes (``vision.tasks.detection``) and `deployment`, for programs, score by this. A rotated box is centre, width,
+height and angle; results have the form of `DetectionMetrics`.
+"""
 
 from __future__ import annotations
 

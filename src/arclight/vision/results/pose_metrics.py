@@ -1,4 +1,8 @@
-"""Compute pose metrics: average precision by object keypoint similarity, and of the boxes."""
+"""Compute pose metrics: average precision by object keypoint similarity, and of the boxes.
+
+The pose task (``vision.tasks.detection``) and `deployment`, for programs, score by this. Numbers must stay those of pycocotools, and
+``state_dict`` must merge over processes to the numbers of one process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Define the Module, DataModule and processing of image classification."""
+"""Define the Module, DataModule and processing of image classification.
+
+A recipe of kind ``classification`` (`ClassificationTask`) builds these classes; users take `Classifier` from ``arclight.vision``.
+Training and validation run through `VisionModule`; an exported program has the same processing. Parameter names are in checkpoints.
+"""
 
 from __future__ import annotations
 

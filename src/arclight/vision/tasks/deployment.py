@@ -1,4 +1,8 @@
-"""Export the trained model of a vision task as programs; evaluate a program on data."""
+"""Export the trained model of a vision task as programs; evaluate a program on data.
+
+``arclight demo`` exports and scores by this, ``arclight compare`` opens evaluations by `evaluation_of`. Photos are preprocessed as in
+training, so that a program is verified on what it will get.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Match tracks to boxes at least cost, and write the answer on the boxes."""
+"""Match tracks to boxes at least cost, and write the answer on the boxes.
+
+The trackers `byte_track` and `oc_sort` match by it in each frame, `mot_metrics` matches tracks to the truth. Among equally good answers
+it must always choose the same, so that a video gives the same tracks twice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Count tracked objects that cross lines and that are in zones."""
+"""Count tracked objects that cross lines and that are in zones.
+
+``arclight predict`` makes the counts (its options for lines and zones) and updates them with each tracked frame; `writers` writes
+`to_json`, whose keys stay. Boxes must have track ids. Coordinates are pixels of the frame.
+"""
 
 from __future__ import annotations
 

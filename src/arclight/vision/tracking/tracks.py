@@ -1,4 +1,8 @@
-"""Follow objects through videos: make a tracker by its name, and keep one for each video."""
+"""Follow objects through videos: make a tracker by its name, and keep one for each video.
+
+``arclight predict`` keeps `Trackers` over its sources; `Detector.track` runs `track` over one. `byte_track` and `oc_sort` are the
+trackers; another one needs a name in `make_tracker` and the methods of `Tracker`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Describe the tensors sent between stages: shapes, dtypes, and which receive gradients."""
+"""Describe the tensors sent between stages: shapes, dtypes, and which receive gradients.
+
+`engine` sends a stage's `TensorSpec` list to the next stage before the first tensors, so that it can allocate; `stage` checks each
+micro-batch against it. `TensorSpec.plain` is the form in which it is sent.
+"""
 
 from __future__ import annotations
 

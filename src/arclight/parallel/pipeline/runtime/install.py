@@ -1,4 +1,8 @@
-"""Cut a module's model down to this rank's stages, and build the runner of its batches."""
+"""Cut a module's model down to this rank's stages, and build the runner of its batches.
+
+`PlanStrategy` calls `install` for modules that split batches themselves (`Runnable`), on all ranks at once. The module's ``model`` is cut
+in place; names of what remains stay.
+"""
 
 from __future__ import annotations
 

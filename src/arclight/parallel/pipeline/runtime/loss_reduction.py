@@ -1,4 +1,7 @@
-"""Reduce the losses of micro-batches to that of their batch."""
+"""Reduce the losses of micro-batches to that of their batch.
+
+`pipe_runner` and the pipelined steps combine losses with it. Names of kinds are arguments of `Pipeline`: they stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Define a stage's program per micro-batch (model part, loss), and the topology."""
+"""Define a stage's program per micro-batch (model part, loss), and the topology.
+
+`engine` runs a `StageProgram` for each stage that this process has; `PipelineTopology` tells all modules of ``runtime`` who has which.
+"""
 
 from __future__ import annotations
 

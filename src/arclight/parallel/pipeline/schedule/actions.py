@@ -1,4 +1,8 @@
-"""Write and read the actions of a pipeline step, in torch's notation (``2F0``)."""
+"""Write and read the actions of a pipeline step, in torch's notation (``2F0``).
+
+``schedule`` makes and checks orders of these, ``runtime`` carries them out. The notation and the CSV form are torch's, so that schedules
+can be exchanged: they stay.
+"""
 
 from __future__ import annotations
 

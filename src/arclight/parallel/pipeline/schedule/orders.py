@@ -1,4 +1,8 @@
-"""Check orders of actions, read them from files, and count their activations."""
+"""Check orders of actions, read them from files, and count their activations.
+
+`table` and `simulation` check orders with it, the planner and the runtime ask which process has which stage (`stages_of`). A CSV file or
+an order comes in; PlanError names the first wrong action.
+"""
 
 from __future__ import annotations
 

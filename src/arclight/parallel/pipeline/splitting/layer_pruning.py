@@ -1,4 +1,8 @@
-"""Cut a stage out of a model by deleting the layers of other stages; names stay the same."""
+"""Cut a stage out of a model by deleting the layers of other stages; names stay the same.
+
+`install` prunes with it, `pp_layout` predicts by the same assignment, `PlanStrategy` asks `is_prunable` first; other models are sliced
+(`sliced_module`). Planner and run must assign alike.
+"""
 
 from __future__ import annotations
 

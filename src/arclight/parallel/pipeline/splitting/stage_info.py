@@ -1,4 +1,8 @@
-"""Describe a stage without taking any of the model's own names."""
+"""Describe a stage without taking any of the model's own names.
+
+Stages of `pipe` and `traced_stage` derive from `NamePreservingStage`; `forecast` reads their `StageInfo`. Names in a stage's state are
+those of the model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""List and replace the tensors of a stage, keeping ties."""
+"""List and replace the tensors of a stage, keeping ties.
+
+``pipeline.weights`` loads, saves and initialises stages with it; `pipe` keeps a `meta_skeleton` of the whole model. Tied parameters must
+be tied after each of these.
+"""
 
 from __future__ import annotations
 

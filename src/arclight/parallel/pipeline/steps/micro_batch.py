@@ -1,4 +1,8 @@
-"""Split a user step's arguments into micro-batches, and weight each by its samples."""
+"""Split a user step's arguments into micro-batches, and weight each by its samples.
+
+`pipelined_steps` and `parallelize_steps` cut with it each batch that a user's step gets. Weights must add up to the loss of the whole
+batch; a module may bring its own ``part_of_batch`` and ``batch_weight``.
+"""
 
 from __future__ import annotations
 

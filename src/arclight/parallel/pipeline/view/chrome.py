@@ -1,4 +1,7 @@
-"""Write a pipeline step in Chrome's trace format, for chrome://tracing and Perfetto."""
+"""Write a pipeline step in Chrome's trace format, for chrome://tracing and Perfetto.
+
+Public as ``pipeline.chrome_trace``; `PipelineTimeline` writes a file with it. Chrome's format is fixed; names of tracks may change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Name checkpoints; move, link and delete them without ever leaving half of one behind."""
+"""Name checkpoints; move, link and delete them without ever leaving half of one behind.
+
+`model_checkpoint` and `history` name and delete by it; `resume` and `signals` ask when a checkpoint was written. Local paths and
+addresses come in. A crash at any line must leave whole checkpoints only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Save a checkpoint when training fails."""
+"""Save a checkpoint when training fails.
+
+Users pass it as a callback; name and arguments are Lightning's. One rank only: see the class for what is not saved.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Estimate the curvature of the loss from two consecutive optimizer steps."""
+"""Estimate the curvature of the loss from two consecutive optimizer steps.
+
+A recipe's table of callbacks (``callbacks.settings``) builds it, or users pass it. Keys of what it logs stay. Between two steps it keeps
+weights and gradients in memory; training keeps its bits.
+"""
 
 from __future__ import annotations
 

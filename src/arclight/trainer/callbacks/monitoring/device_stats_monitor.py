@@ -1,4 +1,8 @@
-"""Log memory and load of the device."""
+"""Log memory and load of the device.
+
+Users pass it as a callback; name, arguments and keys are Lightning's. Which statistics there are is up to the accelerator
+(`Accelerator.get_device_stats`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Log learning rates, under the name, arguments and keys of Lightning's callback."""
+"""Log learning rates, under the name, arguments and keys of Lightning's callback.
+
+Users pass it as a callback. Loggers and plots of existing projects rely on the keys: they stay.
+"""
 
 from __future__ import annotations
 

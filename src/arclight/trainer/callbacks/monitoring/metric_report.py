@@ -1,4 +1,8 @@
-"""Report a monitored value at each validation, so that a caller can prune the run."""
+"""Report a monitored value at each validation, so that a caller can prune the run.
+
+``arclight tune`` (``cli.tune.trial``) runs each trial with it. A function comes in that takes value and number, and returns True to
+prune.
+"""
 
 from __future__ import annotations
 

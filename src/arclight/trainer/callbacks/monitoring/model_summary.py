@@ -1,4 +1,8 @@
-"""Print a table of the model's layers when training begins."""
+"""Print a table of the model's layers when training begins.
+
+`Trainer` adds it by itself unless ``enable_model_summary=False``; ``trainer.summary`` counts. Name and arguments are Lightning's; the
+look of the table may change.
+"""
 
 from __future__ import annotations
 

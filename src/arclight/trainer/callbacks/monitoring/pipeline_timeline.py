@@ -1,4 +1,8 @@
-"""Write an HTML timeline of a pipeline's steps."""
+"""Write an HTML timeline of a pipeline's steps.
+
+A recipe's table of callbacks (``callbacks.settings``) builds it, or users pass it. ``parallel.pipeline`` records and draws; this chooses
+the step and the files.
+"""
 
 from __future__ import annotations
 

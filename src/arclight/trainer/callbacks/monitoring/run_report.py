@@ -1,4 +1,7 @@
-"""Write the run's report when training ends, well or not."""
+"""Write the run's report when training ends, well or not.
+
+Users pass it, and recipes' runs have it. ``trainer.run.report`` writes the page from the run folder; names of files stay.
+"""
 
 from __future__ import annotations
 

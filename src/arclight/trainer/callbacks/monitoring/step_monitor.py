@@ -1,4 +1,8 @@
-"""Log what is measured in the course of every n-th optimizer step."""
+"""Log what is measured in the course of every n-th optimizer step.
+
+Base of `ActivationMonitor`, `CurvatureMonitor` and ``text.callbacks.expert_monitor``: a subclass measures where `is_due`, and gives its
+values to `publish`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Log the throughput of every stage, under Lightning's name, arguments and keys."""
+"""Log the throughput of every stage, under Lightning's name, arguments and keys.
+
+Users pass it as a callback; ``trainer.throughput`` computes the rates. Loggers and plots of existing projects rely on the keys: they
+stay.
+"""
 
 from __future__ import annotations
 

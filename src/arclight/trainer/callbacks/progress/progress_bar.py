@@ -1,4 +1,7 @@
-"""Base of progress bars: totals, descriptions, metrics."""
+"""Base of progress bars: totals, descriptions, metrics.
+
+`rich_progress` and `tqdm_progress` build on it, and users' own bars; `Trainer` picks one. Names are Lightning's and stay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Estimate speed and time left from a counter that is read now and then."""
+"""Estimate speed and time left from a counter that is read now and then.
+
+The rich bar, the run's report and the display of federated runs show times by it. Nothing is stored: the look may change freely.
+"""
 
 from __future__ import annotations
 

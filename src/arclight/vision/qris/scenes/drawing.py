@@ -1,4 +1,8 @@
-"""Draw text, paragraphs, shapes and colours on a `Sprite`: tools for all printed things."""
+"""Draw text, paragraphs, shapes and colours on a `Sprite`: tools for all printed things.
+
+Modules of ``scenes`` that make printed things build `Sprite` objects with these; `scene` and `camera` place them. Colours are RGB,
+lengths pixels. Another order of random draws changes every generated data set.
+"""
 
 from __future__ import annotations
 

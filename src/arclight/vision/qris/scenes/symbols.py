@@ -1,4 +1,8 @@
-"""Draw one QR symbol: square, dot or rounded modules, any two colours, perhaps a logo."""
+"""Draw one QR symbol: square, dot or rounded modules, any two colours, perhaps a logo.
+
+`posters`, `prints` and `fraud` call `stamp` to put a code on a canvas; it returns a `PrintedCode`, whose corners become labels. Corners
+are those of the modules, without the quiet zone. Another order of random draws changes every generated data set.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Show verified photos as one offline HTML page: marked codes, verdicts and evidence."""
+"""Show verified photos as one offline HTML page: marked codes, verdicts and evidence.
+
+``arclight scan`` and ``arclight demo`` add each verified photo and write the page. It needs no network and no other file. Its look may
+change freely.
+"""
 
 from __future__ import annotations
 
