@@ -1,6 +1,6 @@
 """``arclight checkpoint``: inspect, verify and convert checkpoints, and federated rounds.
 
-`command` calls it. ``arclight.checkpoint`` does the work for checkpoints, ``federated.rounds`` for the rounds of a federated run.
+`command` calls it. ``arclight.checkpoint`` does the work for checkpoints, ``cli.federate.rounds`` for the rounds of a federated run.
 """
 
 from __future__ import annotations

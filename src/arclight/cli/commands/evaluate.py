@@ -1,7 +1,7 @@
 """``arclight validate`` and ``arclight test``: evaluate a checkpoint on its recipe's data.
 
-`command` calls it. A run or a checkpoint comes in, with its own recipe or another; the metrics go out, for detectors with a page.
-``cli.comparing`` and scripts read its JSON: keys stay.
+`command` calls it. A run or a checkpoint comes in, with its own recipe or another; the metrics go out, for detectors with a page. Scripts
+and ``vision.results.labelling`` read its JSON: keys stay.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Verbs of a run that trained a language model: write text, answer questions.
 
-`predict` and `evaluate` call it for runs and programs of language models. Text goes to standard output, all else to standard error.
+`predict` and `evaluate` call it for runs and programs of language models. Generated text goes to standard output as it comes, scores as a
+table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``arclight run``: start a script that uses Fabric in several processes, unchanged.
 
-`command` calls it. It sets the environment variables that `Fabric` reads, under Lightning's names, and starts torch's launcher: names of
-flags and variables are Lightning's.
+`command` calls it. It sets the environment variables that `Fabric` reads, under Lightning's names (``LT_*``), and starts torch's
+launcher. Names of flags and variables must stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Synchronise layers over the global batch, as torch's SyncBatchNorm does.
 
-``sync_batchnorm=True`` of a Trainer chooses `TorchSyncBatchNorm` (`selection`); `ddp` applies it before wrapping and reverts it after.
-Names are Lightning's.
+``sync_batchnorm=True`` of a Trainer chooses `TorchSyncBatchNorm` (`selection`); `ddp` applies it before it wraps the module. Names are
+Lightning's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Monitor the choices of experts, and the similarity of experts and of their routers' rows.
 
-A recipe's table of experts (``text.settings``) builds it, or users pass it. Keys of what it logs stay; training is not changed.
+``monitors`` of a recipe build it (``text.settings``), or users pass it. Keys of what it logs stay; training is not changed.
 """
 
 from __future__ import annotations

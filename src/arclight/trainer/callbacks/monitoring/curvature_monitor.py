@@ -1,6 +1,6 @@
 """Estimate the curvature of the loss from two consecutive optimizer steps.
 
-A recipe's table of callbacks (``callbacks.settings``) builds it, or users pass it. Keys of what it logs stay. Between two steps it keeps
+``monitors`` of a recipe build it (``callbacks.settings``), or users pass it. Keys of what it logs stay. Between two steps it keeps
 weights and gradients in memory; training keeps its bits.
 """
 

@@ -1,7 +1,7 @@
 """Write an HTML timeline of a pipeline's steps.
 
-A recipe's table of callbacks (``callbacks.settings``) builds it, or users pass it. ``parallel.pipeline`` records and draws; this chooses
-the step and the files.
+``[timeline]`` of a recipe builds it (``callbacks.settings``), or users pass it. ``parallel.pipeline`` records and draws; this chooses the
+step and the files.
 """
 
 from __future__ import annotations
