@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 NEEDED = "arclight.needed"
-"""Key of a callback's state: why a trainer that lacks the callback refuses the checkpoint, as its weights mean something else then."""
+"""Key in a callback's state. Its text says why a trainer without this callback must refuse the checkpoint: the weights mean something
+else then."""
 
 
 class Callback:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 TOP_K = 2000
-"""Candidates per image that reach the overlap test, best first: more move mAP by less than 0.001 and cost time."""
+"""Candidates per image that reach the overlap test, best first. More would change mAP by less than 0.001, and cost time."""
 
 MAX_DET = 300
 """Boxes kept per image if nothing else is asked for."""

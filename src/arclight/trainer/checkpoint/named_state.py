@@ -1,7 +1,7 @@
 """Gather and load full (unsharded) tensors by parameter name.
 
-For federated clients and other users outside the trainer: tensors have the names of ``module.named_parameters`` and of
-saved buffers, and are whole and plain on both ways, one at a time. Every rank makes the same calls, with the same names.
+For federated clients and other users outside the trainer. Tensors go in and out whole and plain, one at a time, under the names of
+``module.named_parameters`` and of saved buffers. Every rank makes the same calls, with the same names.
 
 Federated clients load and send weights and moments by this (`clients.round_callback`), the server reads its first ones. Names are the
 protocol's.

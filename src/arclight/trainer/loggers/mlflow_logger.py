@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 LOCAL_FILE_URI_PREFIX = "file:"
 _MAX_VALUE, _MAX_PARAMS, _MAX_METRICS = 250, 100, 1000
-"""What the tracking servers accept: letters of a parameter's value, parameters and metrics of one request."""
+"""Limits of tracking servers: characters of a parameter's value, parameters and metrics of one request."""
 _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED", "aborted": "KILLED"}
 
 

@@ -48,7 +48,7 @@ def overridden(owner: object, name: str, base: type) -> bool:
 def logging_as(module: Module, name: str, hook: Hook) -> Hook:
     """Wrap ``hook`` so that the values that it logs are attributed to it.
 
-    For hooks that run inside a step: loops say by themselves in which of theirs they are.
+    For hooks that run inside a step; for others the loop sets the current hook itself.
     """
 
     def run(*arguments: Any, **options: Any) -> Any:

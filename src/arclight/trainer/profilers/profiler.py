@@ -32,7 +32,7 @@ class Profiler:
     """
 
     is_over = False
-    """Whether the run's report is written, so that hooks still to come are not seen."""
+    """True once the run's report is written; hooks that come later are not recorded."""
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
         self.dirpath, self.filename = dirpath, filename

@@ -35,7 +35,7 @@ Size = int | Frame
 Keypoints = bool | Literal["corners"]
 
 MIN_SIDE = 2.0
-"""Boxes with a shorter side than this, pixels, are dropped: there is nothing left to see."""
+"""Boxes with a side shorter than this, in pixels, are dropped: nothing of the object can be seen."""
 MIN_VISIBLE = 0.1
 """Boxes of which less than this share is inside the image are dropped."""
 MAX_HIDDEN = 0.3
@@ -54,8 +54,8 @@ def mosaic(
 ) -> LabelledImage:
     """Compose a mosaic of four images around a random centre, under one random transform.
 
-    The result is a square of ``size`` pixels. The idea (YOLOv4, arXiv 2004.10934) speaks of a mosaic of twice the size,
-    of which a random part is cut out. That one is never drawn: each tile is warped once, straight to where it ends up.
+    The result is a square of ``size`` pixels. YOLOv4 (arXiv 2004.10934) draws a mosaic of twice the size and cuts a random part out of
+    it. Here each tile is warped once, straight to its final place.
     """
     transform = random_transform(rng, augment, size, reach=1.5 * size) @ _shift(-size, -size)
     centre_x, centre_y = rng.uniform(0.5 * size, 1.5 * size, 2)

@@ -21,7 +21,7 @@ MAX_JPEG_SCANS = 100
 
 
 class ImageError(ValueError):
-    """An input is not an image that can be read: why, in one sentence."""
+    """Error of an input that is not a readable image; the message says why in one sentence."""
 
 
 @dataclass(frozen=True)

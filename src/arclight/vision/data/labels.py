@@ -45,7 +45,7 @@ class KeypointShape:
     flip: tuple[int, ...] | None = None
     """Number of the keypoint that each becomes in a mirror; None if images have no mirror image."""
     hulled: bool = False
-    """Whether they are four corners whose hull the box is, where all of an object's are labelled."""
+    """Whether the keypoints are four corners. The box is their hull if all four are labelled."""
 
     def __str__(self) -> str:
         return f"{self.count} keypoints of {self.dims} numbers"

@@ -60,8 +60,8 @@ class AspectOrder(Sampler[FramedIndex]):
     at random, so that ``drop_last`` drops no shape more often than others. Draws from torch's generator.
 
     shapes: gives (height, width) of the sample at each place of an epoch. batch: samples of a step on all ranks. sides: lengths of the
-    longer side, of which each batch draws one. begun: an epoch in which other than ``batch`` samples are grouped: a run that goes on in
-    the middle of it, in a world of another size, keeps its order to its end, so that each sample is read once.
+    longer side, of which each batch draws one. begun: an epoch that was begun with another number of samples per batch. A run that
+    resumes in the middle of it with another world size keeps its order to the end, so that each sample is read once.
     """
 
     def __init__(

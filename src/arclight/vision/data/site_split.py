@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from arclight.vision.data.data_yaml import DataSpec
 
 MERCHANT_LIST = "merchants.json"
-"""Beside data.yaml: a table from images, as seen from there, to whose they are."""
+"""File beside data.yaml that maps images, by paths relative to it, to their merchants."""
 By = Literal["list", "folder", "prefix"]
 
 

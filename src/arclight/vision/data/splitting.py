@@ -40,10 +40,9 @@ def split_images(
 ) -> Splits:  # fmt: skip
     """Split ``images`` by ``fractions`` (split to share, adding up to 1), seeded by ``seed``.
 
-    group: a regular expression that is searched for in each image's path; images of which it finds the same text (of its first
-    parenthesis, if it has one) come into one split, and images without it are on their own. look_alikes: keep images together
-    that look the same, which decodes all of them; else only files of equal bytes. strata: maps image to class; each
-    class is split by these fractions (stratified).
+    group: a regular expression that is searched for in each image's path. Images with the same match (of its first parenthesis, if it has
+    one) come into the same split; images without a match are on their own. look_alikes: keep images together that look the same, which
+    decodes all of them; else only files of equal bytes. strata: maps image to class; each class is split by these fractions (stratified).
 
     Large groups are placed first, each in the split that lacks most, so that fractions are met as nearly as groups allow. Raises
     DatasetError for fractions that do not add up, a pattern that is none, and splits that would stay empty.

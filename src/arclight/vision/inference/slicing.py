@@ -19,9 +19,9 @@ from arclight.vision.results.detections import Detections
 BATCH = 8
 """Slices predicted in one batch."""
 _EDGE_SHARE = 0.01
-"""Share of a slice's side within which a box that ends beside the slice's edge is taken for cut by it."""
+"""A box counts as cut by a slice's edge if it ends within this share of the slice's side from it."""
 _INSIDE = 0.5
-"""Share of a cut box in a whole one from which they are the same object."""
+"""A cut box is the same object as a whole one if at least this share of it lies inside."""
 
 Bools = NDArray[np.bool_]
 

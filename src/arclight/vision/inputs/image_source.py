@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_FPS = 1000
-"""Beyond it what a stream promises is the resolution of its clock, not a rate."""
+"""A higher number in a stream's header is the resolution of its clock, not a frame rate."""
 
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm", ".mpg", ".mpeg", ".wmv", ".asf", ".ts")
 
@@ -54,9 +54,9 @@ _ASF = bytes.fromhex("3026b2758e66cf11")
 _TS_PACKET = 188
 _QUICKTIME = (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip", b"pnot")
 _TEXT_FORMATS = (b"#ext", b"<mpd", b"ffconcat", b"c=in ip", b"[playlist]", b"<asx")
-"""How the text files begin, or what they hold, that name other files and addresses to FFmpeg (lower case)."""
+"""Beginnings or contents, in lower case, of text files by which FFmpeg would open other files and addresses."""
 _POLL_S = 0.1
-"""How long the reading thread waits for room, and its consumer for an item, before they look whether the other has ended."""
+"""Seconds that the reading thread waits for room, and its consumer for an item, between checks whether the other has ended."""
 
 One: TypeAlias = "str | Path | int | Image | bytes | torch.Tensor | PILImage"
 Source: TypeAlias = "One | Sequence[One]"

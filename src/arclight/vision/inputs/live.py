@@ -1,7 +1,6 @@
 """Read cameras, network streams and the screen in threads, reconnecting after a loss.
 
-Either the newest frames are kept, or all. Live inputs end when somebody ends them, or when nothing has come from them
-for too long.
+Either the newest frames are kept, or all. Live inputs end when they are closed, or when nothing has come for too long.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _OPEN_TIMEOUT_S, _READ_TIMEOUT_S = 10.0, 5.0
 _JOIN_TIMEOUT_S = 2.0
 _SCREEN_PERIOD_S = 1 / 30
 _POLL_S = 0.2
-"""How long waits last before they look for an interrupt."""
+"""Seconds that a wait lasts between checks for an interrupt."""
 
 
 class Capture(Protocol):

@@ -14,7 +14,7 @@ ANCHOR_T = 4.0
 
 
 GOOD_RECALL = 0.98
-"""Anchors that can answer for fewer boxes than this share want fitting."""
+"""Fit new anchors if the old ones can match fewer than this share of the boxes."""
 MUTATED = 0.9
 MUTATION = 0.1
 

@@ -31,7 +31,7 @@ TOP_K = 10
 MATCH_ROUNDS = 6
 SCORE_POWER, OVERLAP_POWER = 0.5, 6.0
 MARGIN_CELLS = 0.25
-"""Cells of the finest level by which boxes are widened before their overlap ranks them, so that boxes of a few pixels rank too."""
+"""Boxes are widened by this many cells of the finest level before overlap ranks them, so that boxes of a few pixels are ranked too."""
 BOX_WEIGHT, CLASS_WEIGHT = 7.5, 0.5
 
 

@@ -1,8 +1,8 @@
 """Write results of many images as they come: videos, labels, crops, tables and JSON.
 
-None of them grows in memory. Each writer is a context: a file takes its name when the context ends, also by an
-interrupt, with what was written until then; an error that ends it early leaves a former file of that name as it was.
-Videos of files take theirs when the next video begins.
+``arclight predict`` passes each `Prediction` to all writers that were asked for. Memory stays bounded. Each writer is a context: a file
+gets its final name when the context ends, after an interrupt too, with what was written so far. After an error an older file of that name
+stays as it was. The video of a file gets its name when the next video begins.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Prediction:
     """The objects of one image, and the names that it goes by in files."""
 
     name: str
-    """Unlike all others: the path of the image, with the number of the frame in a video."""
+    """Unique: the path of the image, with the number of the frame in a video."""
     stem: str
-    """The same as part of a file's name."""
+    """The same, fit to be part of a file's name."""
     source: str
     """The file, camera or address that the image came from."""
     index: int | None

@@ -39,7 +39,7 @@ class MemoryMeter(Protocol):
     share: float
     """Part of the free memory that a step may take by default."""
     tries_out: bool
-    """Whether the size that was worked out is run, too, before it is taken."""
+    """Whether the computed size is also run before it is used."""
 
     def free(self) -> int:
         """Return the bytes that are free now."""

@@ -27,9 +27,9 @@ _PSUTIL_AVAILABLE = find_spec("psutil") is not None
 class DeviceStatsMonitor(Callback):
     """Log the device's statistics before and after the batches whose values are logged.
 
-    Names are ``DeviceStatsMonitor.<hook>/<statistic>``; which statistics there are is the accelerator's affair
-    (``torch.cuda.memory_stats`` on CUDA). ``cpu_stats``: the machine's load (needs psutil) with any device (True), with none
-    (False), or if the CPU is the device (None). ``filter_keys``: only these statistics.
+    Names are ``DeviceStatsMonitor.<hook>/<statistic>``; the accelerator decides which there are (``torch.cuda.memory_stats`` on CUDA).
+    ``cpu_stats``: the machine's load (needs psutil) with any device (True), with none (False), or if the CPU is the device (None).
+    ``filter_keys``: only these statistics.
 
     Raises MisconfigurationError in a fit without a logger.
     """

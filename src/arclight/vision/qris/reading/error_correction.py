@@ -1,10 +1,9 @@
 """Correct a symbol's codewords by the certainty of each module (soft decoding).
 
-Each block of a Reed-Solomon code is a linear code of bits, too. Ordered statistics decoding (Fossorier and Lin 1995) solves its parity
-checks for the bits most in doubt, so that those in the least doubt say what they are, and flips up to three of the latter: the cheapest
-of these words is nearly always the likeliest of all. It counts if describing its errors takes fewer bits than the block's correction
-holds, as no more than 2^c words lie within c bits of any: one by chance is next to impossible. Tables and places of bits are those of
-ISO/IEC 18004.
+Each block of a Reed-Solomon code is a linear code of bits, too. Ordered statistics decoding (Fossorier and Lin 1995) trusts the most
+certain bits, computes the others from the parity checks, and tries flips of up to three trusted bits; the cheapest of these words is
+nearly always the likeliest of all. It is accepted if describing its errors takes fewer bits than the block has for correction: no more
+than 2^c words lie within c bits of any, so one by chance is next to impossible. Tables and places of bits are those of ISO/IEC 18004.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CORRECTION = {
 }  # fmt: skip
 """Per level and version: codewords of correction in a block, and blocks (table 9)."""
 MAX_FLIPPED, THIRDS = 128, 16
-"""Trusted bits, the least sure ones, of which pairs are flipped; and of which a third one is."""
+"""Numbers of the least certain trusted bits: of those flipped in pairs, and of those flipped as a third."""
 CHANCE_BITS = 24
 """Bits of correction left over once the errors found are described: of random blocks, one in 2^24 would be corrected."""
 CERTAINTY, LEAST_WRONG = 10.0, 0.002

@@ -20,9 +20,10 @@ from arclight.vision.qris.reading.refinement import Slopes, climb, right_version
 cv2 = require("cv2", extra="vision")
 
 OUTDONE, SAME_GRID = 0.25, 0.7
-"""How far below the best a grid is no rival any more; within how many modules at every corner two grids are one."""
+"""Correlation below the best at which a grid is no rival, and distance in modules, at every corner, within which two grids count as
+one."""
 PLAIN_SCORE = 0.75
-"""Correlation from which a grid is the code's beyond doubt: no other proposals are looked at."""
+"""Correlation from which a grid is surely right: no other proposals are tried."""
 ENOUGH_MODULE_PX = 1.5
 """Pixels per module at which finder patterns are looked for here: places about right are enough."""
 MAX_IN_PAIRS = 6
@@ -30,7 +31,7 @@ MIN_PAIR_CORRELATION = 0.37
 """Least correlation of the two likeliest finder patterns, in their mean, at which grids are looked for: codes that were read had 0.38 and
 more, two in seven boxes without a code have less."""
 ROUGH, RIVALS = 10, 6
-"""Proposals that are refined on the blurred picture, and those of them that are on the sharp one."""
+"""Numbers of proposals refined on the blurred picture, and of those refined again on the sharp one."""
 MIN_ROUGH_SCORE = 0.16
 """Least correlation with the blurred picture of a proposal that is refined: what was read began with 0.19 and more."""
 ROUNDS = 8

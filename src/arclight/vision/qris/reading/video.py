@@ -49,10 +49,10 @@ from arclight.vision.qris.reading.scanner import (
 MAX_GRIDS = 6
 """Module grids laid per frame: each costs a hundred plain readings."""
 MAX_VOTES, MAX_UNLIKELY_VOTES = 24, 6
-"""Sightings that vote on one code's modules, as what these do not read, more seldom do; and those of what never looked like a code. More
-votes have only those that are clearer than all before, as when a camera finds its focus, and one each time a track is twice as old."""
+"""Most sightings that vote on one code's modules, since more seldom help; and most for a track that never looked like a code. Beyond them
+vote only sightings clearer than all before, as when a camera finds its focus, and one each time the age of a track has doubled."""
 CLEARER = 1.1
-"""How much clearer than all before a sighting is that is worth every reader."""
+"""Gain in clearness over all sightings before from which every reader is tried."""
 SAME_PLACE = 0.15
 """Distance, in sizes of a code, within which another text is a second opinion on the same code, not a second code."""
 LEAST_VOTING_SCORE, MAX_VOTING_SCORE = 0.5, 0.98

@@ -57,7 +57,7 @@ class Place:
     city: str | None = None
     terminal: str | None = None
     kind: Literal["static", "dynamic"] = "static"
-    """Whether its code has an amount of its own; what is printed has none."""
+    """Whether its code carries an amount; printed codes have none."""
     poster: Path | None = None
     """A picture of the print, seen from the front."""
 
