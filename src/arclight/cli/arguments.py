@@ -1,6 +1,8 @@
 """Parse the arguments of ``arclight`` commands: a recipe with overrides, or options.
 
 Every verb uses its `Parser` and raises `UsageError`, which ends the command with status 2 and one sentence. Options are public and stay.
+
+A new option of several verbs belongs here, one of a single verb in its module below ``commands``.
 """
 
 from __future__ import annotations

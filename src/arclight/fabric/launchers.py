@@ -1,6 +1,8 @@
 """Launch the other processes of a run and wait for them.
 
 `ParallelStrategy` chooses a launcher by how the program was started. In: a function; out: rank 0's result, after all ranks have ended.
+
+Others use `available_cores` from here.
 """
 
 from __future__ import annotations

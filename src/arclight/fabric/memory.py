@@ -3,6 +3,9 @@
 By itself glibc returns large blocks to the system when they are freed. A training step takes the same blocks as the one before, and each
 page that it gets again is zeroed by the kernel at its first use: 33,000 page faults in a step of YOLOv5n at 320 px with a batch of 16.
 A process that trains keeps what it frees; one that serves many clients gives it back.
+
+Accelerators and processes that serve call it at their start; `micro_batching`, searches for a batch size and `measuring` ask whether an
+error means that memory was too small.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A module declares how its parameters begin in an attribute ``initial``: a mapping from the parameter's name, seen from that
 module, to a distribution. Each tensor is drawn in blocks of rows that have random streams of their own, so that a process which
 keeps a share draws little more than that.
+
+Models of ``text`` declare their ``initial``; `parallelize` and the pipeline draw by it. A change of the streams changes the weights that
+every seed begins with.
 """
 
 from __future__ import annotations

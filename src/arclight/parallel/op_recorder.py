@@ -2,6 +2,9 @@
 
 With fake tensors nothing is computed, so that a model of any size is traced in milliseconds; on a real device the same recorder
 measures what a run holds.
+
+The planner and the pipeline's costs measure with it. It depends on torch's dispatch, and nothing depends on the form of its records
+outside of ``parallel``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The way of a small request for tensors that has come whole is `Front.take`, the endpoint of its address (`app.TensorEndpoint.add`),
 `batching.Batcher`, `Exchange.write`: there is no task for it, and nothing else is called. Any other request for tensors goes through
 `Front.answer` to its endpoint, and what is no request for tensors from there to FastAPI.
+
+`app` puts it around the endpoints. Names of headers and metrics are public.
 """
 
 from __future__ import annotations

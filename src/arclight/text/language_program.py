@@ -1,6 +1,9 @@
 """Export and run language programs, whose KV cache goes in and out from call to call.
 
 Description and tokenizer are inside the program.
+
+`LanguageModel` exports by it; ``arclight predict``, `generate` and the server's scheduler run the programs. Names of inputs and outputs
+are in programs: they stay.
 """
 
 from __future__ import annotations

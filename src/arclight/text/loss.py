@@ -2,6 +2,8 @@
 
 Unigram cross-entropy is here, too. `torch.nn.functional.linear_cross_entropy` of torch 2.13 is one to two percent off
 in bfloat16, hence this one.
+
+`LanguageModel` computes its loss here, the planner (`workload`) counts its cost.
 """
 
 from __future__ import annotations

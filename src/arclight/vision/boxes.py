@@ -1,6 +1,8 @@
 """Convert boxes between formats; compute IoU and non-maximum suppression (NMS).
 
 A box is xyxy (left, top, right, bottom) or xywh (centre x, centre y, width, height), in pixels unless said otherwise.
+
+Losses, post-processing, metrics and fusion call these. NMS must keep the same boxes in the same order for the same input.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Compare keypoints of objects: object keypoint similarity (OKS) as COCO defines it.
 
 Shapes: k found and m true objects with K keypoints each; x, y in any one unit of length.
+
+The loss, heads and metrics of pose call these, `draw` uses the skeleton. OKS must stay COCO's.
 """
 
 from __future__ import annotations

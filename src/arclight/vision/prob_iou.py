@@ -1,6 +1,8 @@
 """Compute the probabilistic IoU of rotated boxes, and non-maximum suppression by it.
 
 A rotated box is xywhr, as `rotated` says.
+
+The head, the loss, metrics and post-processing of rotated boxes call these.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A rotated box is xywhr: centre x, centre y, width, height in any one unit of length, and the angle r in radians from the x axis to
 its width; as y points down, a positive angle turns clockwise as it is seen. (w, h, r), (w, h, r + pi) and (h, w, r + pi / 2) are
 one box: `regularise` gives the one with w >= h and r in [-pi / 4, 3 pi / 4), as ultralytics does.
+
+Data sets, labels, metrics and results of rotated boxes call these, and the scanner for tilted codes.
 """
 
 from __future__ import annotations

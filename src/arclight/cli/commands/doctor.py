@@ -1,6 +1,8 @@
 """``arclight doctor``: report this machine's devices, threads, disk, packages and problems.
 
 Each section is a function that returns a table of facts; `advice` turns facts into remarks. Keys of ``--json`` are public.
+
+`command` calls `doctor`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """``arclight export`` and ``arclight quantize``: write a trained model as a program.
 
 What is named first (`opened`: a run, a checkpoint, a class) becomes a module and its data, and its deployment is what is shipped.
+
+`command` calls it; `benchmark` and ``comparing.candidates`` open runs and classes by the same functions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Define Lightning's distributed samplers, for user code that imports them.
 
 Names, arguments and error texts are Lightning's and stay.
+
+Nothing in Arclight calls it: `names` lists the classes for users' imports.
 """
 
 from __future__ import annotations

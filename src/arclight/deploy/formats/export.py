@@ -2,6 +2,8 @@
 
 `export` captures the model, writes it by `formats` into a staging place, compares program and model in a fresh process, times it, and
 publishes it with what was found. A bound of the comparison is a constant here; a new format belongs in `formats`.
+
+`ship` (``deploy.deployment``) and users call `export`; a program that exists already is never replaced by one that does not agree.
 """
 
 from __future__ import annotations

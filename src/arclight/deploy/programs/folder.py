@@ -2,6 +2,9 @@
 
 All of it is checked before a runtime reads a file: a digest covers the description and the list of files, the list covers
 their contents, and a signature covers the digest.
+
+`export` writes by it; `Program.load`, the server and the command read and verify by it. The format is that of all exported programs:
+files that are read today must be read later.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Each becomes one operator that computes here what its kernel in ONNX Runtime computes. With 4-bit weights and float32
 activations the kernel multiplies in float32. With 8-bit weights that kernel takes eight times as long as float32
 does, so activations are rounded, too: to 8 bits, with a scale for each group of inputs.
+
+`ptq` calls it for recipes without calibration; `rounded_linear` rounds in training as these operators do. Rounding must stay that of the
+kernels.
 """
 
 from __future__ import annotations

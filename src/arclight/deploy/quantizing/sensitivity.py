@@ -2,6 +2,8 @@
 
 A converted graph comes in before its weights are folded; `noise_by_layer` runs it once for each layer, with that layer alone
 rounded, and `search` bisects over the layers in that order, noisiest first.
+
+`ptq` calls it for recipes that search for the layers to keep in float.
 """
 
 from __future__ import annotations

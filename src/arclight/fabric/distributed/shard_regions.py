@@ -3,6 +3,9 @@
 Along each dimension the indexes that a process holds are runs. ``Shard`` cuts them in chunks, as ``torch.chunk`` does.
 ``_StridedShard`` is how FSDP over tensor parallelism is written down: along one dimension the right dimension of the mesh
 cuts first, and FSDP cuts each of its chunks.
+
+Checkpoints (``checkpoint.sharded.plan``) and `sharding` ask which part of a tensor each rank saves and loads. A wrong region damages
+checkpoints without an error: tests compare all placements.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Background threads that save checkpoints use it (``Strategy.exchange`` makes one for `AsyncSaver`): collectives of a second thread could
 interleave with those of training.
+
+In: a value from each rank; out: all of them on rank 0.
 """
 
 from __future__ import annotations

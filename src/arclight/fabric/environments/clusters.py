@@ -1,6 +1,9 @@
 """Read rank and world size from torchrun, SLURM, LSF, MPI, Kubeflow or plain variables.
 
 :func:`detect_environment` finds which of them started this process.
+
+`fabric.selection` takes the environment found. Class names and variables are Lightning's and the schedulers'; users' own environments are
+entry points.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Run fully sharded data parallel (FSDP2): shard weights, gradients and moments.
 
 torch's ``fully_shard``: the weights of one unit are gathered for its forward and backward, then resharded.
+
+``strategy="fsdp"`` makes one (`strategy_registry`), or users do; arguments are Lightning's. Its checkpoints open on any number of ranks.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ contributor gave comes out as it is, bit for bit.
 A chunk of a key goes through all steps while it is in a core's cache: each contributor's part is read and added, the mean is
 taken, compared with every part, and given away. If contributors are many, or have to be decoded whole, each is gone through
 in its turn instead, and the key's sums are kept between them.
+
+`server_run` and `server_step` use a `Fold` for each round, or one of ``privacy`` in its place; `strategy_step` applies the mean. Updates
+come in as stored tensors, the mean goes out key by key. Its bits are compared by tests: a change of order or type changes results.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A blob is renamed to its digest once all bytes are there and hash to it. Any number of threads and processes may use one folder.
 An upload or download that broke off stays under ``.partial/``, and the next attempt resumes it.
+
+Names of files and ``.partial`` are found by later versions: they must stay.
 """
 
 from __future__ import annotations

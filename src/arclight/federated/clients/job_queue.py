@@ -4,6 +4,8 @@ Three kinds of threads share one `JobQueue`: one requests orders and downloads, 
 take next is decided here, by orders and rounds alone: a client is trained by one thread at a time, its rounds in order; its
 results are reported in order, too; and a round starts when the server has all of the client's updates but the newest
 `Fit.overlap`, because their residuals are part of its own update.
+
+`node` and `reporter` use it; nothing else knows its states.
 """
 
 from __future__ import annotations

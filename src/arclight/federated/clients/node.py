@@ -2,6 +2,9 @@
 
 Connection and workers are busy at the same time. One thread requests orders and downloads weights while workers train earlier
 orders; each worker has a thread; and as many report results. `JobQueue` decides which job may start when.
+
+``arclight federate join``, simulations in one process and Flower's client app start a `Node`. It takes a `Link` and makers of clients;
+nothing leaves the site but what the protocol names.
 """
 
 from __future__ import annotations

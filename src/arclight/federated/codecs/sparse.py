@@ -2,6 +2,8 @@
 
 Keeping the largest and replacing magnitudes by the means of their groups never adds energy, so with error feedback the sum of
 what is sent follows the sum of what was to be sent (Stich et al. 2018, Karimireddy et al. 2019).
+
+`encoding` calls it for the codec ``topk``. The bytes are part of the protocol: they must stay.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Decide when rounds open, close, retry and end, and when work is assigned: pure rules.
 
 Pure, and one step at a time: the driver ticks until nothing follows.
+
+`coordinator` calls these after each event. A `Situation` comes in, a decision goes out; simulations run the same rules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Sample the clients of a round, a function of (seed, round, attempt).
 
 Draws are without replacement and cost what is drawn, whatever the number of clients. Nothing is kept between rounds.
+
+The coordinator asks it for the clients of each round. A resumed server must draw the same: the order of draws stays.
 """
 
 from __future__ import annotations

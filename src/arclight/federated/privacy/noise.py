@@ -6,6 +6,9 @@ of many rounds is counted in Renyi's terms by Google's ``dp-accounting``.
 
 Noise comes from the operating system's randomness, by ChaCha20. It is added in floating point: an adversary who sees all bits
 of the weights could, in principle, use its gaps (Mironov 2012).
+
+`server_run` aggregates by it if the settings have noise; `executor` clips at the client. The accounting must never promise more privacy
+than there is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """List, inspect, validate, edit, fork and prune rounds, for ``arclight checkpoint``.
 
 Nothing is changed before its replacement is complete, and ``dry_run`` changes nothing at all.
+
+``arclight checkpoint rounds`` (``cli.federate.rounds``) calls these on the folder of a run.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Every event goes through `Runtime.handle`: it is decided, journaled, then executed. Only that is under the lock; aggregation and
 checkpoints run beside it, one at a time, so that nodes are answered meanwhile.
+
+`server_run` owns one, `service` passes nodes' messages to it. Rules are those of ``coordination``; no decision is made here.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ stays there), and sends it one long message with the server's address; the Clien
 SuperLink dies, Flower ends the ServerApp, and the run goes on between server and nodes. Decision 022 says what Flower carries.
 
 Checked with Flower 1.41. This file alone imports it. FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 keep Flower from calling home.
+
+Apps that ``arclight federate flower`` writes call it; nothing else in Arclight does.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@
 
 All but the first, and joining, need ``Authorization: Bearer <session>``. What is refused is answered with ``{"error": text}``.
 A digest is the right to read the blob: nobody can guess one.
+
+`Server` and ``arclight federate serve`` start it. Paths, headers and status codes are the protocol: `http_client` and older nodes rely on
+them.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ Llama 3). Only attention mixes tokens; everything else computes on its part as i
 Two ways to bring keys and queries together: ``gather`` collects keys and values of all parts (Llama 3), ``ulysses`` exchanges
 the parts of sequences for parts of the heads and back (Jacobs et al. 2023). Names of tensors end in their dimensions: B batch,
 H query heads, K key heads, t tokens of this process, T tokens of the sequence, C width of a head.
+
+`parallelize` replaces attention with it, the runner of steps cuts sequences, for plans with ``cp``. Losses must be those of one process,
+up to rounding.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ Between ``gather`` and ``row`` (Megatron's f and g: Shoeybi et al. 2020, Korthik
 the whole sequence and a share of heads or of the hidden width. There, local tensors that are equal on all processes have
 gradients that are *parts* of a sum; the sum is made once, by ``gather`` in its backward. Parameters are DTensors on the
 ``tp`` mesh, and modules see this process's part of them: activations stay plain tensors, which costs nothing per operation.
+
+`parallelize` calls it for plans with ``tp``. A module's ``sharding`` table is its only interface: a new layer needs a table, no code
+here.
 """
 
 from __future__ import annotations

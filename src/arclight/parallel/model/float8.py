@@ -2,6 +2,8 @@
 
 Weights stay what they are; layers turn them and their inputs into 8 bits at each call. So it composes with what comes after:
 a layer cut by ``tp`` scales the part it has, FSDP gathers weights in their own type.
+
+`parallelize` calls it before activation checkpointing and compilation, if the plan asks for it. Names of parameters stay.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A step is followed through the links of a stage, forward and back: what earlier links hold for backward, what the link at hand
 needs for the moment, which weights are gathered, which gradients are there already.
+
+`estimates` and `timing` ask it for each plan. Rules may be refined by measurements.
 """
 
 from __future__ import annotations

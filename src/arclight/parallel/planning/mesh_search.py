@@ -5,6 +5,8 @@ For models that declare their shards.
 Thousands of plans are compared: dimensions of the mesh, schedule, recomputation, resharding. For a model that declares nothing, whose mesh has
 pipelines and replicas only, `pipeline.cost.pipeline_search` decides where it is cut by simulating each candidate. Both read
 `pipeline.schedule.table` (decision 17).
+
+``arclight plan`` calls it. A chain of links, a device and limits come in; the best plan and the rejected ones go out.
 """
 
 from __future__ import annotations

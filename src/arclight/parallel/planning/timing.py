@@ -4,6 +4,8 @@ Rules of overlap: exchanges of ``tp``, ``cp`` and ``ep`` are waited for where th
 gathered, and gradients of the last one scattered, while a link computes; what takes longer counts, and the hidden part of an
 exchange slows computing by :data:`OVERLAP_COST` of its own time, since both use the same memory and processors.
 Activations between stages are waited for. The optimizer's step is bound by memory.
+
+`estimates` asks it for each plan. Constants may be tuned to measurements.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Answer a photo with the boxes that a detector finds and the payment codes read in them.
 
 The dataclasses are the JSON answer of ``POST /detect``; ``records`` is that of YOLOv5's REST interface.
+
+`app` calls it for each photo, `models` makes the detector. Keys of the JSON are public: they stay.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A corpus is a folder: ``tokenizer/`` as `Tokenizer.load` reads it, and a folder of shards for each split (``train``,
 ``val``), with counts of tokens by source beside the shards. What is in it depends on documents and tokenizer alone, not on the number of processes.
+
+``arclight data tokenize`` writes by it, `TextDataModule` opens by it. The layout of the folder must stay readable.
 """
 
 from __future__ import annotations

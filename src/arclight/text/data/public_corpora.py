@@ -3,6 +3,8 @@
 Nothing is ever fetched: the steps are printed. The facts are in public_corpora.json, as the publishers state them; a size
 that is not known is null. Each is a Git repository at a fixed commit, whose large files are Git LFS pointers: these hold
 the SHA-256 of every file, with which what arrives is compared.
+
+``arclight data`` prints what it describes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Define DeepSeek-V3 (Liu et al. 2024): latent attention, experts in groups of nodes.
 
 Beside the dimensions of `layers`: R width of a latent.
+
+`zoo` makes it by name, ``hf.moe_families`` maps published weights. Parameter names are in checkpoints: they stay.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ et al. 2024). Blocks are MPT's, with its options (peri-LN, normalised queries an
 of attention are SwitchHead's (Csordas et al. 2024), those of feed-forward parts sigma-MoE's (Csordas et al. 2023). Each
 run of a block computes with the same tensors, whose gradients autograd sums; a cache holds keys and values of each run.
 Without repeats, and with experts in attention alone, it is the family ``switch-head-``.
+
+`zoo` makes it by name. Parameter names are in checkpoints: they stay.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Embeddings and output share their weights. Queries, keys and values are three maps where the published weights have one,
 so that each can be cut by heads.
+
+`zoo` makes it by name, ``hf.families`` maps published weights. Parameter names are in checkpoints: they stay.
 """
 
 from __future__ import annotations

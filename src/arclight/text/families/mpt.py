@@ -3,6 +3,8 @@
 Queries and keys may be clipped or normalised. What Photon adds for rates that transfer and activations that stay
 bounded (peri-LN, a norm of embeddings, capped logits) is an option each, and so are experts: with those of sigma-MoE
 (Csordas et al. 2023) it is the family ``sigma-moe-``.
+
+`zoo` makes it by name, ``hf.families`` maps published weights. Parameter names are in checkpoints: they stay.
 """
 
 from __future__ import annotations

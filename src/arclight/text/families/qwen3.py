@@ -1,6 +1,8 @@
 """Define Qwen3 (Yang et al. 2025): Llama's blocks with normalised queries and keys.
 
 Also with mixtures of experts.
+
+`zoo` makes it by name, ``hf.families`` and ``hf.moe_families`` map published weights. Parameter names are in checkpoints: they stay.
 """
 
 from __future__ import annotations

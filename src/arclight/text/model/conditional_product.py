@@ -3,6 +3,8 @@
 This is the conditional product. One of the paths of `moe`, beside torch's grouped product. Triton is imported when the
 first product is computed. A product is one opaque operator, so that compilers and recomputation see it as they see
 others.
+
+`expert_paths` asks whether it can run; `moe` and `switch_head` call it if the path is ``triton``.
 """
 
 from __future__ import annotations

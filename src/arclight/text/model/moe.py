@@ -6,6 +6,8 @@ the sum over a token's experts of sigmoid(router)_e W2_e act(W1_e x), in which n
 Beside the dimensions of `layers`: N tokens (B * T), E experts, K experts per token, R rows (a token and one of its experts).
 Experts lie stacked in one tensor per map, (E, F, D), and are multiplied group by group. A layer computes where it is; its
 ``dispatcher`` is what `arclight.parallel.layers.expert_parallel` replaces by one that exchanges tokens with other ranks.
+
+Families with experts (`zoo`) build on it, `expert_paths` chooses how it computes. Parameter names are in checkpoints: they stay.
 """
 
 from __future__ import annotations

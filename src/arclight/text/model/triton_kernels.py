@@ -5,6 +5,8 @@ whose tiles end before its own, so the host needs no sizes. Sums are float32 (in
 of an expert, which the host knows. Single-letter dimensions as in `moe`: R rows, O and I columns and rows of a matrix, E experts.
 
 With ``TRITON_INTERPRET=1`` in the environment before the import, kernels run in Triton's interpreter, on a CPU.
+
+Only `conditional_product` imports it. Tiles and layouts may change; results must agree with the grouped product, up to rounding.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 ``LossGuard`` judges on the device. ``SpikeDetection`` reads each loss and ends the run, as Lightning's does; ``FabricSpikeDetection``
 is the same for a loop of one's own. A file says which batches to leave out of the next run.
+
+Recipes (``callbacks.settings``) and users choose them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Wrap the functions of a run for its profiler when they are resolved, or not at all.
 
 The names of actions are the ones that reports of Lightning have.
+
+Loops, data and checkpoints call it when they resolve their functions.
 """
 
 from __future__ import annotations

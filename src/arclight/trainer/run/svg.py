@@ -1,6 +1,9 @@
 """Draw SVG charts for pages and pictures: axes, ticks, curves and bars.
 
 Charts of a page take their colours from its style sheet; :func:`standalone` makes a picture that carries its own.
+
+`curves` and `report` draw with it, and so do reports of federated runs, searches and vision. Nothing reads the charts back: the look may
+change freely.
 """
 
 from __future__ import annotations

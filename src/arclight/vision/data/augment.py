@@ -6,6 +6,8 @@ name places, not pixels: an image of width w covers [0, w], and its first pixel 
 
 Further columns are points x, y: the outline of the object, or with ``keypoints`` those, NaN if a point is not labelled;
 ``keypoints="corners"``: four of them, whose hull the box is where all are labelled.
+
+`dataset` and `image_folder` call these for each training image. Another order of random draws changes every seeded run.
 """
 
 from __future__ import annotations

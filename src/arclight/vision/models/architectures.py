@@ -1,6 +1,8 @@
 """Define architectures as tables: YOLOv5 and variants, YOLOv3, or from a YOLOv5 .yaml.
 
 Nothing in a table is evaluated: a row names a block, and a block takes numbers.
+
+`yolov5` builds networks from a table; tasks choose one by name or file. Names, and row numbers in state dicts, must stay.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Building blocks of the YOLO family; attribute names are those of published checkpoints.
 
 Shapes: N images; C channels; every block maps (N, C_in, H, W) to (N, C_out, H / stride, W / stride) unless it says otherwise.
+
+`yolov5` builds networks of them, heads use some. Names of attributes are keys of state dicts: they must stay.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Shapes: N images of H x W pixels, A anchor positions, C classes, L levels with k anchors each (3 at strides 8, 16 and 32).
 Attribute names are those of published checkpoints.
+
+`yolov5` puts one at the end of a network; `loss` reads its raw output, tasks its decoded one.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ ten best cells of each object are positive, teaches boxes and features quickly (
 *one* alone; `OneToOneHead.drop_training_branch` removes the other.
 
 Shapes: N images, M objects, C classes, A cells of all levels together.
+
+`yolov5` builds the head if a table names ``one_to_one``; `Detector` computes its loss here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Build YOLO networks from `architectures`, fuse batch norms, load published weights.
 
 Shapes: N images of H x W pixels, C classes, L levels with k anchors each (3 at strides 8, 16 and 32).
+
+Tasks build their network by `build_model`, which is public in ``arclight.vision``. Names in state dicts are those of published weights.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The layout is a list of shapes in millimetres; each format draws the same list. Text is set in Helvetica (PDF), its likes (SVG) or
 OpenCV's own face (PNG).
+
+``arclight data poster`` writes a sheet by it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A mask is kept as the part of the image in which it may be (a bitmap and its corner): a hundred objects of a photo take the
 memory of their boxes, not of a hundred photos.
+
+`Detections` holds one, post-processing makes it, metrics, plots and `draw` read it.
 """
 
 from __future__ import annotations

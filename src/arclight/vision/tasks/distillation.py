@@ -2,6 +2,8 @@
 
 The outputs of both are compared before they are decoded, position by position, so they must mean the same: classes, input size,
 levels and anchors. Divergences are 0 where both say the same, whatever they say.
+
+`Detector` and `Classifier` add these losses if their settings name a teacher. A teacher's weights are in no checkpoint; its digest is.
 """
 
 from __future__ import annotations

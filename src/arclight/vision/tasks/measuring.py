@@ -1,6 +1,8 @@
 """Measure the batch size that fits into memory, and the faster memory format.
 
 What is found is part of a run (docs/decisions/006): checkpoints hold it.
+
+Only `VisionModule` calls it, for ``batch_size = "auto"`` and ``memory_format = "auto"``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Score a tracker: MOTA and identity switches (CLEAR MOT), IDF1.
 
 CLEAR MOT: Bernardin and Stiefelhagen 2008; IDF1: Ristani et al. 2016.
+
+Only benchmarks and tests call it, to compare trackers.
 """
 
 from __future__ import annotations

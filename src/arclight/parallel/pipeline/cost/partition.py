@@ -9,6 +9,8 @@ the first micro-batch passing all stages and the slowest stage setting the pace 
 equation 4, with transfers), where e are exchanges of gradients of parameters that several stages use, once in a step.
 For a bound t on the slowest stage the least sum is found by dynamic programming over ends of stages. That is done for t = the
 least possible and for t = infinity, and between them wherever the sum could still fall by more than the pace rises.
+
+`split`, the search of candidates and `layer_pruning` call it. Costs come in, cuts go out; the same costs give the same cuts on all ranks.
 """
 
 from __future__ import annotations

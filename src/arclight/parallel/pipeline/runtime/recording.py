@@ -1,6 +1,8 @@
 """Record pipeline steps as they run: actions of every rank on one clock, and memory.
 
 Memory is that of activations.
+
+``pipeline.record`` is public; ``view`` draws a `Recording`, `PipelineTimeline` makes one in a fit.
 """
 
 from __future__ import annotations

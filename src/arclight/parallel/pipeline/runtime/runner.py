@@ -4,6 +4,8 @@ For a module under a Trainer (`StepRunner`) or a `PipeRunner`.
 
 `forward_only` and `forward_backward` are what both have in common; they differ in who scales the gradients. A `StepRunner` returns a loss
 whose backward scales them; a `PipeRunner`, without a Trainer, does so itself.
+
+`install` and the pipelined steps make a `StepRunner`, `PipeRunner` is for users without a Trainer.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Split as in "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2. Nodes of the graph that lie between outputs and inputs run in the first
 half; if the weights hang on them, what arrives is kept, and the second half begins there.
+
+`stage` calls it for schedules that split backward (``I`` and ``W``). The sum of both halves must be the gradients of one backward.
 """
 
 from __future__ import annotations

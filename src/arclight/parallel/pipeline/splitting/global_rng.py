@@ -1,6 +1,8 @@
 """Snapshot the RNGs of Python and NumPy, to find forwards that draw from them.
 
 Ranks would draw different numbers.
+
+`capture` and `traced_stage` compare snapshots around a forward, and refuse what draws.
 """
 
 from __future__ import annotations

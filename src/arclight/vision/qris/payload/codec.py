@@ -3,6 +3,8 @@
 The text of a payment code is a list of data objects (EMVCo QR Code Specification for Payment Systems,
 merchant-presented mode 1.1) closed by a CRC. QRIS, Indonesia's national standard, is the payloads whose
 tag 51 names the national switch. Offsets and lengths count characters, as printed payloads do.
+
+`parse` and `build` are public in ``arclight.vision.qris``; readers, scenes and the verifier call them.
 """
 
 from __future__ import annotations

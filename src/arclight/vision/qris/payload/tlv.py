@@ -1,6 +1,9 @@
 """Parse tag-length-value text: two digits of tag, two digits of length, the value.
 
 Lengths are in characters.
+
+`codec` parses and builds payloads with these functions, `rules` checks the fields; `Problem` and `QrisError` are public in
+``arclight.vision.qris``. Messages may change; offsets and tags in a `Problem` must stay exact.
 """
 
 from __future__ import annotations

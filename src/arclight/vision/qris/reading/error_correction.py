@@ -4,6 +4,8 @@ Each block of a Reed-Solomon code is a linear code of bits, too. Ordered statist
 certain bits, computes the others from the parity checks, and tries flips of up to three trusted bits; the cheapest of these words is
 nearly always the likeliest of all. It is accepted if describing its errors takes fewer bits than the block has for correction: no more
 than 2^c words lie within c bits of any, so one by chance is next to impossible. Tables and places of bits are those of ISO/IEC 18004.
+
+`decode` and `video` call it with one soft decision for each module; corrected codewords go out, or nothing.
 """
 
 from __future__ import annotations

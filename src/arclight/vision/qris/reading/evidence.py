@@ -2,6 +2,8 @@
 
 Text and checkers have no finder patterns, and a code that is seen shows where a box should be. Its figures were chosen on the train
 and val photos of `benchmarks/qr_photos.py`.
+
+``arclight predict`` wraps a detector of codes with it; a `Detect` comes in and goes out.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Steps are those of enhanced correlation (Evangelidis and Psarakis 2008), damped as Marquardt (1963) does, over the projective map of a
 grid and, if asked, the bows of its edges. One grid alone costs little less than ten together. What fixed modules leave open, above
 all the corner of a small code that has no finder pattern, is decided by how stiff a grid is: perspective and bows cost correlation.
+
+`grid_search` and `decode` call it on proposals. Steps and stiffness may be tuned on the benchmark of photos.
 """
 
 from __future__ import annotations

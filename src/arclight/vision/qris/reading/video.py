@@ -4,6 +4,8 @@ Codes stand still, cameras move: the way of the picture between two frames (Luca
 code of the last frame is now. A code that no single frame shows well enough is read from all of them together: each sighting's
 module grid gives every module a soft vote, dark or light, weighted by how well the grid fits; their mean is decoded, and corrected by how
 sure each module is. If sightings are read as different texts, the text of most frames stands.
+
+``arclight scan`` calls it for videos and cameras: frames come in, codes with their texts go out.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 No photograph is needed. Overlapping shapes of every size ("dead leaves") and noise at every scale have
 the edges and spectra of natural images (Lee, Mumford and Huang 2001), which is what a detector must learn to ignore.
+
+`scene`, `merchants`, `fraud`, `motion` and `camera` draw with it. Another order of random draws changes every generated data set.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Draw pairs of photos of one stand: with its own code, and with a fraudulent sticker.
 
 Both photos of a pair share sheet, view, light and camera, so that nothing but the sticker tells them apart.
+
+``arclight demo`` and the benchmark of photos draw pairs to measure `tampering`, which is fitted on them.
 """
 
 from __future__ import annotations

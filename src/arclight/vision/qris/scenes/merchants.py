@@ -2,6 +2,8 @@
 
 A merchant is a function of (seed, number). What differs is what differs between real shops that photograph with their own
 phones on their own counters, so that data divided by merchant are not alike at any two sites.
+
+`generate` and `scene` take a `Merchant` for each photo. Another order of random draws changes every generated data set.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Draw clips: a moving hand-held camera over a scene with codes.
 
 Each frame has its own blur, light and noise.
+
+Only benchmarks and tests call it, to measure the reading of videos.
 """
 
 from __future__ import annotations

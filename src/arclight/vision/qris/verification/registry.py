@@ -1,6 +1,8 @@
 """Read a registry of places and their payment codes: CSV, JSON or TOML, checked row by row.
 
 A place may have a picture of its print: `RegisteredPrint` holds its features, `compare_prints` lays it over a photo.
+
+``arclight scan`` and ``arclight demo`` read a table by it, `verifier` compares with it. Names of columns are public: they stay.
 """
 
 from __future__ import annotations

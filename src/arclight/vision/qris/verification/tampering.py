@@ -4,6 +4,8 @@ All is measured on the surroundings as the code's own corners rectify them: what
 what it was stuck on is not. Brightness is in units of the code's contrast, 0 for its ink and 1 for its paper; lengths are in the
 code's sides. A logistic regression maps the measurements to log odds. Its weights are those of ``fit`` on pairs that `scenes.fraud`
 draws, as `benchmarks/qr_photos.py --calibrate` writes them; one honest drawn photo in a hundred exceeds its threshold.
+
+Only `verifier` calls it. Weights and threshold belong together: fit both again after a change of a measurement.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A verdict is about whom a code pays. What contradicts the registry decides by itself; what only a look at the print says is
 weighed, and becomes a mismatch above the threshold that one honest photo in a hundred exceeds (see `tampering`). A code that pays
 the registered account, by its PAN, is a match whatever is pasted around it.
+
+`verify` is public in ``arclight.vision.qris``; ``arclight scan`` prints what it returns and `report` shows it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A stage has the model's own parameters under their names, and no modules that could be called: shapes, mode and precision are those
 of the example, and anything else is refused when it comes.
+
+`split` makes these if the model cannot be sliced by its modules.
 """
 
 from __future__ import annotations
