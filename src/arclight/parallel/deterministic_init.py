@@ -24,7 +24,7 @@ from arclight.fabric.distributed import sharding
 from arclight.fabric.distributed.sharding import from_local_tensor
 
 _BLOCK = 1 << 20
-"""Elements of a block: what is drawn beyond a share is less than two of them."""
+"""Elements of a block: a rank draws less than two blocks beyond its shard."""
 
 
 @dataclass(frozen=True)

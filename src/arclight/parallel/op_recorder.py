@@ -35,7 +35,7 @@ class Op(NamedTuple):
     flops: float
     bytes: float
     fused: bool = False
-    """Whether it is no kernel of its own."""
+    """True if it needs no kernel of its own."""
 
 
 class Message(NamedTuple):

@@ -4,8 +4,8 @@ A row is (Lightning's modules below ``lightning``, our module, names); ``Theirs=
 in the table only when it exists, which a test checks by fetching each. Below it are the names that are refused: they can be
 imported and asked about, and say why when they are used.
 
-`modules` makes Lightning's import paths from the table; stubs (``tests/compat/write_stubs.py``) and the guide in ``docs`` are written from it too. To offer another
-name, add it to a row; a name that users import today must stay.
+`modules` makes Lightning's import paths from the table; stubs (``tests/compat/write_stubs.py``) and the guide in ``docs`` are written
+from it too. To offer another name, add it to a row. A name that users import today must stay.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ import torch
 from arclight.checkpoint.stored_tensor import StoredTensor
 
 CHUNK = 1 << 15
-"""Elements; torch works on no more than these with one thread, so that ours are the only ones."""
+"""Elements of a chunk: torch uses one thread for so few, so that only our threads run."""
 
 _NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.float16: np.float16}
-"""Types that are widened by numpy, which takes a third of the time to begin with a chunk."""
+"""Types that NumPy widens: its calls start faster than torch's."""
 
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")

@@ -53,9 +53,10 @@ class Contribution:
     client: str
     """Name of the client, or another text that is unique in the mean."""
     weight: float
-    """What it weighs: samples, tokens, 1; positive."""
+    """Its weight, positive: samples, tokens, or 1."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Decoded tensors by key. Each is asked for when its turn comes, up to three times, and released after; a `StoredTensor` is read in parts."""
+    """Decoded tensors by key. Each is read when its turn comes, up to three times, and then released; a `StoredTensor` is read in
+    parts."""
     largest: Mapping[str, float | None] | None = None
     """Largest size of a value by key, None for integers, as `measure` gave it; without it every tensor is read once more."""
     samples: float | None = None

@@ -5,9 +5,9 @@ Tensors of floating point are averaged in fixed point (see `fixed_point`). Tenso
 which mean the client that counted furthest. A key that only some contributors have is averaged over these. What a single
 contributor gave comes out as it is, bit for bit.
 
-A chunk of a key goes through all steps while it is in a core's cache: each contributor's part is read and added, the mean is
-taken, compared with every part, and given away. If contributors are many, or have to be decoded whole, each is gone through
-in its turn instead, and the key's sums are kept between them.
+A chunk of a key goes through all steps while it is in a core's cache: each contributor's part is read and added, the mean is taken,
+compared with every part, and given away. If contributors are many, or must be decoded whole, they are processed one after the other, and
+the key's sums are kept meanwhile.
 
 `server_run` and `server_step` use a `Fold` for each round, or one of ``privacy`` in its place; `strategy_step` applies the mean. Updates
 come in as stored tensors, the mean goes out key by key. Its bits are compared by tests: a change of order or type changes results.
@@ -38,14 +38,14 @@ from arclight.federated.errors import FederatedError
 Tensors = Mapping[str, torch.Tensor]
 
 Sink = Callable[[int, int, torch.Tensor, Scratch], None]
-"""``take(start, stop, part, scratch)``: is given each part of a mean once, at most a chunk, by any lane and in any order. The part
-is good until it returns; of the scratch it may use ``raw``."""
+"""``take(start, stop, part, scratch)`` gets each part of a mean once, at most a chunk, from any thread and in any order. The part is
+valid until it returns; of the scratch it may use ``raw``."""
 
 SinkFactory = Callable[[torch.dtype, tuple[int, ...]], Sink]
-"""Makes what takes a mean, once its type and shape are known."""
+"""Makes the function that takes a mean, once type and shape of the mean are known."""
 
 _AT_ONCE = 16
-"""Contributors whose chunks are gone through together, at least one: a lane keeps a chunk of terms of each, and its file is open."""
+"""Contributors whose chunks are processed together, at least one: each thread keeps a chunk of terms and an open file for each."""
 
 _HELD = 2
 """Number of these tensors that may be in memory as a whole."""

@@ -43,14 +43,13 @@ class StrategyStep:
     which become the mean: no gradient moves them, and a step beyond the mean, or of a fixed size, could make a variance
     negative. All other keys are local moments: their mean replaces them. No more is held than the tensors of one key.
 
-    anchor: the weights before, by key; tensors that lie in files (`StoredTensor`) are read when their turn comes. It may
-    lack moments that the server has not had yet. Clients send moments as they are, whatever the form: a difference of two of
-    different size would leave a small one with a wrong sign, and of exp_avg_sq a root is taken.
-    states: by key what `SteppedTensor.state` was after the last step; counts: what `SteppedTensor.count` was. Both may lack keys.
-    order: keys in the order in which they are to come; all, by name, by default. scales, threads, cosines: as for `Fold`.
-    fold_maker: what makes the fold, with its arguments: `Fold` itself, or one of `privacy`.
-    empty: makes the memory of new values and states, so that whoever takes them can have it used again.
-    Raises FederatedError for a key of a model that the anchor lacks and for a step to where floats end, and what `Fold` raises.
+    anchor: the weights before, by key; tensors that lie in files (`StoredTensor`) are read when their turn comes. It may lack moments
+    that the server has not had yet. Clients send moments as they are, whatever the form: a difference of two of different size would
+    leave a small one with a wrong sign, and of exp_avg_sq a root is taken. states: by key what `SteppedTensor.state` was after the last
+    step; counts: what `SteppedTensor.count` was. Both may lack keys. order: keys in the order in which they are to come; all, by name, by
+    default. scales, threads, cosines: as for `Fold`. fold_maker: what makes the fold, with its arguments: `Fold` itself, or one of
+    `privacy`. empty: allocates memory for new values and states, so that the caller can reuse it. Raises FederatedError for a key of a
+    model that the anchor lacks and for a step to where floats end, and what `Fold` raises.
     """
 
     def __init__(

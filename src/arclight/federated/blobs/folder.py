@@ -45,11 +45,10 @@ def running_since() -> str:
 class FolderStore:
     """Store of blobs in a folder, created if missing.
 
-    Temporary files of dead processes are removed.
-    keep_partial_s: seconds for which a blob that came only in part waits for the rest. durable: what a power failure may not lose
-    and is on the disk before its name is seen: all, only what is made here (`create`), or none, if others have it too or it
-    can be made again. What need not be there after a power failure is verified when the folder is first opened after one (any
-    restart of the machine), and removed if its hash differs.
+    Temporary files of dead processes are removed. keep_partial_s: seconds for which a blob that came only in part waits for the rest.
+    durable: which blobs are synced to disk before their name appears, so that a power failure cannot lose them: all, only those made here
+    (`create`), or none, if others have them too or they can be made again. What need not be there after a power failure is verified when
+    the folder is first opened after one (any restart of the machine), and removed if its hash differs.
     """
 
     def __init__(self, folder: str | Path, *, keep_partial_s: float = 86_400.0, durable: Durable = "all") -> None:

@@ -22,7 +22,7 @@ from arclight.federated.errors import BlobError, FederatedError, LinkError
 _REQUEST_BYTES = 16 * PIECE_BYTES
 """Bytes that one request reads."""
 _STUCK_TIMEOUT_S = 60.0
-"""Seconds for which someone else's fetching of the same blob may stand still."""
+"""Seconds without progress after which another process's fetch of the same blob counts as dead."""
 
 
 class ObjectStore:

@@ -20,7 +20,7 @@ from arclight.federated.errors import BlobError
 
 
 class BusyError(BlobError):
-    """Someone else is just sending the same blob; it may be there soon."""
+    """Another process is receiving the same blob; it may be complete soon."""
 
 
 class PartialBlob:

@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 class Client:
     """Describe one site of a federation.
 
-    module, datamodule: what is trained, on what (in the place of a data module: a loader, or a pair of one to train and one to
-    validate with). ``build``, in their place: a function that returns both, called once in the process that trains; for worker
-    processes one that can be imported.
-    trainer: arguments of the client's `Trainer`, or a function of callbacks and a folder that makes it and hands it those callbacks.
-    By default it is quiet, writes no checkpoints of its own (the client keeps its state anyway) and has no limit: rounds end it.
-    seed: of what the client draws and of the order of its data; by default it follows from the run's.
-    learner: a function of a folder that gives a `Learner`, for clients that train without a Trainer; in the place of all others.
+    module, datamodule: the module, and its data (a data module, a loader, or a pair of loaders: to train and to validate). ``build``, in
+    their place: a function that returns both, called once in the process that trains; for worker processes one that can be imported.
+    trainer: arguments of the client's `Trainer`, or a function of callbacks and a folder that makes it and hands it those callbacks. By
+    default it is quiet, writes no checkpoints of its own (the client keeps its state anyway) and has no limit: rounds end it. seed: of
+    what the client draws and of the order of its data; by default it follows from the run's. learner: a function of a folder that gives a
+    `Learner`, for clients that train without a Trainer; in the place of all others.
     """
 
     def __init__(

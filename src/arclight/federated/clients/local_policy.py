@@ -34,7 +34,7 @@ class LocalPolicy:
     """Hold the masks and flags of ``Fit.local_policy``."""
 
     transfer_mask: TransferMask = field(default_factory=TransferMask)
-    """Which tensors come and go; see `arclight.federated.masks`."""
+    """Which tensors are downloaded and uploaded; see `arclight.federated.masks`."""
     reset_optimizer: bool = False
     """Forget the optimizers' states before the round."""
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
-"""How often an update is sent that arrives damaged."""
+"""Attempts to send an update that arrives damaged."""
 
 
 class ResultReporter:

@@ -45,9 +45,9 @@ class Identity:
     """Sign a node's clients' keys, and verify others'."""
 
     sign: Callable[[bytes], str] | None = None
-    """A text to the signature by the node's key; None if it has none."""
+    """Signs a text with the node's key; None if it has none."""
     vouches: Callable[[str, str, bytes, str], bool] | None = None
-    """Whether a node may act for a client and has signed a text so: `Registry.vouches`. None: the server is believed."""
+    """Returns whether a node may act for a client and has signed a text (`Registry.vouches`). None: the server is trusted."""
 
 
 class SecureSumClient:

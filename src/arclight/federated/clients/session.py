@@ -45,8 +45,8 @@ class ClosedError(FederatedError):
 class Session:
     """Send messages within the node's session.
 
-    has: what the node has begun and finished, and its steps per second, asked for whenever it joins. retry_timeout_s: how long a server that cannot be
-    reached, or does not let the node in, is tried again before LinkError is raised.
+    has: called whenever the node joins: returns what it has begun and finished, and its steps per second. retry_timeout_s: how long a
+    server that cannot be reached, or does not let the node in, is tried again before LinkError is raised.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ from arclight.federated.protocol import (
 )
 
 _FORGOTTEN = 10
-"""Silences after which work that a node had, and no longer reports although it requests some, is given to it again."""
+"""After so many times ``waiting.silence_s`` a node gets work again that it had confirmed and no longer reports."""
 
 Refusal = tuple[Reason, str]
 

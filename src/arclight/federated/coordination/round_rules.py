@@ -45,7 +45,7 @@ def tick(s: Situation, event: Event, now: float) -> Decision:
 
 
 def is_urgent(s: Situation) -> bool:
-    """Return True if something is due without the time going on."""
+    """Return True if something is due now."""
     if s.state.committed < 0:
         return False
     if s.state.ended is not None:

@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 NAME = "run.db"
 FORMER_JOURNAL, HISTORY_LINES = "journal.jsonl", "history.jsonl"
-"""Files of former layouts, read into a new database; a fork brings its history in the second."""
+"""Files of former layouts that are read into a new database; a fork has its history in the second."""
 RUN_FILES = (NAME, FORMER_JOURNAL)
-"""A run that was opened has one of them."""
+"""An opened run has one of these files."""
 VERSION = 1
 _APPLICATION = 0x41726346
 _SCHEMA = (
@@ -53,7 +53,7 @@ _STATE = '{"is":"StateSaved"'
 _LOG_PAGES = 200
 """Pages of 4 KiB to which the log grows before it begins again: a commit into a part that was written before waits less."""
 _LONG = 2
-"""Times a state's size that the records after it may have."""
+"""The records after a saved state may take this many times its size before a new state is saved."""
 
 Injection = Callable[[str, int], None]
 """Called with the name of a point and the number of the next record: "before", "in" and "after" a commit to "create" the database,

@@ -32,7 +32,7 @@ def expert_of(key: str) -> tuple[str, int] | None:
 
 
 def assign_experts(experts: Experts, count: int, seed: int, client: int, round: int) -> tuple[int, ...]:
-    """Return the rising numbers of the experts, of ``count``, that a client has in ``round``.
+    """Return the numbers, ascending, of the experts that a client has in ``round``, of ``count``.
 
     Fixed: client i has ``per_client`` consecutive ones from ``i (per_client - overlap)`` on, modulo ``count``. Random: the first
     of all experts in the order of SHA-256 of (seed, client, draw, expert). Raises SettingsError if there are too few.

@@ -42,7 +42,7 @@ class BudgetError(FederatedError):
 
 
 Former = Callable[[str], torch.Tensor]
-"""A key to the weights before the round."""
+"""Maps a key to the weights before the round."""
 
 
 def noisy_fold(settings: Noise, secret: bytes | None = None, former: Former | None = None) -> Callable[..., Fold]:

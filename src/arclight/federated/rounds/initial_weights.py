@@ -24,7 +24,7 @@ from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
 log = logging.getLogger(__name__)
 
 _STATISTICS = ("running_mean", "running_var")
-"""What torch's normalisations call what they have seen."""
+"""Names of running statistics in torch's normalisation layers."""
 
 
 def entries_of(module: nn.Module) -> dict[str, Any]:

@@ -39,12 +39,12 @@ _ANSWER_MARGIN_S = 30.0
 _STALL_S = 0.25
 """Seconds by which the clock may wake too late before that counts as a standstill of this process."""
 _MAX_STALLS = 10
-"""Standstills in a row that are compensated before one alarm."""
+"""Standstills in a row that are compensated before an alarm."""
 T = TypeVar("T")
 
 
 class PausedError(LinkError):
-    """The server waits for room on its disk; send again."""
+    """Refusal while the server waits for disk space; the node sends again."""
 
 
 class Runtime:

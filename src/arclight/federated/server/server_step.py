@@ -40,8 +40,8 @@ class AcceptedUpdate:
     manifest: Manifest
     weight: float
     shrink: float = 1.0
-    """What its change is multiplied by: a stale one's by 1 / sqrt(1 + its age in rounds), its weight in the sum that the mean is
-    divided by stays (FedBuff, Nguyen et al. 2022), so that a buffer of stale updates makes a smaller step."""
+    """Factor of its change: 1 / sqrt(1 + age in rounds) for a stale one (FedBuff, Nguyen et al. 2022). Its weight in the divisor of the
+    mean stays, so that a buffer of stale updates makes a smaller step."""
     samples: int
     largest: Mapping[str, float | None] | None = None
     """Largest magnitude by key, from validation; None if another process has validated it."""

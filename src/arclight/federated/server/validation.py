@@ -1,7 +1,7 @@
 """Validate messages of nodes before the coordinator sees them, and the tensors of updates.
 
-`service` checks messages by this, `ServerRun` the tensors of uploads. Nodes are untrusted: a value that is used anywhere behind is
-checked here. Limits may be raised; reasons of refusals are part of the protocol.
+`service` checks messages by this, `ServerRun` the tensors of uploads. Nodes are untrusted: every value that later code uses is checked
+here. Limits may be raised; reasons of refusals are part of the protocol.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from arclight.federated.settings import Checks, Federation
 
 _SLACK = 1 << 20
 _ENTRY = 1 << 10
-"""Bytes that a tensor takes in a manifest beside its name, or a client in a message of a secure sum, and then some."""
+"""Upper bound of the bytes that a tensor takes in a manifest beside its name, or a client in a message of a secure sum."""
 _VALUES, _NAME = 1000, 200
 _LEAST_SEEN = 1e-12
 MAX_COUNTED = 1 << 53

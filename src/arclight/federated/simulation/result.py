@@ -37,7 +37,7 @@ class RoundTimes:
     bytes_down: int
     bytes_up: int
     late: int
-    """Clients whose work was not wanted any more when it was done, or was cancelled."""
+    """Clients whose work was cancelled, or came too late to be used."""
     late_names: tuple[str, ...]
     """The first ten of them."""
 

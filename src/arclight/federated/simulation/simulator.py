@@ -52,7 +52,7 @@ class Simulator:
         self._devices: dict[str, Device] = {}
         self._sessions: dict[str, Device] = {}
         self._held_requests: dict[str, Device] = {}
-        """Work requests that the server holds, by where their answers go."""
+        """Work requests that the server holds, by the key of their answer."""
         self._remembered: dict[str, int] = {}
         """The weights that clients which have left still have."""
         costs = fleet.costs

@@ -34,7 +34,7 @@ class Strategy(Checked):
 
     @property
     def goes_to_mean(self) -> bool:
-        """True if the new weight is the clients' mean, which is then taken as it is."""
+        """True if the new weight is exactly the clients' mean."""
         return False
 
     def step(

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 _NOTHING = re.compile(r"bytes \*/(\d{1,15})")
-"""All has come before and only waits to be verified."""
+"""All bytes have come before; only the check of the hash is left."""
 PART = 32 << 20
-"""Bytes of a blob that nodes send at once: a refusal is read after at most as many, and a slow line holds nothing up."""
+"""Bytes of a blob that nodes send in one request: a refusal is read after at most so many, and a slow connection blocks nothing."""
 _MEMORY_BYTES, _LEAST_BYTES = 4 << 20, 1 << 16
 """Bytes of memory for all blobs that come in at the same time, and for each of very many."""
 RECEIVED, BUSY = "x-arclight-received", "x-arclight-busy"

@@ -36,7 +36,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Processes that run a layer of experts beside this one; None for none.
+    """Process groups that run a layer of experts with this process; None if there are none.
 
     A module that has one in an attribute ``groups`` gets that of the mesh: see `place_experts`.
     """

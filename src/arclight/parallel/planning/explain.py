@@ -15,7 +15,7 @@ from arclight.parallel.planning.estimates import Estimate
 
 GIB = 2**30
 NEAREST = 10
-"""Neighbours that come before what cannot be done at all."""
+"""Most neighbours that are listed before plans that cannot run."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from arclight.parallel.plan import PlanError
 
 Array = npt.NDArray[Any]
 EQUAL = 1e-12
-"""Relative difference of two times (sums of the same numbers in another order) that is none."""
+"""Two times that differ by less than this share are equal: they are sums of the same numbers in another order."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.requires_grad)
 
     def plain(self) -> list[Any]:
-        """Return what JSON keeps of it; :meth:`of_plain` takes that."""
+        """Return it as plain values for JSON; :meth:`of_plain` is the inverse."""
         return [list(self.shape), str(self.dtype).removeprefix("torch."), self.requires_grad, self.returns]
 
     @classmethod
@@ -57,7 +57,7 @@ def check_given(output: tuple[Tensor, ...], boundary: Boundary, backward: bool) 
 
 
 def check_returned(gradients: list[Tensor | None], boundary: Boundary) -> None:
-    """Raise if a stage has a gradient that the one before it does not wait for."""
+    """Raise ValueError if a stage has a gradient that the stage before does not wait for."""
     if any(grad is not None and not shape.returns for grad, shape in zip(gradients, boundary, strict=True)):
         raise ValueError(
             "the loss depends on a value from the stage before, on which that of the first micro-batch did not depend: what a gradient "

@@ -53,7 +53,7 @@ SHAPES = 64
 
 
 class LruCache(Generic[T]):
-    """The values that were asked for last, by key."""
+    """The most recently used values, by key."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -24,7 +24,7 @@ PATIENCE = 2.0
 BETWEEN_QUESTIONS = 0.05
 """Seconds between two polls of the store while a device is waited for: each is a message to the process that has it."""
 LATE = 0.02
-"""Part of a wait for a device by which its end may be seen too late: the device has nothing to do then."""
+"""Share of a wait for a device by which its end may be noticed late; the device idles for that time."""
 
 
 class StageLostError(RankMissingError):

@@ -1,7 +1,7 @@
 """Split backward in two (zero bubble): gradients of inputs first, those of weights later.
 
-Split as in "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2. Nodes of the graph that lie between outputs and inputs run in the first
-half; if the weights hang on them, what arrives is kept, and the second half begins there.
+Split as in "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2. Nodes of the graph between outputs and inputs run in the
+first half. If weights depend on such a node, its incoming gradients are kept, and the second half starts there.
 
 `stage` calls it for schedules that split backward (``I`` and ``W``). The sum of both halves must be the gradients of one backward.
 """

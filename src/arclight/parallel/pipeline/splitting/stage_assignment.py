@@ -36,7 +36,7 @@ class StageAssignment:
         """Cut ``graph`` before the calls ``begins``.
 
         Raises PlanError for empty stages and for ``multi_use`` of unknown parameters, DataDependentError if two stages would both draw
-        a random number, or change a buffer or value, of which the whole model has one.
+        the same random number, or change the same buffer or value.
         """
         _check_side_effects(graph, begins)
         users = {name: stages for name, stages in graph.users(begins).items() if len(stages) > 1}

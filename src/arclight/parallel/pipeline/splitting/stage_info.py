@@ -26,7 +26,8 @@ class StageInfo:
 class NamePreservingStage(nn.Module):
     """A stage, whose modules, parameters and buffers have their names in the model, any names.
 
-    ``number``, ``receives``, ``sends`` and ``parts`` are what the model calls so, if it does; see :func:`about` for such models.
+    If the model has attributes called ``number``, ``receives``, ``sends`` or ``parts``, these names are the model's;
+    :func:`stage_info_of` gives the stage's own.
     """
 
     number: int

@@ -34,7 +34,7 @@ from arclight.parallel.pipeline.steps.step_outputs import LogRecorder, OutputBro
 from arclight.parallel.plan import PlanError
 
 _SEEDS = 1 << 48
-"""How many seeds a step may have; numbers that a float64 holds exactly. Those of stages lie apart by so many."""
+"""A step's seed is below this number, so that a float64 holds it exactly; seeds of neighbouring stages are this far apart."""
 
 Step = Callable[..., Any]
 """A method bound to the module that is cut."""

@@ -21,7 +21,7 @@ from arclight.fabric.batches import map_tensors
 from arclight.parallel.plan import PlanError
 
 _NO_SIZE = -1.0
-"""In the place of a batch size that was not given."""
+"""Stands for a batch size that was not given."""
 
 
 @dataclass(frozen=True)
