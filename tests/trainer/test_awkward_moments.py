@@ -169,6 +169,20 @@ def test_evaluations_in_hooks_leave_the_fit_as_it_was(tmp_path: Path) -> None:
     assert found[0][-1]
 
 
+def test_evaluations_in_hooks_run_in_ranks_that_a_fit_has_started(tmp_path: Path) -> None:
+    weights = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        module = Watched(looks)
+        trainer = quiet(
+            al.Trainer, tmp_path, enable_checkpointing=False, strategy="ddp_fork", devices=2, precision="auto"
+        )
+        trainer.fit(module, ROWS)
+        weights.append([parameter.tolist() for parameter in module.parameters()])
+        assert trainer.measured == {"precision": trainer.precision}
+    assert weights[0] == weights[1]
+
+
 def test_a_fit_in_a_hook_is_refused(tmp_path: Path) -> None:
     class Again(Line):
         def on_train_epoch_end(self) -> None:

@@ -50,6 +50,7 @@ def collect_launch_results(
         "buffers": _as_bytes(others),
         "progress": run.progress,
         "metrics": run.metrics.state(),
+        "measured": run.measured,
         "callbacks": {c.state_key: c.state_dict() for c in callbacks},
         "folder": None if folder is None or not folder.path.is_dir() else str(folder.path),  # an empty one is gone
     }
@@ -76,6 +77,7 @@ def restore_state(run: RunState, callbacks: Iterable[Callback], outcome: dict[st
     """Load the progress, metrics and callback state that rank 0 of the spawned processes had."""
     run.progress = outcome["progress"]
     run.metrics.load_state(outcome["metrics"])
+    run.measured = outcome["measured"]
     for callback in callbacks:
         if callback.state_key in outcome["callbacks"]:
             callback.load_state_dict(outcome["callbacks"][callback.state_key])

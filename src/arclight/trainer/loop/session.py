@@ -59,6 +59,8 @@ class Session:
         """Call ``entry_point(session, *arguments)`` on every rank, and return rank 0's result."""
         trainer = self._trainer
         launcher = trainer.strategy.launcher
+        if self._nested:  # the ranks run already
+            return self._run_and_teardown(entry_point, *arguments)
         if launcher.runs_in_this_process:
             return launcher.launch(self._run_and_teardown, entry_point, *arguments)
         module = next((a for a in arguments if isinstance(a, Module)), trainer.attached_module)
