@@ -124,7 +124,7 @@ class RunState:
         return other
 
     def take_signals(self, other: RunState) -> None:
-        """Take over what signals, and hooks of a nested evaluation, requested of a state that ran in between."""
+        """Take over what signals and nested hooks requested of a state that ran in between."""
         asked = other.should_stop and other.nested  # what a trial ends by is its own
         if asked or other.received_sigterm or other.requeue:
             self.request_stop(sigterm=other.received_sigterm, requeue=other.requeue)
