@@ -80,7 +80,10 @@ class LossReduction:
 
 
 def _guarded(output: Any, count: Any) -> Any:
-    """Return ``output`` with gradients of 0 where ``count`` is 0: that of a mean of nothing is NaN."""
+    """Return ``output`` with gradients of 0 if ``count`` is 0.
+
+    The gradient of a mean of nothing is NaN.
+    """
 
     def guarded(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
