@@ -52,7 +52,7 @@ MOVED = {
     "arclight.vision.settings": "arclight.vision.tasks.settings",
     "arclight.vision.sites": "arclight.vision.data.site_split",
 }
-"""Former module: the module that has its public classes now, but for those that are renamed below."""
+"""Maps a former module to the one that has its public classes now; classes renamed since are below."""
 
 RENAMED = {
     "arclight.trainer.tuner.batch_size_scaling:BatchSizeFinder": f"{_CALLBACKS}.batch_size_finder:BatchSizeFinder",

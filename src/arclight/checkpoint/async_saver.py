@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _Files = Mapping[str, dict[str, torch.Tensor]]
-"""File -> name -> tensor."""
+"""Tensors by file and name."""
 
 _PARTS_TIMEOUT_S = 3600.0
 """Seconds that rank 0 waits for other processes to write their parts, while all of them live."""

@@ -23,7 +23,7 @@ from arclight.checkpoint.errors import CheckpointError
 
 METADATA = ".metadata"
 DCP_SUFFIX = ".dcp"
-"""Ends the names of folders that are written in this format."""
+"""Suffix of folders that are written in this format."""
 
 _OWN = ".arclight"
 """Entry of a folder that was written here: how the tensors fit together, as in a ``state.json``."""

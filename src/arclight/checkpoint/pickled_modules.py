@@ -32,15 +32,15 @@ MAX_PICKLE_BYTES = 64 << 20
 MAX_OPCODES = 5_000_000
 MAX_CLASSES = 10_000
 MAX_DEPTH = 100
-"""Modules within modules."""
+"""Greatest depth of nested modules."""
 MAX_PARTS = 200_000
-"""Modules and their tensors, each counted as often as it is referred to."""
+"""Most modules and tensors, each counted once for each reference."""
 MAX_NAME = 2_000
-"""Characters in the name of a tensor."""
+"""Most characters in a tensor's name."""
 MAX_VALUES = 1_000_000
-"""Plain values and characters among a module's attributes, each counted as often as it is referred to."""
+"""Most plain values and characters in a module's attributes, each counted once for each reference."""
 MAX_REPEATS = 4
-"""All tensors together over the file's size: views that share numbers are copied."""
+"""Most bytes of all tensors together, as a multiple of the file's size: views that share memory are copied."""
 
 _STORAGES = {
     "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,

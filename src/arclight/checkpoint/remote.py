@@ -24,13 +24,13 @@ from arclight.checkpoint.errors import CheckpointError
 
 PREFIX = "data-"
 COMING = ".coming-"
-"""Begins the names of files that are being uploaded to where they would be seen half there."""
+"""Prefix of files under upload in places where a partial file would be visible."""
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "r2"})
-"""These have no folders to make: asked for one, they would make a bucket of a name that was mistyped."""
+"""File systems without folders: a call to make one could create a bucket under a mistyped name."""
 
 _OF_CONTENT = (CheckpointError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError)
-"""What is wrong with the bytes that were read, not with reading them."""
+"""Errors of the content that was read, not of reading."""
 
 
 def to_path(path: str | Path) -> Path:

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ATTEMPTS = 20
-"""Times that a checkpoint which others replace is read."""
+"""Attempts to read a checkpoint that others are replacing."""
 
 _WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What values of a file can lead to that are not as they are written. Of RuntimeError the other sorts are the device's."""
+"""Errors that malformed values of a file can cause. Other subclasses of RuntimeError come from the device."""
 
 
 def save(path: str | Path, state: Mapping[str, Any]) -> Path:

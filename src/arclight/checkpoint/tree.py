@@ -29,7 +29,7 @@ REST = "state.safetensors"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _RESERVED = {"state", "manifest"}
 _LONGEST_NAME = 200
-"""Characters of an entry that has a file of its own; file systems take 255 bytes."""
+"""Most characters in the name of an entry with its own file; file systems take 255 bytes."""
 _LONGEST_INT = 14_000
 """Bits of an integer that is written in decimal: Python reads and writes at most 4,300 digits."""
 _STEP_NAMES, _EPOCH_NAMES = ("step", "global_step", "steps"), ("epoch", "current_epoch")

@@ -34,14 +34,14 @@ RECIPE = "recipe.toml"
 
 
 class UsageError(ValueError):
-    """Report something typed that cannot be done."""
+    """Error of a command line that cannot be carried out."""
 
 
 class Parser(argparse.ArgumentParser):
     """Argument parser with errors of one line, like all others of the command."""
 
     own_tables: Sequence[str] = ()
-    """Tables of a recipe that the help shows by itself, others being named; none for all."""
+    """Tables of a recipe that the help shows in full; others are only named. Empty: all are shown."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)

@@ -27,7 +27,7 @@ A class of your own is kind = "package.module:Class". A Module of your own needs
 name it first, as package.module:Model --data package.module:Data; --help after it lists its arguments.
 """
 ALL = "all"
-"""The topic of a help that leaves nothing out."""
+"""Topic that shows everything."""
 TYPE_WIDTH = 28
 """Space for the type and default of a field, in characters; longer ones push the explanation to the next line."""
 

@@ -34,7 +34,7 @@ _DRAWS_NOTHING: tuple[type, ...] = (
 _SNAPSHOTS = 4  # states kept of the newest batches, so that a consumer may look a few batches ahead
 _TOLD = ("dataset", "sampler", "batch_sampler")  # beside the loader itself, of a new epoch
 _INHERITED: list[Any] = []
-"""Workers that a forked process has from its parent: dropped there, they would be told to end while the parent reads from them."""
+"""Workers that a forked process inherits: if it dropped them, they would be told to end while the parent reads from them."""
 _SHARDING_NAMES = {"rank", "get_rank", "world_size", "get_world_size", "num_replicas", "num_shards", "shard"}
 
 

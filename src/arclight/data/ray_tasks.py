@@ -16,7 +16,7 @@ from arclight.fabric.extras import require
 Engine = Literal["local", "ray"]
 """Engine that makes corpora; the results are equal bit for bit."""
 _RETRIES = 16
-"""Times that Ray calls a function again whose node was lost."""
+"""Retries by Ray of a function whose node was lost."""
 
 
 def on_ray(

@@ -29,11 +29,11 @@ HEADER_BYTES = 4096
 BLOCK_BYTES = 2**16
 """Bytes behind a shard's header that have a digest of their own."""
 SUMS = ".sums"
-"""Ends the name of the file with the digests of a shard's blocks."""
+"""Suffix of the file with the digests of a shard's blocks."""
 _STAMPS = ".verified.json"
 _MAGIC = b"arclight tokens 1\n"
 _MOST = 2**48
-"""No shard has as many tokens, documents or bytes."""
+"""Upper bound of a shard's tokens, documents and bytes."""
 _FIX = "delete the folder and tokenize again (arclight data tokenize)"
 
 

@@ -24,15 +24,15 @@ from arclight.deploy.programs.program import Program
 from arclight.deploy.quantizing.ptq import QuantizedModel
 
 LISTED = 8
-"""Outputs, and samples, that a summary names."""
+"""Most outputs, and most samples, that a summary names."""
 Network = Callable[..., Any]
 Scores = Callable[[Network], float | Mapping[str, float]]
-"""Takes a network, or a program, and returns its score, or scores by name, the one to watch first; more is better."""
+"""Takes a network or a program and returns its score, or scores by name, the main one first; higher is better."""
 
 
 @dataclass(frozen=True)
 class NamedInputs:
-    """Inputs of a network, and what each of their samples is called."""
+    """Inputs of a network, and the names of their samples."""
 
     names: Sequence[str]
     inputs: Tensor | Sequence[Tensor]
@@ -44,7 +44,7 @@ Samples = Iterable[Tensor | Sequence[Tensor] | NamedInputs]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Hold what two networks of one task are compared by."""
+    """Hold the inputs and scores by which two networks of one task are compared."""
 
     samples: Samples
     """Inputs like those of deployment; read once."""

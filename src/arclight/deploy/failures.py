@@ -30,7 +30,7 @@ _ADVICE = re.compile(
     r"|Next steps|Exception summary|^## |^Attach the |^<class |^⬆️|^\s*File \"|Set verbose",
 )
 _SIZES = (2, 3, 97, 4099)
-"""Sizes that a condition on a free dimension has to hold for."""
+"""Sizes for which a condition on a free dimension must hold."""
 
 DATA_DEPENDENT = (
     "takes a value out of a tensor to decide what is computed, or how large it is, and a program computes the same for every input: "

@@ -20,9 +20,9 @@ INT8_SQNR_DB = 30.0
 """Default bound for int8 programs: kernels and simulation round ties differently, which must stay below the rounding
 noise of quantization itself."""
 LISTED = 4
-"""Outputs that a summary says the difference of."""
+"""Most outputs whose difference a summary shows."""
 Parts = Callable[..., Mapping[str, Tensor]]
-"""Takes a model's outputs and names what of them is compared by itself, such as boxes and scores that share a tensor."""
+"""Takes a model's outputs and returns, by name, the parts that are compared separately, such as boxes and scores that share a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Parity:
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """Sums that a `Parity` is computed from; those of several samples add up."""
+    """Sums from which a `Parity` is computed; sums of several samples are added."""
 
     max_difference: float = 0.0
     largest: float = 0.0

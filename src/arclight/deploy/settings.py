@@ -26,9 +26,9 @@ PLACEMENTS: Mapping[Target, Placement] = {
 
 
 Runtime = Literal["onnxruntime", "openvino", "openvino-bf16", "torch", "inductor"]
-"""What runs a program: ONNX Runtime, OpenVINO in float32 or in bfloat16, torch's operators, or code that AOTInductor compiled."""
+"""Runtime of a program: ONNX Runtime, OpenVINO in float32 or in bfloat16, torch's operators, or code that AOTInductor compiled."""
 FastestRuntime = Literal["fastest"]
-"""In place of a runtime: the one that takes the least time here."""
+"""Choice in place of a runtime: the fastest on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)

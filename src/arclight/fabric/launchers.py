@@ -29,7 +29,7 @@ class Launcher:
     """Launcher of one process, which runs the function in this one."""
 
     runs_in_this_process = True
-    """Whether the function's effects are seen here: it runs in this process, not only in others."""
+    """True if the function runs in this process too, so that its effects are seen here."""
 
     is_interactive_compatible = True
     """Whether it works in a notebook and at a prompt."""

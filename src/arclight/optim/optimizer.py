@@ -25,7 +25,7 @@ from arclight.optim.stochastic_rounding import Owned
 
 _NOT_OPTIONS = ("params", "param_names")
 _OF_THIS_RUN = (*_NOT_OPTIONS, "state_dtype", "stochastic_rounding", "precision")
-"""What a checkpoint does not decide: how numbers are kept."""
+"""Options that a checkpoint does not restore: how numbers are stored."""
 
 
 class Rule(Protocol):

@@ -31,7 +31,7 @@ class Scale:
     weight_decay: float = 1.0
     eps: float = 1.0
     width: float = 1.0
-    """Divisor of ``lr`` due to the width, which is already in ``lr``; rules with updates of fixed spectral norm undo it."""
+    """Divisor due to the width that ``lr`` already contains; rules with updates of fixed spectral norm undo it."""
     sgd_lr: float = 1.0
     """Replaces ``lr`` for rules whose updates are proportional to gradients (SGD); their decay is ``weight_decay / sgd_lr``."""
 

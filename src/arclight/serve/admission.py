@@ -27,7 +27,7 @@ TEXT = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 
 
 class Refusal(Exception):  # noqa: N818 (it is an answer, not a fault of ours)
-    """An answer other than 200, with the sentence for the client."""
+    """Refusal of a request: a status other than 200, and a sentence for the client."""
 
     def __init__(self, status: int, sentence: str, *, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(sentence)

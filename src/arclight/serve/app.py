@@ -1,8 +1,8 @@
 """Build the web application: photos, tensors, texts, health, metrics and the page.
 
-Tensors are by the Open Inference Protocol, texts by OpenAI's API. ``arclight serve`` (`server`) calls `build_app` for
-the models that it loaded; `create_app` serves any function that detects. Addresses, field names and status codes are
-public, and those under /v1 and /v2 belong to the protocols: do not change them.
+Tensors follow the Open Inference Protocol, texts OpenAI's API. ``arclight serve`` (`server`) calls `build_app` for the models that it
+loaded; `create_app` serves any function that detects. Addresses, field names and status codes are public, and those under /v1 and /v2
+belong to the protocols: do not change them.
 """
 
 from __future__ import annotations

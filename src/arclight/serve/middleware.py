@@ -1,8 +1,8 @@
 """Wrap requests in ASGI middleware: identifier, metrics, security headers, access.
 
-The way of a small request for tensors that has come whole is `Front.take`, the endpoint of its address (`app.TensorEndpoint.add`),
-`batching.Batcher`, `Exchange.write`: there is no task for it, and nothing else is called. Any other request for tensors goes through
-`Front.answer` to its endpoint, and what is no request for tensors from there to FastAPI.
+A small tensor request that has come whole goes through `Front.take`, the endpoint of its address (`app.TensorEndpoint.add`),
+`batching.Batcher` and `Exchange.write`, without a task and without other calls. Any other tensor request goes through `Front.answer` to
+its endpoint. All other requests go through `Front.answer` to FastAPI.
 
 `app` puts it around the endpoints. Names of headers and metrics are public.
 """

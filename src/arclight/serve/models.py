@@ -57,7 +57,7 @@ class ServedModel:
     pool: Pool | None = None
     """Share of the cores that each request has, where that was measured or set; None for the rule of `threads_of`."""
     waiting_pool: Pool | None = None
-    """Share of the program before it, which this one cannot have: for the one after it."""
+    """Share measured for the previous program, which this one cannot use; kept for the next one."""
     batcher: Batcher = field(default_factory=Batcher)
     """What computes requests for tensors together; measured by `start`."""
     created: int = field(default_factory=lambda: int(time.time()))

@@ -15,10 +15,9 @@ from arclight.fabric.serving.listening import http_protocol
 WRITE = "arclight.write"
 """Key of a request's scope under which the protocol has a `Write`."""
 Write = Callable[[MutableMapping[str, Any], bytes, bytes], bool]
-"""Write an answer of status 200 to the request of a scope: lines of headers with their ends, and content.
-
-Messages of ASGI take two calls of the system for it, and are checked one header at a time. Returns False, having done nothing, if only
-messages will do: the client reads too slowly, or the connection ends with this answer.
+"""Write an answer of status 200 to the request of a scope: header lines with their ends, and content. ASGI messages would take two system
+calls, and check each header. Returns False, having done nothing, if only messages will do: the client reads too slowly, or the connection
+ends with this answer.
 """
 FIRST_REQUEST_S = 1.0
 """Seconds in which a connection that was made just before the listener closed must have sent its first request."""

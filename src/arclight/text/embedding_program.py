@@ -31,7 +31,7 @@ TASK = "embedding"
 DYNAMIC = {"tokens": {0: "batch", 1: "time"}, "lengths": {0: "batch"}}
 """Dynamic dimensions of the program's inputs."""
 BATCH = 8
-"""Most texts of one call."""
+"""Most texts in one call."""
 Array = np.ndarray[Any, Any]
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 TASK = "language"
 LARGEST_TOKENIZER = 1 << 28
-"""Bytes of all files of a tokenizer that are unpacked from a program."""
+"""Most bytes of all tokenizer files that are unpacked from a program."""
 SCORED_TOKENS, SCORED_TEXTS = 64, 16
 """Most tokens of a text, and most texts, that two models are scored on."""
 DYNAMIC = {"tokens": {0: "batch", 1: "time"}, "padding": {0: "batch"}, "past": {0: "batch", 2: "past"}}

@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor, Shard
 IGNORED = -100
 """The label of a token that is not to be predicted."""
 CHUNK_ELEMENTS = 1 << 22
-"""Logits held at a time, 16 MiB of float32, if that is a good many rows and no more than so many chunks:"""
+"""Most logits held at a time (16 MiB of float32), if chunks are then long enough and at most `CHUNKS`."""
 CHUNKS = 8
-"""Each chunk adds to a gradient as large as the weights, which costs as much as its products if it has a few hundred rows only."""
+"""Most chunks. Each adds to a gradient as large as the weights, which costs as much as its products if the chunk has only a few hundred
+rows."""
 
 
 def cross_entropy(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
 
 GatherToRankZero = Callable[[Any], list[Any]]
-"""Takes a value of every process, and returns the list of all on rank 0 at least."""
+"""Takes one value of each process, and returns the list of all, at least on rank 0."""
 
 
 def save_shards(path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Path:

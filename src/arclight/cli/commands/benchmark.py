@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from arclight.deploy import Program, TensorSpec
 
 WIDTH = 120
-"""Columns of text that the table takes at least: a narrower one would cut numbers off."""
+"""Least width of the table in characters: a narrower one would cut numbers off."""
 PAST = 64
 """Tokens that a language program has read before the one it is timed on, unless the inputs say otherwise."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from arclight.vision.tasks.detection import Detector
 
 KINDS = {"validate": "Validation", "test": "Test"}
-"""What the pages say above their titles."""
+"""Line above the title of a page."""
 
 
 def validate(arguments: list[str]) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from arclight.trainer import DataModule, Module
 
 USER_CONFIG = "config.toml"
-"""What a run of a class of one's own is described in."""
+"""File that describes a run of a user's own class."""
 WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from arclight.vision.qris.verification.verifier import Verification
 
 MISMATCH_STATUS = 3
-"""Exit status if a code of a photo is not its place's."""
+"""Exit status if a code in a photo does not belong to its place."""
 
 
 def scan(arguments: list[str]) -> int:

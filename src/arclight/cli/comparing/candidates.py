@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from arclight.deploy.comparison import Evaluation
 
 BATCHES = 8
-"""Training batches of a module of one's own that are read if it has no validation data."""
+"""Training batches that are read of a user's own module without validation data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ class Candidate:
     network: Any
     """A `Program`, or a model."""
     task: str | None
-    """What its programs say; None if that is not known."""
+    """Metadata of its programs; None if unknown."""
     evaluation: Callable[[], Evaluation] | None = None
-    """Makes what both are judged by; None of a program, which has no data."""
+    """Makes the evaluation of both; None for a program, which has no data."""
     module: Any = None
-    """The `VisionModule` that it is of; None of a program, and for other tasks."""
+    """Its `VisionModule`; None for a program, and for other tasks."""
     own: bool = False
-    """Whether it is a module of one's own."""
+    """Whether it is a user's own module."""
     classes: Sequence[str] | None = None
     tokenizer: str | None = None
     """Digest of a language model's tokenizer."""

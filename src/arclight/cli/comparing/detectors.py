@@ -37,7 +37,7 @@ class Finder:
     image_size: int
     size_bytes: int
     one_to_one: bool
-    """Whether it names an object once: its boxes are not suppressed."""
+    """True if it reports each object once, so that its boxes need no suppression."""
     network: Callable[[Any], Any]
     """Images (N, 3, S, S) in [0, 1] to decoded predictions."""
     stage_times: Callable[[Sequence[str]], dict[str, list[float]]]

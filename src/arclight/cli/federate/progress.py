@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from arclight.federated.transports.link import ServerApi
 
 MAX_NAMED = 4
-"""Clients that a line names; of more it says how many."""
+"""Most clients that a line names; further ones are counted."""
 QUIET_S = 30.0
 """Seconds of silence after which a log names the clients that the round waits for."""
 REDRAW_S = 0.5

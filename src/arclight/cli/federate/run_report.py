@@ -23,14 +23,14 @@ from arclight.trainer.run.report import Section, chart_figure, figure, size_text
 from arclight.trainer.run.svg import Point, Series, Stack, stacked_bars
 
 Round = Mapping[str, Any]
-"""A round as the history in the run's database has it."""
+"""A round's entry in the history of the run's database."""
 MAX_CLIENTS = 8
-"""Clients that have curves of their own; of more the range is shown."""
+"""Most clients with curves of their own; for more the range is shown."""
 PHASES = {"waiting": "client training", "fold": "aggregation", "evaluate": "evaluation"}
-"""In order of time: until the updates have arrived, until the weights are committed, until they are evaluated."""
+"""Phases of a round in order: until the updates have arrived, until the weights are committed, until they are evaluated."""
 _BEST = "val/loss"
 _NORMALIZED = "unigram_normalized_loss"
-"""What sites with vocabularies of their own are compared by; see `arclight.text.loss.UnigramLoss`."""
+"""Metric that compares sites with vocabularies of their own; see `arclight.text.loss.UnigramLoss`."""
 
 
 def report(arguments: list[str]) -> None:

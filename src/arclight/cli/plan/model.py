@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 FIXED = ("pp", "schedule", "micro_batches", "activation_checkpointing")
-"""What can be decided with --fix."""
+"""Settings that --fix takes."""
 OVERHEAD = {"cpu": 1e-4, "gpu": 3e-5}
 """Seconds that an action takes besides computing: Python, and messages that are sent and received. An estimate."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedModel:
-    """Name the model that is planned for, and what it is called with."""
+    """A model to plan, and its arguments."""
 
     name: str
     model: nn.Module

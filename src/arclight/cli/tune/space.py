@@ -30,7 +30,7 @@ NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``, both of which belong to it."""
+    """Numbers from ``low`` to ``high``, both included."""
 
     field: str
     low: float
@@ -41,7 +41,7 @@ class Range:
 
     @property
     def last(self) -> float:
-        """The highest value that steps from ``low`` come to."""
+        """The highest value that is reached by steps from ``low``."""
         if not self.step:
             return self.high
         low, high, step = (Decimal(str(one)) for one in (self.low, self.high, self.step))

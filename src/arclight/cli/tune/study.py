@@ -33,16 +33,16 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 HEARTBEAT_S = 30
 GRACE_S = 180
-"""A trial of another machine is marked as failed after so long without a heartbeat."""
+"""Seconds without a heartbeat after which a trial of another machine is marked as failed."""
 OPEN_ATTEMPTS = 10
-"""How often opening a database is tried while other processes create its tables."""
+"""Attempts to open a database while other processes create its tables."""
 SIGMA = 0.2
 """Initial standard deviation of CMA-ES, as a share of each range."""
 PROCESS, PLACE, FATAL, START = "process", "place", "fatal", "start"
 """Stored attributes: of a trial the process that runs it, its place in the order of draws, and the place that it had if its process was
 killed; of a study the values of the first trial."""
 DEATHS = 3
-"""After so many processes were killed with the same values, these are not drawn again."""
+"""Values are not drawn again after this many processes were killed with them."""
 COMPLETE, PRUNED = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
 FAILED, RUNNING = optuna.trial.TrialState.FAIL, optuna.trial.TrialState.RUNNING
 

@@ -29,7 +29,7 @@ MADE = ".made"
 _STRIPES = 256
 """Lock files for `BlockFolder.claim`; a key belongs to one of them."""
 _LOCK_TIMEOUT_S = 60.0
-"""How long another process may hold the lock on the size of the folder."""
+"""Seconds that another process may hold the lock on the folder's size."""
 _POLL_S = 0.01
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK})
 

@@ -30,7 +30,7 @@ from arclight.fabric.extras import require
 Format = Literal["onnx", "openvino", "pt2", "aoti"]
 Several = list[Format] | tuple[Format, ...]
 Fastest = Literal["fastest"]
-"""In place of a format: the one whose program takes the least time here."""
+"""Choice in place of a format: the one whose program is fastest on this machine."""
 DEFAULT: Format = "openvino"
 """The format of a folder, if none is given."""
 LONE = ".onnx"

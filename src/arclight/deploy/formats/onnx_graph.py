@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import onnx
 
 LARGEST_FILE = 2**31 - 2**24
-"""Bytes of weights from which they are kept beside the file: protobuf messages end at 2 GiB, and there is more in them."""
+"""Bytes from which weights are kept in a file of their own: protobuf messages end at 2 GiB, and hold more than weights."""
 
 
 def convert(

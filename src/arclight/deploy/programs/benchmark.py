@@ -35,7 +35,7 @@ from arclight.deploy.programs.session import NAMES
 from arclight.deploy.quantizing.ptq import QuantizedModel
 
 WARM_UP = 3
-"""Calls of each program that do not count."""
+"""Warm-up calls of each program, which are not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Row:
     wall_ms: float
     """Median wall time (p50), milliseconds."""
     p99_ms: float
-    """99th percentile of the same; of fewer than a hundred rounds nearly the longest."""
+    """99th percentile of the same; with fewer than a hundred rounds nearly the maximum."""
     cpu_ms: float
     """Median CPU time of all threads of this process, milliseconds; the steadier figure on a busy machine."""
     samples_per_s: float

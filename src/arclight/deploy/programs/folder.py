@@ -32,24 +32,24 @@ RUNTIMES: Mapping[str, frozenset[str]] = {
     "pt2": frozenset({"torch"}),
     "aoti": frozenset({"inductor"}),
 }
-"""Format: the runtimes that can run it."""
+"""Maps a format to the runtimes that can run it."""
 EXECUTED = {
     "pt2": "torch.export evaluates expressions that the file holds",
     "aoti": "it is compiled code that becomes part of this process",
 }
-"""Format: why opening such a program is running what its author wrote."""
+"""Maps a format to the reason why opening such a program runs its author's code."""
 Trusted = str | os.PathLike[str] | Sequence[str]
 """Public keys in base64, or a file with one on each line, ``#`` before a comment."""
 
 _LARGEST = 1 << 24
-"""Bytes of the longest ``program.json``."""
+"""Most bytes of a ``program.json``."""
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _PURPOSE = b"arclight program "
-"""Begins what is signed, so that a signature made for something else cannot pass for a program's."""
+"""Prefix of the signed bytes, so that a signature made for something else cannot pass for a program's."""
 
 
 Mark = tuple[int, int, int, int]
-"""Device, number, size and time of change of a file: if it is replaced or written, the mark is another one."""
+"""Device, inode, size and modification time of a file: a replaced or rewritten file has another mark."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ class FreshRun:
     load_s: float
     """Seconds to check and load the program, without the imports of its runtime."""
     peak_bytes: int
-    """Most memory that the process held, of which the runtime's libraries are a part."""
+    """Peak memory of the process, the runtime's libraries included."""
 
 
 def run_fresh(program: Program, calls: Sequence[Sequence[np.ndarray[Any, Any]]]) -> FreshRun:

@@ -26,11 +26,11 @@ INTEGERS = {"i8", "u8"}
 PACKED = INTEGERS | {"i4", "u4"}
 """OpenVINO's names of the precisions of weights that a layer unpacks as it multiplies."""
 PRECISION_HINTS: Mapping[str, str] = {"openvino": "f32", "openvino-bf16": "bf16"}
-"""Runtime: the precision hint for OpenVINO, which it would choose itself."""
+"""Maps a runtime to the precision hint for OpenVINO, which would otherwise choose by itself."""
 _DTYPES = {
     "f32": "float32", "f64": "float64", "f16": "float16", "i64": "int64", "i32": "int32", "i8": "int8", "u8": "uint8", "boolean": "bool",
 }  # fmt: skip
-"""OpenVINO's names of types: NumPy's."""
+"""Maps OpenVINO's names of types to NumPy's."""
 
 
 def check_bfloat16() -> None:

@@ -32,15 +32,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WARM_UP, ROUNDS = 2, 15
-"""Calls of each runtime that do not count, and those that are timed, in turns."""
+"""Warm-up calls of each runtime, and timed calls, in turns."""
 BUDGET_S = 2.0
 """Seconds after which no further round of timing begins."""
 COLUMNS = 256
-"""Longest last dimension whose places are compared one by one, too."""
+"""Longest last dimension whose positions are also compared one by one."""
 FLOAT_COLUMN_SQNR_DB, COLUMN_SQNR_DB = 30.0, 6.0
-"""Least ratio of such a place in float32 and in other programs: less is another value, as a score of 0 beside boxes in pixels is."""
+"""Least signal-to-noise ratio of such a position in float32 and in other programs; a lower one means another value, such as a score of 0
+beside boxes in pixels."""
 LARGEST_PROBE = 1 << 27
-"""Elements of all drawn inputs beyond which a description is refused, and not written: a gigabyte as they are drawn."""
+"""Most elements of all drawn inputs (a gigabyte); a larger description is refused, and never written."""
 
 
 class Opened(Protocol):

@@ -27,18 +27,18 @@ from arclight.deploy.quantizing.graphs import NAME, stored_tensor
 aten = torch.ops.aten
 
 FUSED = "arclight_fused_layer"
-"""Key of a batch norm's notes: the name of the layer that its scale was moved into."""
+"""Key in a batch norm's ``node.meta``: the name of the layer into which its scale was moved."""
 SCALED = "arclight_scaled_weight"
-"""Key of a scaled weight's notes: the name of the parameter."""
+"""Key in a scaled weight's ``node.meta``: the name of the parameter."""
 BIAS = "arclight_bias_spec"
-"""Key of a layer's notes: what was asked for its bias, and which of its arguments the range derives from."""
+"""Key in a layer's ``node.meta``: the annotation of its bias, and the arguments from which its range derives."""
 TRAINED = "arclight_trained"
-"""Key of a batch norm's notes: whether it was captured in training mode."""
+"""Key in a batch norm's ``node.meta``: whether it was captured in training mode."""
 TRANSPOSED = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
 FUSABLE = TRANSPOSED | {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.linear.default}
 DROPOUT = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
 TRAINING, EPSILON = 5, 7
-"""Places of arguments of aten.batch_norm."""
+"""Positions of arguments of aten.batch_norm."""
 
 
 def fuse(graph: GraphModule) -> None:

@@ -25,7 +25,7 @@ from arclight.deploy.settings import DynamicInt8, LowBit, WeightOnly
 
 aten = torch.ops.aten
 FLOAT_WEIGHT = "arclight_float_weight"
-"""Key of an operator's notes: the name of the graph's float weight that it stands for."""
+"""Key in an operator's ``node.meta``: the name of the float weight that it stands for."""
 
 _LIBRARY = torch.library.Library("arclight", "FRAGMENT")
 _LIBRARY.define("linear_dynamic(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor")

@@ -17,13 +17,13 @@ from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
 
 Reader = Literal["any", "silu"]
-"""What reads the tensor: anything, or SiLU computed as x * sigmoid(x) on 8-bit values."""
+"""Operator that reads the tensor: any, or SiLU computed as x * sigmoid(x) on 8-bit values."""
 
 SAMPLES = 16384
-"""Values taken of each batch."""
+"""Values sampled from each batch."""
 BINS = 2048
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-"""Its multiples modulo 1 lie evenly, and at no regular distance that could be the width of an image."""
+"""Step of the sampling: its multiples modulo 1 are evenly spread, without a period that could be the width of an image."""
 POWER = 2.4
 """Errors count by this power: large activations matter more than their share of the squared error (about 1 dB here)."""
 

@@ -56,7 +56,7 @@ WEIGHT_BITS = "weight_bits"
 """Name of the record of the bits that weights are rounded to, beside the ranges."""
 RECORD = f"{RANGES}.{WEIGHT_BITS}"
 _RECIPES = {8: "Int8(reduce_range=False)", 7: "Int8(reduce_range=True)", 4: "LowBit(activation_bits=4)"}
-"""Which recipe rounds weights to these bits."""
+"""Maps the bits of weights to the recipe that rounds to them."""
 
 
 class PreparedModel(NamedGraphs):

@@ -23,7 +23,7 @@ from arclight.deploy.quantizing.placement import CONVOLUTIONS, LAYERS, module_na
 from arclight.deploy.quantizing.pt2e import DEQUANTIZE, QUANTIZE
 
 EVALUATIONS = 16
-"""Most scores that are taken of one model and its quantized forms."""
+"""Most evaluations of one model and its quantized forms."""
 
 
 @dataclass(frozen=True, kw_only=True)

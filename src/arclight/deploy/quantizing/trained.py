@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from arclight.deploy.quantizing.callback import QuantizationAwareTraining
 
 CALLBACK = "QuantizationAwareTraining"
-"""What the keys of its states in a checkpoint begin with."""
+"""Prefix of the keys of its states in a checkpoint."""
 
 
 def trained_by(path: str | Path) -> list[QuantizationAwareTraining]:

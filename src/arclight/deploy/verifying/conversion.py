@@ -47,7 +47,7 @@ class Conversion:
     before: Literals
     """(momentum, epsilon) of batch norms and (p,) of dropout in ``captured``."""
     after: tuple[Literals, ...]
-    """The same behind each step of the way."""
+    """The same after each further step."""
 
     def rewritten(self) -> GraphModule:
         """Convert again, with operators rewritten to integer arithmetic if torchao knows how.

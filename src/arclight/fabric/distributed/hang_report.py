@@ -19,7 +19,7 @@ import torch
 
 _FAILURE = re.compile(r"timed? ?out|timeout|connection|peer|gloo|nccl|socket", re.IGNORECASE)
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}", "<")
-"""Where files begin whose lines are not the user's: a checkout of the user's may lie in a folder called arclight, too."""
+"""Paths whose files are not the user's code. A user's checkout may lie in a folder called arclight, too."""
 
 
 class RankMissingError(RuntimeError):

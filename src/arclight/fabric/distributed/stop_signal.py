@@ -42,7 +42,7 @@ class StopSignal:
         self.asked = False
         """Whether any rank requests a stop: see :meth:`due`."""
         self.reason = ""
-        """Why, in the words of the one who asked."""
+        """The reason, in the requester's words."""
         self._store: Store | None = None
         self._rank, self._world_size, self._timeout = 0, 1, 60.0
         self._run = 0

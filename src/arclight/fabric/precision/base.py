@@ -24,7 +24,7 @@ class Precision:
     """
 
     precision: str = "32-true"
-    """What it is called in ``precision=``."""
+    """Its name in ``precision=``."""
 
     dtype = torch.float32
     """The type that parameters are stored in."""

@@ -47,9 +47,9 @@ class OneByOne(_Protocol):
     _under_way: Any = None
     """The request that is answered."""
     _is_malformed = False
-    """Whether what came after the last request is none: nothing more is parsed."""
+    """True once bytes after the last request are no request: nothing more is parsed."""
     _unparsed: Any = b""
-    """What has come and waits until fewer requests do."""
+    """Bytes received that wait to be parsed until fewer requests wait."""
     _is_parsing = False
     _body_bytes = 0
     """Bytes of the newest request's body."""

@@ -37,7 +37,7 @@ class Strategy:
     evaluates_in_inference_mode = True
     """False if a forward makes tensors that later training steps use again."""
     evaluates_together = False
-    """Whether a forward of one process needs all others to do as many: they exchange weights or activations in it."""
+    """Whether all processes must run equally many forwards, because they exchange weights or activations in them."""
     contributes_logs = True
     """Whether values logged on this rank are added to those of all; False if another rank logs the same ones."""
 

@@ -13,7 +13,7 @@ from torch import nn
 
 
 class LayerSync(ABC):
-    """Turns layers into ones that exchange values between processes, and back."""
+    """Replace layers by ones that synchronise over processes, and back."""
 
     @abstractmethod
     def apply(self, model: nn.Module) -> nn.Module:
@@ -25,7 +25,7 @@ class LayerSync(ABC):
 
 
 class TorchSyncBatchNorm(LayerSync):
-    """Normalise over the global batch by torch's SyncBatchNorm. Not on processors."""
+    """Normalise over the global batch by torch's SyncBatchNorm. Not on CPUs."""
 
     def apply(self, model: nn.Module) -> nn.Module:
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -35,8 +35,8 @@ _SHAPE = re.compile(rb'"shape"\s*:\s*\[\s*(\d{1,9})')
 PAYS = 0.8
 """Largest share of a single call's time for each row of a batch."""
 TOLERANCE = 1e-4
-"""Largest difference between a row computed alone and in a batch, of the largest element of that row: the bound for float32 of an
-export beside its model."""
+"""Largest difference between a row computed alone and in a batch, as a share of the row's largest element: the bound of float32
+exports."""
 ROUNDS = 5
 BUDGET_S = 0.5
 """Most seconds of measuring one program, if a batch costs no more than its rows one by one."""
@@ -44,7 +44,7 @@ BUDGET_S = 0.5
 
 @dataclass(frozen=True)
 class Job:
-    """A request for tensors that has not been read; a call computes it alone."""
+    """A tensor request that has not been parsed; a call computes it alone."""
 
     body: bytes | bytearray
     json_size: bytes | None

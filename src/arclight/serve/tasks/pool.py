@@ -34,14 +34,14 @@ Share = tuple[int, int]
 """Requests at once, and the CPU threads of each."""
 
 BUDGET_S = 2.0
-"""Seconds of opening a program again and measuring it: what would take longer is not begun."""
+"""Most seconds for opening and measuring a program again: a measurement that would take longer is not begun."""
 BURST_S = 0.05
-"""Seconds of computing that one measurement has at least."""
+"""Least seconds of computing in one measurement."""
 ROUNDS = 5
 GAIN = 1.1
-"""Least ratio of requests per second to those of the rule without a measurement, for anything else to be taken."""
+"""Least gain in requests per second over the default rule, as a ratio, for another choice to be taken."""
 POOLED = ("onnxruntime", "openvino", "openvino-bf16")
-"""Runtimes whose threads are their own; torch's are those of the whole process."""
+"""Runtimes with threads of their own; torch's threads are shared by the whole process."""
 
 
 @dataclass(frozen=True, kw_only=True)

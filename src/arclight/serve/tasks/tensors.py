@@ -30,7 +30,7 @@ DATATYPES = {
 _DTYPES = {datatype: np.dtype(dtype) for dtype, datatype in DATATYPES.items()}
 _MAX_DIMENSIONS = 32
 _ELEMENTS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
-"""What JSON may hold for a kind of data type."""
+"""Types of JSON values that a kind of data type accepts."""
 QUIET: Any = {"over": "ignore"}
 """Arguments of ``np.errstate`` around `decode`, once for all requests of a batch."""
 _WIDEST: dict[str, type] = {"b": np.bool_, "i": np.int64, "u": np.int64}
@@ -39,7 +39,7 @@ JSON_SIZE = "Inference-Header-Content-Length"
 
 
 class TensorRequest(NamedTuple):
-    """Inputs in the program's order, and which outputs are wanted, each as bytes or not."""
+    """Inputs in the program's order, and the wanted outputs, each as bytes or JSON."""
 
     id: str | None
     inputs: list[np.ndarray[Any, Any]]

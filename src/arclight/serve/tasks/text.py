@@ -27,7 +27,7 @@ from arclight.text.data.tokenizer import Tokenizer, TokenizerError
 from arclight.text.generation import GenerationSettings, encode_prompt
 
 MAX_ERRORS = 100
-"""Wrong fields of a request, of which the first is named."""
+"""Error of a request with wrong fields; names the first."""
 
 
 def whole(value: Any) -> Any:

@@ -36,9 +36,9 @@ from arclight.text.data.tokenizer import FILES, Tokenizer
 
 SPLITS = ("train", "val")
 SHARD_BYTES = 2**26
-"""UTF-8 bytes of text after which a shard is full."""
+"""UTF-8 bytes of text at which a shard is full."""
 FEW = 256
-"""Documents of a corpus that is large enough to hold out whole ones."""
+"""Least documents of a corpus from which whole ones are held out."""
 _TOGETHER = 512  # documents tokenized in one call
 
 

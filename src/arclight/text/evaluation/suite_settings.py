@@ -35,11 +35,11 @@ class SuiteTask(Checked):
     """One set of questions and how it is asked."""
 
     format: Format
-    """Whose questions, which is the layout of the files."""
+    """Author of the questions, which decides the layout of the files."""
     questions: Path
     """A file (.jsonl, .json, .csv, .parquet), or a folder of them; beside the suite if relative."""
     name: str = ""
-    """What its scores are called; empty: its format."""
+    """Name of its scores; empty: its format."""
     mode: Mode | None = None
     """Likelihood of each choice's text (cloze) or letter (choice), or a generated answer (generate); none: the kind's usual one."""
     shots: NonNegativeInt = 0

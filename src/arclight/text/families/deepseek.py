@@ -33,9 +33,9 @@ class Yarn:
     factor: float = 40.0
     original_positions: int = 4096
     fast: float = 32.0
-    """Turns within the original positions from which on a rotation stays as it is."""
+    """A rotation with at least so many turns within the original positions stays as it is."""
     slow: float = 1.0
-    """Turns up to which it is slowed down by ``factor``."""
+    """A rotation with at most so many turns is slowed down by ``factor``."""
     mscale: float = 1.0
     mscale_all_dim: float = 1.0
 

@@ -26,7 +26,7 @@ from arclight.text.model.switch_head import HeadOutputs, HeadValues, SwitchHeadC
 XPOS_BASE, XPOS_GAMMA = 512, 0.4
 """Positions over which xPos's fastest pair decays by gamma / (1 + gamma); its gamma."""
 XPOS_POSITIONS, XPOS_HALF_POSITIONS = 65_536, 4096
-"""Positions that float32 and bfloat16 have room for, and float16: its factors are 150 at most then, as elements of 400 have to fit too."""
+"""Most positions in float32 and bfloat16, and in float16, whose factors are then at most 150, as elements of 400 have to fit too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ class HeadRows:
     batch_size: int
     workers: int = 0
     stride: int = 128
-    """Tokens between the beginnings of two windows of a context."""
+    """Tokens from the start of one window of a context to the next."""
     max_answer: int = 30
     """Tokens of an answer, at most."""
 

@@ -23,7 +23,7 @@ from arclight.text.model.layers import RopeScaling
 from arclight.text.vision_language.siglip import VisionConfig, VisionEncoder
 
 REQUIRED = object()
-"""In the place of a default: config.json must say."""
+"""Stands for a default that does not exist: config.json must have the field."""
 
 Fields = dict[str, Any]
 
@@ -37,7 +37,7 @@ class Family:
     kind: str = "model_type"
     """The field of config.json that holds ``model_type``."""
     stem: str = "model"
-    """What files of weights are called, up to the first dot or number."""
+    """Names of weight files, up to the first dot or number."""
     model: type[nn.Module]
     config: type[Any]
     fields: dict[str, tuple[str, Any]]
@@ -52,7 +52,7 @@ class Family:
     unread: Callable[[Fields], tuple[str, ...]] = field(default=lambda theirs: ())
     """Pieces of names of what a folder holds beside the model, as its config.json says."""
     read_more: Callable[[Fields], Fields] = field(default=lambda theirs: {})
-    """What a table cannot say, theirs to ours, and back."""
+    """Functions for what a table cannot express: from theirs to ours, and back."""
     write_more: Callable[[Any], Fields] = field(default=lambda config: {})
 
     def read(self, theirs: Fields) -> Fields:

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 Backend = Literal["auto", "sdpa", "flex", "varlen"]
 
 _FEW = 128
-"""Queries below which a mask in full costs less than finding its blocks: steps of generation."""
+"""Below so many queries a full mask costs less than finding its blocks, as in steps of generation."""
 
 
 @dataclass
