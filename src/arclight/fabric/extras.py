@@ -1,7 +1,7 @@
 """Import optional dependencies, with an error that names the missing extra.
 
-Each function that needs an optional package calls `require` when it is used, not when it is imported. ``extra`` is a name in
-pyproject.toml.
+Code that needs an optional package calls `require`: in the function that uses it, or on import in modules that are of no use without it.
+``extra`` is a name in pyproject.toml.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Show a federated run as it goes on, at a terminal or in a log: a line for each round.
 
-`federated_run` passes it to `Server` as ``observe``; `network` wraps the server in `ObservedServer`. Nothing reads the lines but people:
-they may change freely.
+`federated_run` gives a run's records to `Progress`; it and `network` wrap the server in `ObservedServer` to see heartbeats. Nothing reads
+the lines but people: they may change freely.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Connection and workers are busy at the same time. One thread requests orders and downloads weights while workers train earlier
 orders; each worker has a thread; and as many report results. `JobQueue` decides which job may start when.
 
-``arclight federate join``, simulations in one process and Flower's client app start a `Node`. It takes a `Link` and makers of clients;
+``arclight federate join``, simulations in one process and Flower's client app start a `Node`. It takes a `Link` and the clients to train;
 nothing leaves the site but what the protocol names.
 """
 

@@ -3,7 +3,7 @@
 Node and worker exchange JSON over a pipe. The node sends ``open`` (which run), ``fit``, ``evaluate``, ``cancel`` and ``close``; the
 worker sends ``ready``, ``progress``, ``done`` and ``failed``. A pipe that ends means that the node has died: the worker ends at once.
 
-``arclight federate join`` uses it in place of workers in threads. The messages of the pipe are private: both ends are of one version.
+``arclight federate join`` trains by its `ProcessExecutor`. The messages of the pipe are private: both ends are of one version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keep parameters that several stages use tied: sum the gradients of their copies.
 
-The runners (`pipe_runner`, `runner`) and the pipelined steps call it after backward, before the optimizer. All ranks that share a
-parameter must take part, in the same order.
+`runner` sums gradients by it after backward, before the optimizer; `pipe_runner` and `parallelize_steps` make the object. All ranks that
+share a parameter must take part, in the same order.
 """
 
 from __future__ import annotations
