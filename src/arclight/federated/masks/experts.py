@@ -32,7 +32,7 @@ def expert_of(key: str) -> tuple[str, int] | None:
 
 
 def assign_experts(experts: Experts, count: int, seed: int, client: int, round: int) -> tuple[int, ...]:
-    """Return the numbers, ascending, of the experts that a client has in ``round``, of ``count``.
+    """Return the ascending numbers of a client's experts in ``round``, of ``count`` in all.
 
     Fixed: client i has ``per_client`` consecutive ones from ``i (per_client - overlap)`` on, modulo ``count``. Random: the first
     of all experts in the order of SHA-256 of (seed, client, draw, expert). Raises SettingsError if there are too few.

@@ -47,8 +47,9 @@ class Authenticator:
         """Challenges with which registered nodes have joined, with the time until which they are good; oldest first."""
 
     def challenge(self) -> str:
-        """Make a text that a joining node signs, once and within a minute. The server keeps nothing of it, so anyone may ask for any
-        number.
+        """Make a text that a joining node signs, once and within a minute.
+
+        The server keeps nothing of it, so anyone may ask for any number.
         """
         until = int(1000 * (time.monotonic() + _CHALLENGE_LIFETIME_S)).to_bytes(_TIME_BYTES, "big")
         return self._sealed(secrets.token_bytes(_NONCE_BYTES) + until)
