@@ -213,14 +213,6 @@ class SlicedModule:
                 found[path] = parent._modules[name]
         return found
 
-    def receives(self, stage: int) -> tuple[Value, ...]:
-        """List the values that :meth:`run` of ``stage`` must be given."""
-        return self.cuts.values_into(stage)
-
-    def sends(self, stage: int) -> tuple[Value, ...]:
-        """List the values that :meth:`run` of ``stage`` gives; the last gives the function's result."""
-        return self.cuts.values_into(stage + 1)
-
     def run(self, stage: int, received: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute ``stage`` for the arguments of the whole function.
 
