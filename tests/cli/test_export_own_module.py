@@ -219,7 +219,7 @@ def test_a_module_declares_its_deployment(own: Path, typed: Typed) -> None:
         ("export own_net:Net --out p --format onnx --candidates onnx", "candidates are of format='fastest'"),
         ("export own_net:Net --out p.onnx --format fastest", "--format writes a folder; call it p"),
         ("quantize own_net:Net --out p --format pt2 --sign k", "so there is no int8 pt2"),
-        ("quantize own_net:Net --out p --format openvino --recipe weightonly", "does not run openvino programs"),
+        ("quantize own_net:Net --out p --format openvino --recipe lowbit", "there is no w4a8 program of format openvino"),
         ("quantize own_net:Net --data own_net:Points --out p.onnx --max-drop 1", "max_drop bounds a metric, and the module has none"),
         ("quantize own_net:Net --data own_net:Points --data.flat true --out p.onnx", "calibration"),
         ("export own_net:Net --data own_net:Points --out p.onnx --batch-size 0", "a batch has at least one sample"),

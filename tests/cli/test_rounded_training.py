@@ -126,7 +126,7 @@ class Late(Layers):
 FEW = (
     "--trainer.accelerator cpu --trainer.enable_progress_bar false --trainer.max_epochs 2 --checkpoint.every_n_steps 1"
 )
-INT8 = "--qat.kind int8 --qat.reduce_range false --qat.freeze_observers_at 5 --qat.freeze_batch_norm_at 6 --qat.min_sqnr_db -50"
+INT8 = "--qat.kind int8 --qat.freeze_observers_at 5 --qat.freeze_batch_norm_at 6 --qat.min_sqnr_db -50"
 W4 = "--qat.kind weightonly --qat.bits 4 --qat.min_sqnr_db -50"
 
 
@@ -327,7 +327,7 @@ def test_a_run_goes_on_as_it_was_begun(own: Path, typed: Typed, begun: str, resu
         W4,
         W4.replace("4", "8"),
         "--qat.kind lowbit --qat.min_sqnr_db -50",
-        "--qat.kind dynamicint8 --qat.reduce_range false",
+        "--qat.kind dynamicint8",
     ],
 )
 def test_linear_layers_train_the_integers_of_the_program(
