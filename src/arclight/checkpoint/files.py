@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -173,6 +174,14 @@ def replace_file(path: Path, content: Path) -> None:
     """Replace `path` by the finished file `content` atomically."""
     content.replace(path)
     atomic_replace.sync_folder(path.parent)
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Make a hard link at ``target``, or a copy if the file system has no such links."""
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)
 
 
 def temporary_file(path: Path) -> Path:

@@ -210,7 +210,7 @@ def qris(options: Namespace) -> int:
 def lint(options: Namespace) -> int:
     from arclight.cli.arguments import UsageError
     from arclight.cli.style import counted
-    from arclight.vision.data.data_yaml import read_data_yaml
+    from arclight.vision.data.data_yaml import first_names, read_data_yaml
     from arclight.vision.data.lint.checks import lint
     from arclight.vision.models.architectures import find_architecture
 
@@ -232,7 +232,7 @@ def lint(options: Namespace) -> int:
             progress=progress,
             rows="oriented" if options.obb else "boxes",
         )
-    print(f"{spec.file}: {', '.join(spec.names[:8])}{', ...' * (len(spec.names) > 8)}")
+    print(f"{spec.file}: {first_names(spec.names)}")
     print(report)
     write_json(options.json, report.as_dict())
     if options.sheet is not None:

@@ -405,12 +405,13 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float, list[
     if members[0].head == "classify":
         return detect, sources, confidence, names
     if options.code_evidence:
+        from arclight.vision.data.data_yaml import first_names
         from arclight.vision.qris.reading.evidence import code_classes, with_code_evidence
 
         weighed = code_classes(names)
         if not weighed:
             warnings.warn(
-                f"--code-evidence takes all boxes for QR codes, as no class is called qr: {', '.join(names[:8])}{', ...' * (len(names) > 8)}. "
+                f"--code-evidence takes all boxes for QR codes, as no class is called qr: {first_names(names)}. "
                 "Those without a code fall",
                 stacklevel=2,
             )

@@ -287,16 +287,8 @@ def _linked(path: Path) -> Iterator[Path | None]:
         yield None
         return
     with _staging(path) as links:
-        shutil.copytree(path, links, copy_function=_link, dirs_exist_ok=True)
+        shutil.copytree(path, links, copy_function=files.link_or_copy, dirs_exist_ok=True)
         yield links
-
-
-def _link(source: str, target: str) -> None:
-    """Link a file, or copy it where the file system has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def _put_back(path: Path, former: Path | None) -> None:

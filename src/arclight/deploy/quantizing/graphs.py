@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -215,12 +216,15 @@ def _constant_sources(graph: GraphModule) -> dict[Node, Node]:
     return sources
 
 
+def attribute(graph: GraphModule, node: Node) -> Any:
+    """Return what a ``get_attr`` node reads: a tensor, or a part of the graph."""
+    return attrgetter(str(node.target))(graph)
+
+
 def stored_tensor(graph: GraphModule, node: Node) -> Tensor:
     """Compute the value of a node that depends on stored tensors alone."""
     if node.op == "get_attr":
-        value: Any = graph
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
+        value = attribute(graph, node)
         assert isinstance(value, Tensor)
         return value
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: stored_tensor(graph, source))

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
-from arclight.deploy.quantizing.graphs import stored_tensor
+from arclight.deploy.quantizing.graphs import attribute, stored_tensor
 from arclight.deploy.quantizing.observers import (
     LeastErrorMovingRange,
     LeastErrorObserver,
@@ -269,9 +269,7 @@ def weighted(graph: GraphModule) -> list[tuple[Node, str]]:
     for node in graph.graph.nodes:
         sources = [source for source in node.all_input_nodes if source in matrices]
         if node.op == "get_attr":
-            value: Any = graph
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
+            value = attribute(graph, node)
             if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.is_floating_point():
                 matrices[node] = str(node.target)
         elif sources and len(sources) == len(node.all_input_nodes):

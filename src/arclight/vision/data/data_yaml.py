@@ -80,6 +80,11 @@ class DataSpec:
         return found
 
 
+def first_names(names: Sequence[str], most: int = 8) -> str:
+    """List the first ``most`` of the names of classes, with dots for the others."""
+    return ", ".join(names[:most]) + ", ..." * (len(names) > most)
+
+
 def read_data_yaml(path: str | Path) -> DataSpec:
     """Read a data.yaml, or that of a folder.
 
@@ -94,8 +99,10 @@ def read_data_yaml(path: str | Path) -> DataSpec:
     try:
         text = file.read_text("utf-8-sig")
         # All scalars as text: a class called `no` stays "no", and nothing but text, lists and mappings can come out.
-        content = yaml.load(text, Loader=yaml.BaseLoader)
-        _refuse_repeated_keys(file, yaml.compose(text, Loader=yaml.BaseLoader))
+        loader = yaml.BaseLoader(text)
+        node = loader.get_single_node()
+        content = None if node is None else loader.construct_document(node)
+        _refuse_repeated_keys(file, node)
     except OSError as error:
         raise DatasetError(f"{file}: {error.strerror or error}{did_you_mean(file)}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from arclight.vision.data.images import Image
 from arclight.vision.results.detections import Detections
 
 Floats = NDArray[np.float64]
+AnyFloats = NDArray[np.floating[Any]]
 
 Detect: TypeAlias = "Callable[[Sequence[Image]], list[Detections]]"
 """What detects: images (height, width, 3) RGB uint8 of any sizes to the objects in each."""
@@ -81,7 +82,7 @@ def weighted_box_fusion(
     xyxy, conf, cls = (np.asarray(getattr(found.boxes, name), np.float64) for name in ("xyxy", "conf", "cls"))
     sums, counts, confs, classes = np.zeros((0, 5)), np.zeros(0), np.zeros(0), np.zeros(0)
     for box, score, label in zip(xyxy, conf, cls):  # most confident first
-        overlap = np.where(classes == label, _overlap(sums[:, :4] / np.maximum(sums[:, 4:], 1e-12), box), 0.0)
+        overlap = np.where(classes == label, overlaps(sums[:, :4] / np.maximum(sums[:, 4:], 1e-12), box), 0.0)
         if (best := int(overlap.argmax()) if len(overlap) else -1) < 0 or overlap[best] <= iou_threshold:
             sums, counts = np.concatenate((sums, np.zeros((1, 5)))), np.append(counts, 0)
             confs, classes = np.append(confs, 0), np.append(classes, label)
@@ -94,12 +95,12 @@ def weighted_box_fusion(
     return Detections.from_arrays(fused, scores, classes, names=found.names, image=found.image, path=found.path)
 
 
-def _overlap(boxes: Floats, box: Floats) -> Floats:
+def overlaps(boxes: AnyFloats, box: AnyFloats) -> AnyFloats:
     """Compute the IoU (n,) of boxes (n, 4) with one box (4,)."""
     sides = np.minimum(boxes[:, 2:], box[2:]) - np.maximum(boxes[:, :2], box[:2])
-    common: Floats = sides.clip(0).prod(axis=1)
+    common: AnyFloats = sides.clip(0).prod(axis=1)
     union = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1) + (box[2:] - box[:2]).prod() - common
-    shares: Floats = np.divide(common, union, out=np.zeros_like(common), where=union > 0)
+    shares: AnyFloats = np.divide(common, union, out=np.zeros_like(common), where=union > 0)
     return shares
 
 

@@ -36,6 +36,7 @@ from arclight.optim.settings import Mixed
 from arclight.trainer import Callback, DataModule, Module
 from arclight.trainer.checkpoint.loading import read as read_checkpoint
 from arclight.trainer.hparams import arguments_for
+from arclight.vision.data.data_yaml import first_names
 from arclight.vision.data.labels import DatasetError
 from arclight.vision.models.architectures import HeadBlock, find_architecture, is_table, read_table
 from arclight.vision.models.yolov5 import Yolo, build_model, fuse, load_pretrained
@@ -238,7 +239,7 @@ class VisionModule(Module, abc.ABC):
         if len(data.names) != len(self.names):
             raise DatasetError(
                 f"{data.settings.data} has {len(data.names)} classes, and this network tells {len(self.names)} apart: "
-                f"{', '.join(self.names[:8])}{', ...' * (len(self.names) > 8)}"
+                f"{first_names(self.names)}"
             )
         check_class_names(self.names, data.names)
         results = evaluate(network, images, self._build_metrics(), data.collate)
@@ -591,7 +592,7 @@ def check_class_names(trained: Sequence[str], names: Sequence[str]) -> None:
         was, now, name = found
         raise CheckpointError(
             f"the checkpoint's class {was} is {name!r}, which is class {now} of the data: each class would be "
-            f"taken for another. Put the names in the order of the run: {', '.join(trained[:8])}{', ...' * (len(trained) > 8)}"
+            f"taken for another. Put the names in the order of the run: {first_names(trained)}"
         )
     _LOG.warning(
         "class %d is %r in the checkpoint, and %r in the data%s: they are taken for the same",

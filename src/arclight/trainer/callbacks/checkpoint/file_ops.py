@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -135,10 +134,10 @@ def copy_checkpoint(source: Path, target: Path) -> None:
     if source.is_dir():
         staging = files.make_staging(target)
         for file in source.iterdir():  # a checkpoint has no folders in it
-            link_or_copy(file, staging / file.name)
+            files.link_or_copy(file, staging / file.name)
     else:
         staging = files.temporary_file(target)
-        link_or_copy(source, staging)
+        files.link_or_copy(source, staging)
     files.publish(staging, target)
 
 
@@ -156,13 +155,6 @@ def link_checkpoint(source: Path, target: Path) -> None:
         copy_checkpoint(source, target)
     else:
         files.publish(link, target)
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target)
 
 
 def remove_checkpoint(path: Path) -> None:

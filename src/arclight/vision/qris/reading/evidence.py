@@ -16,7 +16,7 @@ import numpy as np
 
 from arclight.fabric.extras import require
 from arclight.vision.data.images import Image
-from arclight.vision.inference.fusion import Detect, refuse_parts, suppressed
+from arclight.vision.inference.fusion import Detect, overlaps, refuse_parts, suppressed
 from arclight.vision.qris.reading.decode import Grey, contrast_stretched, enlarged_crop, symbol_quads, to_grey
 from arclight.vision.qris.reading.finder_patterns import Floats, find_patterns, triples
 from arclight.vision.qris.reading.grid import Box, template_correlation
@@ -141,7 +141,7 @@ def _symbol(grey: Grey, box: Box) -> CodeEvidence:
     best = NO_EVIDENCE
     for quad, is_read in symbol_quads(view.image):
         hull = _hulls(quad[None])
-        if _iou(hull, view.local(box))[0] >= LEAST_IOU:
+        if overlaps(hull, view.local(box))[0] >= LEAST_IOU:
             if is_read:
                 return CodeEvidence(1.0, view.outer(hull[0]))
             best = UNREAD
@@ -156,7 +156,7 @@ def _finder_patterns(grey: Grey, box: Box) -> CodeEvidence:
     best = NO_EVIDENCE
     for version, shapes in by_version(frames, LARGEST):
         hulls = _hulls(shapes[:, :4])
-        near = _iou(hulls, view.local(box)) >= LEAST_IOU
+        near = overlaps(hulls, view.local(box)) >= LEAST_IOU
         if near.any():
             fit = template_correlation(soft, shapes[near], version)
             if (strength := float(fit.max())) > best.strength:
@@ -167,10 +167,3 @@ def _finder_patterns(grey: Grey, box: Box) -> CodeEvidence:
 def _hulls(quads: Floats) -> Floats:
     """Return the upright boxes (N, 4) around quadrilaterals (N, 4, 2)."""
     return np.concatenate([quads.min(1), quads.max(1)], 1)
-
-
-def _iou(boxes: Floats, box: Floats) -> Floats:
-    """Compute the IoU (N,) of boxes (N, 4) with one box (4,)."""
-    shared = (np.minimum(boxes[:, 2:], box[2:]) - np.maximum(boxes[:, :2], box[:2])).clip(0).prod(1)
-    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1) + (box[2:] - box[:2]).prod()
-    return np.asarray(shared / (areas - shared + 1e-9), np.float32)
