@@ -21,6 +21,7 @@ import torch
 
 from arclight.checkpoint import load as load_checkpoint
 from arclight.cli.arguments import UsageError
+from arclight.cli.command import sentence
 from arclight.cli.interruption import Interruption
 from arclight.cli.runs import best_checkpoint, checkpoint_note, newest_checkpoint
 from arclight.trainer.loop.run_state import RunState
@@ -233,6 +234,15 @@ def test_a_run_of_another_model_is_refused_in_one_sentence(ranked: Path, typed: 
     assert (
         "Line: 2 tensors have another shape, such as layer.weight: (1, 1), where the model has (2, 1). Give" in err
     ), err
+
+
+def test_weights_that_cannot_be_copied_are_told_in_one_line() -> None:
+    error = (
+        "Error(s) in loading state_dict for Line:\n\tWhile copying the parameter named layer, an exception occurred."
+    )
+    assert sentence(RuntimeError(f"no fit: {error}")) == (
+        "no fit: While copying the parameter named layer, an exception occurred."
+    )
 
 
 def test_a_run_of_another_task_is_refused_before_anything_is_built(ranked: Path, typed: Typed) -> None:

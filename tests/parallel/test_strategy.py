@@ -35,17 +35,18 @@ QUICK: dict[str, Any] = {"max_steps": 5, "layers": 2, "precision": "64-true"}
 class Language(al.Module):
     """An ordinary module around a small Llama."""
 
-    def __init__(self, layers: int = 4) -> None:
+    def __init__(self, layers: int = 4, tied: bool = False) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers, self.tied = layers, tied
         self.model: Any = None
         self.runner: Any = None
 
     def configure_model(self) -> None:
         if self.model is None:
             self.model = build_model(
-                "llama3-debug", vocab_size=48, dim=32, layers=self.layers, heads=4, kv_heads=2, hidden=48, std=0.1
-            )
+                "llama3-debug", vocab_size=48, dim=32, layers=self.layers, heads=4, kv_heads=2, hidden=48, std=0.1,
+                tied=self.tied,
+            )  # fmt: skip
             if not next(self.model.parameters()).is_meta:
                 initialize(self.model, torch.initial_seed())
 
@@ -111,6 +112,7 @@ def fit(
     curve: Curve | None = None,
     more: Any = (),
     layers: int = 4,
+    tied: bool = False,
     **options: Any,
 ) -> Any:
     """``STEPS`` steps on global batches of twelve: the losses, and what logging made of them."""
@@ -123,7 +125,7 @@ def fit(
         enable_progress_bar=False, callbacks=[curve, *more], **options,
     )  # fmt: skip
     share = plan.data_parallel if plan is not None else 1
-    module = Language(layers)
+    module = Language(layers, tied)
     module.configure_model()
     if plan is not None:
         module.model = None
@@ -327,6 +329,19 @@ def test_a_run_goes_on_on_other_plans(tmp_path: Path, four: Plan, two: Plan | No
         assert len(before) > 40
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("plan", [Plan(dp_shard=2), Plan(tp=2)], ids=str)
+def test_a_run_with_tied_weights_goes_on_on_a_plan(tmp_path: Path, plan: Plan) -> None:
+    short: dict[str, Any] = {"layers": 1, "tied": True}
+    fit(tmp_path / "1", curve=Curve(tmp_path / "a", 1), max_steps=1, **short)
+    _, wanted, _ = fit(tmp_path / "2", ckpt=tmp_path / "a", max_steps=2, **short)
+    _, found, _ = fit(tmp_path / "3", plan, ckpt=tmp_path / "a", more=[AtStart(tmp_path / "a2")], max_steps=2, **short)
+    assert found == pytest.approx(wanted, abs=1e-5)
+    before, after = state(tmp_path / "a"), state(tmp_path / "a2")
+    assert torch.equal(before["/model/model.output.weight"], after["/model/model.tok_embeddings.weight"])
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 class Scores(al.Callback):

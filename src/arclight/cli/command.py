@@ -163,6 +163,8 @@ def misfit(listed: str) -> str:
         counts.append(
             f"{len(shapes)} tensors have another shape, such as {name}: ({theirs}), where the model has ({ours})"
         )
+    if not counts:  # an error while a tensor was copied
+        return " ".join(listed.partition(":")[2].split())
     return "; ".join(counts) + ". Give the settings that they were trained with"
 
 

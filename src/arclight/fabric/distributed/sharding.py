@@ -134,10 +134,9 @@ def accept_full_weights(module: nn.Module) -> None:
     """Let ``module.load_state_dict`` take full tensors from now on."""
 
     def shard_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        own = dict(
-            itertools.chain(module.named_parameters(prefix=prefix[:-1]), module.named_buffers(prefix=prefix[:-1]))
-        )
-        for name, tensor in own.items():
+        prefix = prefix[:-1]
+        parameters = module.named_parameters(prefix, remove_duplicate=False)  # state has tied ones under each name
+        for name, tensor in itertools.chain(parameters, module.named_buffers(prefix, remove_duplicate=False)):
             if isinstance(state.get(name), torch.Tensor):
                 state[name] = shard_like(state[name], tensor)
 
