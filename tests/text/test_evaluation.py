@@ -109,6 +109,8 @@ def test_bbh_folder_with_its_prompts(tmp_path: Path) -> None:
     )
     head = read_head(tmp_path, "navigate")
     assert head.startswith("Say where.")
+    (tmp_path / "marked.txt").write_text("Say where.", encoding="utf-8-sig")
+    assert read_head(tmp_path, "marked") == "Say where."
     assert prompt(items[0], "bbh", "generate", head=head).endswith("is No.\n\nQ: navigate?\nA:")
     with pytest.raises(FileNotFoundError, match=r"snarks\.txt does not exist"):
         read_head(tmp_path, "snarks")

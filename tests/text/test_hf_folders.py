@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests import warm
-from tests.text.hf_models import CASES, hf_folder, hf_model
+from tests.text.hf_models import CASES, DEEPSEEK_V3, SMALL, STRETCHED, YARN, hf_folder, hf_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import cross_entropy
 
@@ -120,6 +120,13 @@ def test_files_of_the_trunk_alone_have_no_prefix(folders: Any, tmp_path: Path) -
     torch.testing.assert_close(from_hf(tmp_path / "bare")(tokens()), from_hf(folder)(tokens()), rtol=0, atol=0)
 
 
+def test_a_model_of_integers_is_refused(folders: Any) -> None:
+    theirs = hf_model("llama")
+    theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.to(torch.int32), requires_grad=False)
+    with pytest.raises(ValueError, match=r"no floating-point numbers .*: lm_head\.weight \(INT32\)$"):
+        from_hf(theirs)
+
+
 def test_a_given_model_is_filled_in_its_own_type_and_place(folders: Any) -> None:
     folder, _ = folders["qwen3-tied"]
     whole = from_hf(folder)
@@ -157,10 +164,18 @@ def test_unsupported_folders_are_refused_by_name(folders: Any, tmp_path: Path) -
     changed("knows only 'silu'", hidden_act="relu")
     changed("model_type 'mamba'", model_type="mamba")
     changed("as 'yarn'", rope_parameters={"rope_type": "yarn", "factor": 4.0})
+    changed("has no factor, which rotary embeddings", rope_parameters={"rope_type": "llama3"})
+    changed("has factor = 0: need a number above 0", rope_parameters=STRETCHED | {"factor": 0})
+    changed(
+        "has original_max_position_embeddings = 1.5: need a whole",
+        rope_parameters=STRETCHED | {"original_max_position_embeddings": 1.5},
+    )
     changed("quantized as 'gptq'", quantization_config={"quant_method": "gptq"})
     changed("lacks the weights of layers.3.attention_norm.weight", num_hidden_layers=4)
     changed(r"no place for: model\.layers\.2\.input_layernorm", num_hidden_layers=2)
     changed(r"shapes differ: model\.layers\.0\.mlp", intermediate_size=128)
+    up = "model.layers.0.mlp.up_proj.weight"
+    changed(rf"no floating-point numbers .*: {up} \(I8\)$", file | {up: file[up].to(torch.int8)})
     changed("lacks the weights of norm.weight", {k: v for k, v in file.items() if k != "model.norm.weight"})
     shutil.copytree(folders["llama4"][0], tmp_path / "four")
     four = json.loads((tmp_path / "four" / "config.json").read_text())
@@ -169,6 +184,10 @@ def test_unsupported_folders_are_refused_by_name(folders: Any, tmp_path: Path) -
     with pytest.raises(
         ValueError, match=r"has no_rope_layers = \[0.*regular intervals \(no_rope_layer_interval\): \[1"
     ):
+        from_hf(tmp_path / "four")
+    four |= {"no_rope_layers": [], "layer_types": ["full_attention"] * four["num_hidden_layers"]}
+    (tmp_path / "four" / "config.json").write_text(json.dumps(four))
+    with pytest.raises(ValueError, match=r"has layer_types = \['full.*\['chunked_attention', 'ch"):
         from_hf(tmp_path / "four")
     shutil.copytree(folders["qwen3-moe"][0], tmp_path / "moe")
     experts = load_file(tmp_path / "moe" / "model.safetensors")
@@ -212,6 +231,47 @@ def test_settings_of_other_types_are_refused(tmp_path: Path, content: Any, says:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=says):
         from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "need"),
+    [
+        ("gpt2", "n_head", 0, "a whole number of 1 or more"),
+        ("gpt2", "n_layer", 0, "a whole number of 1 or more"),
+        ("mpt", "n_heads", 0, "a whole number of 1 or more"),
+        ("siglip2_vision_model", "num_attention_heads", 0, "a whole number of 1 or more"),
+        ("llama4_text", "floor_scale", 0, "a number above 0"),
+        ("llama4_text", "attention_chunk_size", 0, "a whole number of 1 or more"),
+        ("deepseek_v3", "first_k_dense_replace", -1, "a whole number of 0 or more"),
+    ],
+)
+def test_sizes_with_a_default_are_above_zero(tmp_path: Path, kind: str, field: str, value: int, need: str) -> None:
+    sizes = SMALL | {"intermediate_size_mlp": 80}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": kind, field: value}))
+    with pytest.raises(ValueError, match=f"has {field} = {value}: need {need}"):
+        from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(("field", "value"), [("attention_factor", 1.2), ("truncate", False)])
+def test_ways_of_yarn_that_no_model_here_has_are_refused(tmp_path: Path, field: str, value: Any) -> None:
+    theirs = DEEPSEEK_V3 | {"model_type": "deepseek_v3", "rope_scaling": YARN | {field: value}}
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    with pytest.raises(ValueError, match=rf"has {field} = {value}; the model here knows only"):
+        from_hf(tmp_path)
+
+
+def test_queries_that_do_not_grow_stay_so(tmp_path: Path) -> None:
+    model = build_model("llama4-debug", layers=1, temperature=0.0)
+    to_hf(model, tmp_path / "out")
+    assert from_hf(tmp_path / "out").config.temperature == 0.0
+
+
+def test_settings_may_begin_with_a_mark_and_the_floor_of_llama4_be_a_float(folders: Any, tmp_path: Path) -> None:
+    folder, _ = folders["llama4"]
+    shutil.copytree(folder, tmp_path / "m")
+    settings = json.loads((folder / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(settings | {"floor_scale": 8.0}), encoding="utf-8-sig")
+    assert torch.equal(from_hf(tmp_path / "m")(tokens()), from_hf(folder)(tokens()))
 
 
 def test_writing_spoils_nothing(folders: Any, tmp_path: Path) -> None:

@@ -61,9 +61,14 @@ def test_heads_that_do_not_divide_are_named_before_anything_is_built() -> None:
     for overrides, said in (
         ({"heads": 6}, "6 heads do not divide among kv_heads = 4"),
         ({"heads": 12}, "dim = 256 does not divide among 12 heads"),
+        ({"heads": 0}, "heads: need int >= 1, got 0"),
+        ({"kv_heads": 0}, "kv_heads: need int >= 1, got 0"),
     ):
         with pytest.raises(ValueError, match=said):
             build_model("llama3-debug", **overrides)
+    for name in ("gpt2-debug", "mpt-debug"):
+        with pytest.raises(ValueError, match="does not divide among 7 heads"):
+            build_model(name, heads=7)
 
 
 def test_fields_of_experts_are_set_one_by_one() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arclight.text import ByteTokenizer, Tokenizer
-from arclight.text.data.tokenizer import TokenizerError
+from arclight.text.data.tokenizer import FILES, TokenizerError
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -144,6 +144,15 @@ def test_roles_and_chat_templates_come_from_the_config(bpe: Tokenizer, tmp_path:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(TokenizerError, match="is not valid JSON"):
         Tokenizer.load(tmp_path)
+
+
+def test_files_may_begin_with_a_mark(bpe: Tokenizer, tmp_path: Path) -> None:
+    bpe.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    for name in FILES:
+        (tmp_path / name).write_text((tmp_path / name).read_text(encoding="utf-8"), encoding="utf-8-sig")
+    found = Tokenizer.load(tmp_path)
+    assert (found.digest, found.eos, found.chat_templates) == (bpe.digest, bpe.eos, {"default": "{{ messages }}"})
 
 
 def test_invalid_tokenizers_are_refused(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ class WeightFiles:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = json.loads(index.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{index} is not sound JSON ({error}): fetch or write it again") from error
     files = content.get("weight_map") if isinstance(content, dict) else None

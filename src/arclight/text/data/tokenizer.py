@@ -77,12 +77,12 @@ class Tokenizer:
         if not model.is_file():
             raise FileNotFoundError(f"{path} holds no tokenizer: neither a {_MODEL} nor a {_CONFIG} of kind bytes")
         try:
-            engine = _tokenizers().Tokenizer.from_file(str(model))
+            engine = _tokenizers().Tokenizer.from_str(model.read_text(encoding="utf-8-sig"))
         except Exception as error:  # the library raises plain Exception for whatever is wrong with a file
             raise TokenizerError(f"{model} is not a readable tokenizer: {error}") from error
         if (template := folder / _TEMPLATE).is_file():
             try:
-                config = {**config, "chat_template": template.read_text(encoding="utf-8")}
+                config = {**config, "chat_template": template.read_text(encoding="utf-8-sig")}
             except UnicodeDecodeError as error:
                 raise TokenizerError(f"{template} is not UTF-8 text: {error}") from error
         return HFTokenizer(engine, config)
@@ -397,7 +397,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):

@@ -123,7 +123,7 @@ def _rows(file: Path, kind: Format) -> Iterator[tuple[str, Any]]:
         yield from _csv(file)
     elif file.suffix == ".json":
         try:
-            read = json.loads(file.read_text(encoding="utf-8"))
+            read = json.loads(file.read_text(encoding="utf-8-sig"))
         except (ValueError, UnicodeDecodeError) as error:
             raise SourceError(f"{file} is not valid JSON: {error}") from error
         if kind != "bbh":
@@ -133,7 +133,7 @@ def _rows(file: Path, kind: Format) -> Iterator[tuple[str, Any]]:
             raise SourceError(f"{file} is not a file of bbh: it has no list of examples")
         yield from ((f"{file}, example {number}", row) for number, row in enumerate(read["examples"], 1))
     elif kind == "piqa" and (labels := file.with_name(f"{file.stem}-labels.lst")).is_file():
-        right = labels.read_text(encoding="utf-8").split()
+        right = labels.read_text(encoding="utf-8-sig").split()
         found = list(rows(file))
         if len(right) != len(found):
             raise SourceError(f"{labels} has {len(right)} labels for the {len(found)} questions of {file}")
@@ -287,7 +287,7 @@ def read_head(path: Path, group: str) -> str:
     file = path / f"{group}.txt" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{file} does not exist: a folder of prompts has a file for each group")
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8-sig")
     return re.split(r"^-{5,}\s*$", text, maxsplit=1, flags=re.MULTILINE)[-1].strip()
 
 

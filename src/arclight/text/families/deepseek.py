@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from arclight._intervals import NonNegativeInt, PositiveInt
 from arclight.parallel.deterministic_init import Normal
 from arclight.text.families.llama import Block
 from arclight.text.model.attention import InnerAttention
@@ -63,15 +64,14 @@ class Yarn:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekConfig(DecoderConfig):
-    heads: int
-    hidden: int
+    hidden: PositiveInt
     """Width of the feed-forward part of dense layers."""
-    dense_layers: int
+    dense_layers: NonNegativeInt
     """First layers that have no experts."""
     moe: MoEConfig
     q_lora_rank: int | None
     """Width of the latent that queries are made from; None: they are made from the hidden states."""
-    kv_lora_rank: int = 512
+    kv_lora_rank: PositiveInt = 512
     """Width of the latent that keys and values are made from."""
     qk_nope_head_dim: int = 128
     """Part of a head's queries and keys that does not turn."""

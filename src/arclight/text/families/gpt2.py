@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from arclight._intervals import PositiveInt
 from arclight.parallel.deterministic_init import Constant, Initial, Normal
 from arclight.text.model.attention import InnerAttention
 from arclight.text.model.decoder import BlockContext, Decoder, DecoderConfig
@@ -22,9 +23,13 @@ from arclight.text.model.layers import LayerNorm, in_compute_type
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config(DecoderConfig):
-    heads: int
-    max_positions: int = 1024
+    max_positions: PositiveInt = 1024
     tied: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dim % self.heads:
+            raise ValueError(f"dim = {self.dim} does not divide among {self.heads} heads: change one of them")
 
     @property
     def hidden(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from arclight._intervals import PositiveInt
 from arclight.parallel.deterministic_init import Normal
 from arclight.text.model.attention import InnerAttention
 from arclight.text.model.decoder import BlockContext, Decoder, DecoderConfig
@@ -27,10 +28,10 @@ from arclight.text.model.layers import (
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    kv_heads: int
-    hidden: int
+    kv_heads: PositiveInt
+    hidden: PositiveInt
     """Width between the two maps of the feed-forward part."""
-    head_dim: int | None = None
+    head_dim: PositiveInt | None = None
     """Width of a head; None: dim / heads."""
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None

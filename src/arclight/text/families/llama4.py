@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from arclight._intervals import PositiveFloat
 from arclight.text.families.llama import Attention, Block, Llama, LlamaConfig
 from arclight.text.model.attention import Mask
 from arclight.text.model.decoder import BlockContext
@@ -35,7 +36,7 @@ class Llama4Config(LlamaConfig):
     """Whether rotated queries and keys are divided by their root mean square."""
     temperature: float | None = 0.1
     """How fast queries of NoPE layers grow with the logarithm of their position; None: they do not."""
-    temperature_floor: int = 8192
+    temperature_floor: PositiveFloat = 8192
     """Positions over which they stay the same."""
 
     def is_rope_layer(self, layer: int) -> bool:

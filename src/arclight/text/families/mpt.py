@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arclight._intervals import PositiveFloat, PositiveInt, check
+from arclight._intervals import PositiveFloat, PositiveInt
 from arclight.parallel.deterministic_init import Constant, Initial, Normal
 from arclight.text.model.attention import InnerAttention
 from arclight.text.model.decoder import BlockContext, Decoder, DecoderConfig
@@ -27,17 +27,17 @@ from arclight.text.model.moe import MoE, MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MPTConfig(DecoderConfig):
-    max_positions: int = 2048
+    max_positions: PositiveInt = 2048
     tied: bool = True
     position: Literal["alibi", "rotary"] = "alibi"
-    alibi_max: int = 8
+    alibi_max: PositiveInt = 8
     """Exponent of the last head's slope: it is 2^-alibi_max."""
     rope_theta: float = 10_000.0
-    softmax_scale: float | None = None
+    softmax_scale: PositiveFloat | None = None
     """Factor of the products of queries and keys; None: 1 / sqrt(head width), with muP 1 / head width."""
-    head_dim: int | None = None
+    head_dim: PositiveInt | None = None
     """Width of a head; None: dim / heads."""
-    clip_qkv: float | None = None
+    clip_qkv: PositiveFloat | None = None
     """Largest size of an element of queries, keys and values."""
     qk_norm: bool = False
     """Whether queries and keys are normalised head by head."""
@@ -49,12 +49,8 @@ class MPTConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("alibi_max", self.alibi_max, PositiveInt)
         if self.mup is not None and self.moe is not None:
             raise ValueError("muP has no factors for routers: leave mup or moe out")
-        for name in ("softmax_scale", "clip_qkv"):
-            if (value := getattr(self, name)) is not None:
-                check(name, value, PositiveFloat)
         if (self.head_dim is None and self.dim % self.heads) or (self.position == "rotary" and self.width % 2):
             even = ", of even width each, as rotary embeddings need" if self.position == "rotary" else ""
             raise ValueError(

@@ -12,16 +12,17 @@ from typing import Any
 
 from torch import nn
 
+from arclight._intervals import PositiveInt
 from arclight.text.families.llama import Attention, Block, Llama, LlamaConfig
 from arclight.text.model.moe import MoE, MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(LlamaConfig):
-    head_dim: int | None = 128
+    head_dim: PositiveInt | None = 128
     rope_theta: float = 1_000_000.0
     norm_eps: float = 1e-6
-    max_positions: int = 40960
+    max_positions: PositiveInt = 40960
     qk_norm: bool = True
 
 

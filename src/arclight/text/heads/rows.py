@@ -106,7 +106,7 @@ def read_squad(path: Path) -> list[QuestionRow]:
     place = str(path)
     try:
         found = []
-        for article in json.loads(path.read_text(encoding="utf-8"))["data"]:
+        for article in json.loads(path.read_text(encoding="utf-8-sig"))["data"]:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
                     place, context, answers = (

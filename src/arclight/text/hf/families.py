@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from torch import nn
 
+from arclight._intervals import NonNegativeInt
 from arclight.text.diffusion.flux import Flux, FluxConfig
 from arclight.text.families.gpt2 import GPT2, GPT2Config
 from arclight.text.families.llama import Llama, LlamaConfig
@@ -65,13 +66,13 @@ class Family:
                 raise ValueError(
                     f"config.json has {name} = {theirs[name]!r}; {self.model.__name__} here knows only {value!r}"
                 )
-        ours, types = {}, get_type_hints(self.config)
+        ours, types = {}, get_type_hints(self.config, include_extras=True)
         for name, (other, default) in self.fields.items():
             value = theirs.get(other, default)
             if value is REQUIRED:
                 raise ValueError(f"config.json has no {other}, which a {self.model_type} model needs")
             if value is not None or type(None) not in get_args(types.get(name)):
-                check_type(other, value, default)
+                check_type(other, value, default, least=0 if types.get(name) == NonNegativeInt else 1)
             ours[name] = value
         return ours | self.read_more(theirs)
 
@@ -89,17 +90,16 @@ class Family:
         return base | self.fixed | theirs | self.write_more(config)
 
 
-def check_type(name: str, value: Any, default: Any) -> None:
+def check_type(name: str, value: Any, default: Any, least: int = 1) -> None:
     """Raise ValueError for a value of another type than ``default``.
 
-    What is required, or has no default, is a size.
+    What is required, or has no default, is a whole number from ``least`` on.
     """
     if type(default) is bool:
         fits, what = type(value) is bool, "true or false"
     elif type(default) is float:
         fits, what = type(value) in (int, float) and 0 < value < inf, "a number above 0"
     else:
-        least = 0 if type(default) is int else 1
         fits, what = type(value) is int and value >= least, f"a whole number of {least} or more"
     if not fits:
         raise ValueError(f"config.json has {name} = {value!r}: need {what}")
@@ -116,6 +116,17 @@ def rope_table(theirs: Fields) -> Fields:
     return found
 
 
+def rope_number(rope: Fields, name: str, like: float) -> Any:
+    """Return a number above 0 of the settings of rotary embeddings, whole if ``like`` is.
+
+    Raises ValueError for others, and if it is missing.
+    """
+    if rope.get(name) is None:
+        raise ValueError(f"config.json has no {name}, which rotary embeddings that are stretched need")
+    check_type(name, rope[name], REQUIRED if type(like) is int else like)
+    return rope[name]
+
+
 def read_rope(theirs: Fields, theta: float) -> Fields:
     """Read rope_theta and rope_scaling, also from transformers 5's rope_parameters."""
     rope = rope_table(theirs)
@@ -127,8 +138,9 @@ def read_rope(theirs: Fields, theta: float) -> Fields:
     if kind != "llama3":
         raise ValueError(f"config.json stretches rotary embeddings as {kind!r}; only 'default' and 'llama3' are known")
     scaling = RopeScaling(
-        factor=rope["factor"], low_frequency_factor=rope["low_freq_factor"], high_frequency_factor=rope["high_freq_factor"],
-        original_positions=rope["original_max_position_embeddings"],
+        factor=rope_number(rope, "factor", 8.0), low_frequency_factor=rope_number(rope, "low_freq_factor", 1.0),
+        high_frequency_factor=rope_number(rope, "high_freq_factor", 4.0),
+        original_positions=rope_number(rope, "original_max_position_embeddings", 8192),
     )  # fmt: skip
     return {"rope_theta": base, "rope_scaling": scaling}
 

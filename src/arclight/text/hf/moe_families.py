@@ -26,6 +26,7 @@ from arclight.text.hf.families import (
     check_type,
     feed_forward_keys,
     read_llama,
+    rope_number,
     rope_table,
     write_llama,
 )  # fmt: skip
@@ -113,8 +114,10 @@ def _read_deepseek(theirs: Fields) -> Fields:
         raise ValueError(f"config.json stretches rotary embeddings as {kind!r}; only 'default' and 'yarn' are known")
     yarn = None
     if kind == "yarn":
+        _known(rope, "attention_factor", None)
+        _known(rope, "truncate", True)
         yarn = Yarn(
-            factor=_required(rope, "factor"), original_positions=_required(rope, "original_max_position_embeddings"),
+            factor=rope_number(rope, "factor", 40.0), original_positions=rope_number(rope, "original_max_position_embeddings", 4096),
             fast=rope.get("beta_fast") or 32.0, slow=rope.get("beta_slow") or 1.0, mscale=rope.get("mscale") or 0.0,
             mscale_all_dim=rope.get("mscale_all_dim") or 0.0,
         )  # fmt: skip
@@ -186,13 +189,16 @@ DEEPSEEK_V3 = Family(
 def _read_llama4(theirs: Fields) -> Fields:
     layers, every = theirs["num_hidden_layers"], theirs.get("interleave_moe_layer_step", 1)
     interval = theirs.get("no_rope_layer_interval", 4)
-    expected = {
-        "no_rope_layers": [int((number + 1) % interval != 0) for number in range(layers)],
+    rotated = [(number + 1) % interval != 0 for number in range(layers)]
+    chunked = theirs.get("attention_chunk_size", 8192) is not None
+    expected: dict[str, list[Any]] = {
+        "no_rope_layers": [int(rope) for rope in rotated],
+        "layer_types": ["chunked_attention" if rope and chunked else "full_attention" for rope in rotated],
         "moe_layers": list(range(every - 1, layers, every)),
     }
     for name, value in expected.items():
         if theirs.get(name) and list(theirs[name]) != value:
-            setting = "no_rope_layer_interval" if name == "no_rope_layers" else "interleave_moe_layer_step"
+            setting = "interleave_moe_layer_step" if name == "moe_layers" else "no_rope_layer_interval"
             raise ValueError(
                 f"config.json has {name} = {theirs[name]}; Llama4 here has them at regular intervals ({setting}): {value}"
             )
@@ -213,7 +219,7 @@ def _write_llama4(config: Llama4Config) -> Fields:
     return write_llama(config) | {
         "num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k, "intermediate_size": moe.hidden,
         "interleave_moe_layer_step": config.moe_every, "no_rope_layer_interval": config.no_rope_layer_interval,
-        "attn_temperature_tuning": config.temperature is not None, "attn_scale": config.temperature or 0.1,
+        "attn_temperature_tuning": config.temperature is not None, "attn_scale": 0.1 if config.temperature is None else config.temperature,
     }  # fmt: skip
 
 
@@ -228,7 +234,7 @@ LLAMA4 = Family(
         "head_dim": ("head_dim", 128),
         "chunk": ("attention_chunk_size", 8192),
         "qk_l2_norm": ("use_qk_norm", True),
-        "temperature_floor": ("floor_scale", 8192),
+        "temperature_floor": ("floor_scale", 8192.0),
     },
     fixed=LLAMA_FIXED,
     keys=(

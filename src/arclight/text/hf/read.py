@@ -94,7 +94,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} has no config.json: it is not the folder of a Hugging Face model")
     try:
-        theirs: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        theirs: Any = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
     if not isinstance(theirs, dict):
@@ -162,7 +162,7 @@ def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder, ig
     non_trunk = tuple(f"{child}." for child in getattr(model, "non_trunk", ()))
     everything = tensors(whole)
     targets = {name: tensor for name, tensor in tensors(model).items() if not name.startswith(non_trunk)}
-    missing, wrong, used = [], [], set()
+    missing, wrong, no_floats, used = [], [], [], set()
     jobs: list[tuple[Tensor, Key]] = []
     for names in same_tensors(everything):
         shape = everything[names[0]].shape
@@ -178,6 +178,7 @@ def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder, ig
             for theirs, expected in files
             if source.shape(theirs) != expected
         ]
+        no_floats += [f"{theirs} ({source.kind(theirs)})" for theirs, _ in files if not source.is_float(theirs)]
         used |= _copies(names, key, family, shape, source)
         jobs += [(tensor, key) for tensor in {id(targets[name]): targets[name] for name in wanted}.values()]
     left = [name for name in sorted(source.names() - used) if not any(piece in name for piece in ignored)]
@@ -187,6 +188,7 @@ def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder, ig
         ("it has weights that the model has no place for:", left),
         ("the model has weights that its configuration knows nothing of:", unknown),
         ("shapes differ:", wrong),
+        ("weights are no floating-point numbers (quantized ones need a quantization_config that says how):", no_floats),
     ):
         if names:
             more = f" and {len(names) - 20} more" if len(names) > 20 else ""
@@ -246,6 +248,10 @@ class InMemory:
         def get_shape(self) -> list[int]:
             return list(self._tensor.shape)
 
+        def get_dtype(self) -> str:
+            kind = str(self._tensor.dtype).removeprefix("torch.")
+            return kind.replace("bfloat", "BF").replace("float", "F").upper()
+
         def __getitem__(self, places: Any) -> Tensor:
             return self._tensor[places]
 
@@ -278,6 +284,13 @@ class Folder:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files.part(self._names[name]).get_shape())
+
+    def kind(self, name: str) -> str:
+        """Return the type of a tensor as safetensors spells it, such as ``F32`` or ``I8``."""
+        return str(self._files.part(self._names[name]).get_dtype())
+
+    def is_float(self, name: str) -> bool:
+        return self.kind(name).startswith(("F", "BF"))
 
     def read(self, name: str, bounds: Bounds) -> Tensor:
         """Return the part ``bounds`` of a tensor, in its own type; 8-bit blocks as float32."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from arclight._intervals import PositiveFloat, check
+from arclight._intervals import PositiveFloat, PositiveInt, check_fields
 from arclight.optim.settings import Scale
 from arclight.parallel.deterministic_init import Normal
 from arclight.text.model.attention import Mask
@@ -27,24 +27,23 @@ from arclight.text.model.mup import MuP
 class DecoderConfig:
     """Sizes of the trunk; families add those of their blocks."""
 
-    vocab_size: int
-    dim: int
-    layers: int
-    heads: int
-    max_positions: int = 8192
+    vocab_size: PositiveInt
+    dim: PositiveInt
+    layers: PositiveInt
+    heads: PositiveInt
+    max_positions: PositiveInt = 8192
     norm_eps: float = 1e-5
     tied: bool = False
     """Whether the output uses the embeddings' weights."""
     std: float = 0.02
     """Standard deviation of first weights; those that add to the residual stream have std / sqrt(2 layers)."""
-    logit_cap: float | None = None
+    logit_cap: PositiveFloat | None = None
     """Logits become logit_cap * tanh(logits / logit_cap) (Gemma Team 2024); None: they stay as they are."""
     mup: MuP | None = None
     """Base shapes of muP or CompleteP, by which a rate is right for any width and depth; None: standard parametrisation."""
 
     def __post_init__(self) -> None:
-        if self.logit_cap is not None:
-            check("logit_cap", self.logit_cap, PositiveFloat)
+        check_fields(self)
         if self.mup is not None:
             self.mup.check(self.dim, self.layers)
 
