@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import textwrap
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,21 @@ def test_state_goes_by_name_whatever_the_order() -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     trained(model, optimizer, 2, schedule)
     assert all(torch.equal(p, wanted[name]) for name, p in model.named_parameters())
+
+
+def test_options_that_a_checkpoint_replaces_are_named() -> None:
+    model = Small()
+    optimizer = AdamW(lr=0.01, weight_decay=0.1).build(model.named_parameters())
+    schedule = Cosine().build(optimizer, 20)
+    trained(model, optimizer, 2, schedule)
+    state = json.loads(
+        json.dumps({"optimizer": {**optimizer.state_dict(), "state": {}}, "schedule": schedule.state_dict()})
+    )
+    with pytest.warns(UserWarning, match=r"options: lr = 0\.01, not 0\.5; weight_decay = 0\.1, not 0\.3\. To train"):
+        run_on(AdamW(lr=0.5, weight_decay=0.3), state, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_on(AdamW(lr=0.01, weight_decay=0.1), state, model)
 
 
 def test_rates_warm_up_again_after_a_resume_that_asks_for_it() -> None:

@@ -185,11 +185,13 @@ class MixedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state and options of this optimizer's parameters; ignore those of others.
 
+        Options that differ from this optimizer's are replaced, with a warning that names them.
         Raises ValueError for a parameter that the state does not know, that another rule trained, or of another shape.
         """
         state = self._in_own_order(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state = result if (result := before(self, state)) is not None else state
+        self._warn_of_replaced(state["param_groups"])
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key not in _OF_THIS_RUN})
         self.state.clear()
@@ -199,6 +201,21 @@ class MixedOptimizer(Optimizer):
                 self.state[parameter] = _restored(name, parameter, group, entries)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _warn_of_replaced(self, saved_groups: Iterable[Mapping[str, Any]]) -> None:
+        """Warn of options that those of a checkpoint replace: a resumed run goes on as it was begun."""
+        replaced: dict[str, str] = {}
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            cycled = {"betas", "momentum"} if "max_momentum" in saved else set()  # by a schedule, from step to step
+            for name in _OPTIONS.keys() & group.keys() & saved.keys() - {"lr"} - cycled:
+                here, there = (tuple(v) if isinstance(v, list) else v for v in (group[name], saved[name]))
+                if not any(isinstance(v, torch.Tensor) for v in (here, there)) and here != there:
+                    replaced.setdefault("lr" if name == "initial_lr" else name, f"{there}, not {here}")
+        if replaced:
+            listed = "; ".join(f"{name} = {values}" for name, values in sorted(replaced.items()))
+            rank_zero_warn(
+                f"the optimizer goes on with the checkpoint's options: {listed}. To train with others, start from its weights alone"
+            )
 
     def _in_own_order(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``saved`` with this optimizer's groups, and by name."""
