@@ -81,6 +81,7 @@ def compare_balance(moe: MoE, alone: MoE) -> None:
     assert torch.equal(counts, alone.router.counts)
     assert counts.sum() == TOKENS * CONFIG.top_k
     statistics, expected = update_expert_bias(moe, dist.group.WORLD), update_expert_bias(alone)
+    assert not statistics.pop("dropped", torch.zeros(()))
     assert statistics == expected
     assert moe.router.expert_bias is not None
     assert alone.router.expert_bias is not None
@@ -126,6 +127,10 @@ def too_small() -> None:
     dropped = (per_process - capacity).clamp(min=0).sum() / counts.sum()
     torch.testing.assert_close(moe.dispatcher.dropped, dropped.float())  # type: ignore[attr-defined]
     assert 0 < dropped < 1
+    everyones = dropped.float()
+    dist.all_reduce(everyones)
+    torch.testing.assert_close(update_expert_bias(moe, dist.group.WORLD)["dropped"], everyones / size)
+    assert "dropped" not in update_expert_bias(alone)
     assert torch.isfinite(d_x).all()
     kept = torch.zeros_like(chosen, dtype=torch.bool)
     seen: dict[int, int] = {}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from arclight.parallel import Mesh
-from arclight.parallel.layers.expert_parallel import TokenGroups, token_readers
+from arclight.parallel.layers.expert_parallel import AllToAllDispatcher, TokenGroups, expert_layers, token_readers
 from arclight.text.model.moe import BaseRouter, Router
 
 
@@ -110,7 +110,8 @@ def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None)
 
     Gives what the loads were, as tensors on the device: the mean and the highest over layers of ``max_violation`` (highest load
     over mean load, minus 1) and the mean of ``entropy`` (of the loads, 1 where all are equal). Of experts of attention they are those among
-    the experts of a head, averaged over heads. Empty if nothing was counted.
+    the experts of a head, averaged over heads. Where experts have a capacity (`AllToAllDispatcher`), ``dropped`` is the share of rows beyond it in
+    the last pass. Empty if nothing was counted.
     """
     layers = [router for _, router in routers(model)]
     if not layers:
@@ -135,7 +136,23 @@ def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None)
         "max_violation": torch.stack(violations).mean().float(),
         "max_violation_of_worst": torch.stack(worst).max().float(),
         "entropy": torch.stack(entropies).mean().float(),
-    }
+    } | _dropped(model, group)
+
+
+def _dropped(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Return the share of rows beyond the capacity in the last pass; nothing without one.
+
+    It is a mean over layers and processes.
+    """
+    dispatchers = [layer.dispatcher for _, layer, _ in expert_layers(model)]
+    shares = [d.dropped for d in dispatchers if isinstance(d, AllToAllDispatcher) and d.dropped is not None]
+    if not shares:
+        return {}
+    total = torch.stack(shares).mean()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+        total /= dist.get_world_size(group)
+    return {"dropped": total}
 
 
 def _of_all_heads(router: BaseRouter, counts: Tensor) -> Tensor:
