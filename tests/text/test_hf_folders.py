@@ -242,10 +242,13 @@ def test_settings_of_other_types_are_refused(tmp_path: Path, content: Any, says:
         ("siglip2_vision_model", "num_attention_heads", 0, "a whole number of 1 or more"),
         ("llama4_text", "floor_scale", 0, "a number above 0"),
         ("llama4_text", "attention_chunk_size", 0, "a whole number of 1 or more"),
+        ("llama4_text", "no_rope_layer_interval", 0, "a whole number of 1 or more"),
+        ("llama4_text", "interleave_moe_layer_step", None, "a whole number of 1 or more"),
+        ("mpt", "attn_config", 1, "a table, or null"),
         ("deepseek_v3", "first_k_dense_replace", -1, "a whole number of 0 or more"),
     ],
 )
-def test_sizes_with_a_default_are_above_zero(tmp_path: Path, kind: str, field: str, value: int, need: str) -> None:
+def test_sizes_with_a_default_are_above_zero(tmp_path: Path, kind: str, field: str, value: Any, need: str) -> None:
     sizes = SMALL | {"intermediate_size_mlp": 80}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": kind, field: value}))
     with pytest.raises(ValueError, match=f"has {field} = {value}: need {need}"):

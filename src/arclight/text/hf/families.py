@@ -323,6 +323,8 @@ _MPT_ATTENTION: Fields = {"attn_type": "multihead_attention", "alibi": True, "qk
 
 def _read_mpt(theirs: Fields) -> Fields:
     attention = theirs.get("attn_config") or {}
+    if not isinstance(attention, dict):
+        raise ValueError(f"config.json has attn_config = {attention!r}: need a table, or null")
     for name, value in _MPT_ATTENTION.items():
         if attention.get(name, value) != value:
             raise ValueError(f"config.json has attn_config.{name} = {attention[name]!r}; MPT here reads only {value!r}")

@@ -116,6 +116,9 @@ def _read_deepseek(theirs: Fields) -> Fields:
     if kind == "yarn":
         _known(rope, "attention_factor", None)
         _known(rope, "truncate", True)
+        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            if rope.get(name):
+                check_type(name, rope[name], 1.0)
         yarn = Yarn(
             factor=rope_number(rope, "factor", 40.0), original_positions=rope_number(rope, "original_max_position_embeddings", 4096),
             fast=rope.get("beta_fast") or 32.0, slow=rope.get("beta_slow") or 1.0, mscale=rope.get("mscale") or 0.0,
@@ -189,6 +192,8 @@ DEEPSEEK_V3 = Family(
 def _read_llama4(theirs: Fields) -> Fields:
     layers, every = theirs["num_hidden_layers"], theirs.get("interleave_moe_layer_step", 1)
     interval = theirs.get("no_rope_layer_interval", 4)
+    check_type("interleave_moe_layer_step", every, REQUIRED)
+    check_type("no_rope_layer_interval", interval, REQUIRED)
     rotated = [(number + 1) % interval != 0 for number in range(layers)]
     chunked = theirs.get("attention_chunk_size", 8192) is not None
     expected: dict[str, list[Any]] = {
@@ -197,7 +202,7 @@ def _read_llama4(theirs: Fields) -> Fields:
         "moe_layers": list(range(every - 1, layers, every)),
     }
     for name, value in expected.items():
-        if theirs.get(name) and list(theirs[name]) != value:
+        if theirs.get(name) and theirs[name] != value:
             setting = "interleave_moe_layer_step" if name == "moe_layers" else "no_rope_layer_interval"
             raise ValueError(
                 f"config.json has {name} = {theirs[name]}; Llama4 here has them at regular intervals ({setting}): {value}"
