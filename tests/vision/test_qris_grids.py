@@ -16,6 +16,7 @@ from arclight.vision.qris.reading.decode import LaidGrid, decode_modules, decode
 from arclight.vision.qris.reading.error_correction import SoftSymbol, blocks, checks_of, layout  # noqa: E402
 from arclight.vision.qris.reading.finder_patterns import FinderPattern, pairs, triples  # noqa: E402
 from arclight.vision.qris.reading.grid import Grid, fixed_modules, template_correlation  # noqa: E402
+from arclight.vision.qris.reading.grid_search import _Search  # noqa: E402
 from arclight.vision.qris.reading.refinement import (  # noqa: E402
     Slopes,
     Stiffness,
@@ -134,6 +135,18 @@ def test_grids_climb_to_where_a_code_is(version: int) -> None:
             template_correlation(slopes.picture, found.shape[None], version)[0], abs=1e-3
         )
     assert climb(slopes, [], rounds=3) == []
+
+
+def test_the_best_of_many_proposals_are_found_by_a_share_of_the_modules() -> None:
+    quad = SQUARE + np.array([[3, 5], [-6, 1], [4, -3], [-2, 2]], np.float32)
+    picture = cv2.GaussianBlur(drawn(modules("A 1", 3), quad), (0, 0), 2)
+    draw = np.random.default_rng(0)
+    shapes = np.stack([shape_of(quad + draw.normal(0, 8, (4, 2))) for _ in range(800)])
+    search = _Search(Slopes(picture), 120.0, 5)
+    all_of_them = template_correlation(search.soft.picture, shapes, 3)
+    found = search.rough([(3, shapes)])
+    assert found[0].score == pytest.approx(all_of_them.max(), abs=1e-5)
+    assert len(found) == 3
 
 
 def test_grids_do_not_climb_onto_plain_paper_or_over_the_horizon() -> None:

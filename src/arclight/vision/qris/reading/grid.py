@@ -117,10 +117,16 @@ def fixed_modules(version: int) -> npt.NDArray[np.int8]:
 
 
 @cache
-def template(version: int) -> Template:
-    """Return the fixed modules of a version, and the light border around the finder patterns."""
+def template(version: int, share: float = 1.0) -> Template:
+    """Return the fixed modules of a version, and the light border around the finder patterns.
+
+    Of them only a random ``share``, the same each time.
+    """
     fixed = fixed_modules(version)
     rows, columns = np.nonzero(fixed)
+    if share < 1:
+        few = np.sort(np.random.default_rng(0).permutation(len(rows))[: round(share * len(rows))])
+        rows, columns = rows[few], columns[few]
     points = (np.stack([columns, rows], 1) - 0.5) / side_in_modules(version)
     values = fixed[rows, columns].astype(np.float32)
     wanted = values.mean() - values
@@ -171,12 +177,12 @@ def sample_bilinear(picture: Floats, x: Floats, y: Floats) -> Floats:
     return np.asarray(seen, np.float32)
 
 
-def template_correlation(picture: Floats, shapes: Floats, version: int) -> Floats:
+def template_correlation(picture: Floats, shapes: Floats, version: int, share: float = 1.0) -> Floats:
     """Correlate ``shapes`` (N, 8, 2) with the version's template, (N,) in [-1, 1].
 
-    It is 0 on a plain area.
+    It is 0 on a plain area. ``share`` as in `template`.
     """
-    fixed = template(version)
+    fixed = template(version, share)
     seen = sample_bilinear(picture, *project_grid(shapes, fixed.points))
     sums = seen @ fixed.sums
     squares = np.einsum("ij,ij->i", seen, seen)

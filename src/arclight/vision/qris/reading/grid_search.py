@@ -32,8 +32,12 @@ MIN_PAIR_CORRELATION = 0.37
 more, two in seven boxes without a code have less."""
 ROUGH, RIVALS = 10, 6
 """Numbers of proposals refined on the blurred picture, and of those refined again on the sharp one."""
-MIN_ROUGH_SCORE = 0.16
+MIN_ROUGH_SCORE = 0.185
 """Least correlation with the blurred picture of a proposal that is refined: what was read began with 0.19 and more."""
+MIN_LIKELY_SCORE = 0.3
+"""Least correlation with the blurred picture of a place by three finder patterns at which it is refined before others are looked for."""
+MANY, SHARE = 120, 0.25
+"""Proposals of a version beyond which they are compared at a share of the fixed modules, and as many of the best at all of them."""
 ROUNDS = 8
 _COARSE_VERSIONS = (1, 2, 3, 5, 7, 10, 14)
 
@@ -80,15 +84,19 @@ class _Search:
         self.sharp, self.largest = sharp, largest
         self.soft = Slopes(cv2.GaussianBlur(sharp.picture, (0, 0), max(0.5, extent / 60)))
 
-    def best(self, proposed: Iterable[tuple[int, Floats]]) -> list[Grid]:
-        """Refine those of the shapes proposed per version that fit best; best first."""
-        near = right_versions(self.soft.picture, climb(self.soft, self._rough(proposed), rounds=ROUNDS), self.largest)
+    def refined(self, rough: Sequence[Grid]) -> list[Grid]:
+        """Refine ``rough`` grids on the blurred picture, then the best on the sharp one; best first."""
+        near = right_versions(self.soft.picture, climb(self.soft, rough, rounds=ROUNDS), self.largest)
         return refined_grids(self.sharp, rivals(sorted(near, key=worst_last))[:RIVALS], self.largest)
 
-    def _rough(self, proposed: Iterable[tuple[int, Floats]]) -> list[Grid]:
+    def rough(self, proposed: Iterable[tuple[int, Floats]]) -> list[Grid]:
+        """Return the proposals of each version that fit the blurred picture best; best first."""
         apart = 0.08 * max(self.sharp.picture.shape) / 1.4
         rough: list[Grid] = []
         for version, shapes in proposed:
+            if len(shapes) > MANY:
+                fit = template_correlation(self.soft.picture, shapes, version, SHARE)
+                shapes = shapes[np.argsort(-fit)[:MANY]]
             fit = template_correlation(self.soft.picture, shapes, version)
             order = np.argsort(-fit)[:40]
             order = order[fit[order] >= MIN_ROUGH_SCORE]
@@ -133,7 +141,9 @@ def find_grids(sharp: Slopes, box: Box, largest: int, more: Callable[[], Quads] 
     if sum(pattern.correlation for pattern in patterns[:2]) < 2 * MIN_PAIR_CORRELATION:
         return []
     search = _Search(sharp, max(box[2] - box[0], box[3] - box[1]), largest)
-    found = search.best(by_version(triples(patterns), largest))
+    found, left = [], search.rough(by_version(triples(patterns), largest))
+    if more is None or (left and left[0].score >= MIN_LIKELY_SCORE):
+        found, left = search.refined(left), []
     if more is None or (found and found[0].score >= PLAIN_SCORE):
         return found
     shapes = parallelograms(box)
@@ -141,7 +151,7 @@ def find_grids(sharp: Slopes, box: Box, largest: int, more: Callable[[], Quads] 
         shapes = np.concatenate([shapes, turned(np.stack([clockwise(quad) for quad in quads]))])
     proposed = [(version, shapes) for version in _COARSE_VERSIONS if version <= largest]
     proposed += by_version(pairs(patterns[:MAX_IN_PAIRS]), largest)
-    return sorted([*found, *search.best(proposed)], key=worst_last)
+    return sorted([*found, *search.refined([*left, *search.rough(proposed)])], key=worst_last)
 
 
 NEAR_SPREAD = 0.05
@@ -157,7 +167,8 @@ def grids_near(sharp: Slopes, quad: Floats, largest: int) -> list[Grid]:
     moved = np.random.default_rng(0).standard_normal((16, 4, 2)) * (NEAR_SPREAD * side)
     moved[0] = 0
     shapes = turned(quad + moved)
-    return _Search(sharp, 1.2 * side, largest).best((version, shapes) for version in range(1, largest + 1))
+    search = _Search(sharp, 1.2 * side, largest)
+    return search.refined(search.rough((version, shapes) for version in range(1, largest + 1)))
 
 
 def rivals(near: list[Grid]) -> list[Grid]:
