@@ -61,13 +61,13 @@ def test_tables_of_correction_are_those_of_the_standard(version: int, level: str
     rows, columns = layout(version).bits.T
     correction, members = blocks(version, level)
     assert np.sort(np.concatenate(members)).tolist() == list(range(layout(version).codewords))
-    np.testing.assert_array_equal(symbol.corrected(), dark)  # every parity check of every block holds
+    np.testing.assert_array_equal(symbol.corrected()[0], dark)  # every parity check of every block holds
     rng = np.random.default_rng(version)
     for block in members:  # and tells of wrong bits
         assert checks_of(len(block), correction).shape == (8 * correction, 8 * len(block))
         bits = 8 * rng.choice(block, 3, replace=False) + rng.integers(8, size=3)
         symbol.soft[rows[bits], columns[bits]] *= -0.05
-    np.testing.assert_array_equal(symbol.corrected(), dark)
+    np.testing.assert_array_equal(symbol.corrected()[0], dark)
 
 
 @pytest.mark.parametrize("version, level", [(1, "M"), (2, "M"), (4, "Q"), (7, "Q")])
@@ -81,7 +81,7 @@ def test_doubtful_modules_are_corrected_beyond_what_counting_errors_can(
     for seed in range(6):
         seen = soft(dark, 0.57, seed)
         symbol = SoftSymbol.of(seen, version)
-        corrected = symbol.corrected()
+        corrected, _ = symbol.corrected()
         if corrected is not None:
             assert decoded_text(decode_modules(corrected, version)) == "A 1"
             more += decode_modules(symbol.dark, version) is None
@@ -93,7 +93,7 @@ def test_noise_is_not_corrected_into_a_code() -> None:
     for version in (1, 1, 1, 2, 3):
         for certainty in (0.05, 0.2, 1.0):
             noise = draw.normal(0, certainty, (17 + 4 * version,) * 2).astype(np.float32)
-            assert SoftSymbol.of(noise, version).corrected() is None
+            assert SoftSymbol.of(noise, version).corrected()[0] is None
 
 
 def test_doubt_grows_with_noise() -> None:

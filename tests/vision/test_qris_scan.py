@@ -321,6 +321,33 @@ def test_no_grid_is_searched_for_in_boxes_too_small_for_one(monkeypatch: pytest.
     assert read_grid(noise, (20.0, 20.0, 49.0, 49.0)) == decode.GridReading([], 0, None), "others have its tries"
 
 
+def test_boxes_too_small_for_a_grid_leave_their_turn_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(
+        scanner,
+        "read_grid",
+        lambda grey, box, tries, thorough: asked.append(box[0]) or decode.GridReading([], 1, 0.0),
+    )
+    small = [(20.0 + 30 * i, 20.0, 44.0 + 30 * i, 44.0) for i in range(9)]
+    codes = scan(np.full((120, 600, 3), 128, np.uint8), finder(*small, (400.0, 20.0, 480.0, 100.0)))
+    assert asked == [400.0]
+    assert {code.problems for code in codes} == {(scanner.NOT_READ,)}, "no reader was left untried"
+
+
+@pytest.mark.parametrize(("score", "searched"), [(0.0, 1), (0.25, 2), (0.5, 2), (0.72, 1), (0.9, 1)])
+def test_a_wider_box_is_searched_where_that_may_show_a_better_grid(
+    score: float, searched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(
+        scanner,
+        "read_grid",
+        lambda grey, box, tries, thorough: asked.append(box) or decode.GridReading([], 1, score),
+    )
+    scan(np.full((120, 120, 3), 128, np.uint8), finder((20, 20, 100, 100)))
+    assert len(asked) == searched
+
+
 def photographed(
     text: str, *, module_px: float, blur: np.ndarray, hide: bool = False
 ) -> tuple[np.ndarray, np.ndarray, int]:
@@ -505,6 +532,17 @@ def undecodable(side: float, columns: int, rows: int, seed: int = 0) -> tuple[np
     return np.repeat(noisy.clip(0, 255).astype(np.uint8)[..., None], 3, 2), boxes
 
 
+def test_a_plain_symbol_whose_data_are_random_is_given_up_at_the_first_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    image, (box,) = undecodable(100.0, 1, 1)
+    corrected: list[object] = []
+    read = decode.read_symbol
+    monkeypatch.setattr(decode, "read_symbol", lambda *given: corrected.append(given) or read(*given))
+    found = read_grid(image[..., 0], box)  # type: ignore[arg-type]
+    assert found.codes == []
+    assert (found.score or 0) > decode.PLAIN_SCORE
+    assert len(corrected) == 1
+
+
 @pytest.mark.slow
 def test_forty_undecodable_symbols_take_bounded_work_and_are_named_as_left_untried(
     monkeypatch: pytest.MonkeyPatch,
@@ -606,7 +644,7 @@ def test_sharp_views_are_those_that_an_unsharp_mask_of_the_enlarged_picture_give
     image = cv2.cvtColor(placed(QRIS, TILTED), cv2.COLOR_RGB2GRAY)
     crop = cv2.GaussianBlur(image[60:360, 150:470], (0, 0), 1)
     for size, amount, radius in (((640, 600), 1.5, 2.0), ((400, 400), 2.5, 8.0), ((1280, 1200), 1.5, 4.0)):
-        quick = decode._enlarged_sharp(crop, np.zeros(2, np.float32), size, amount, radius).image
+        quick = decode.enlarged_sharp(crop, np.zeros(2, np.float32), size, amount, radius).image
         large = cv2.resize(crop, size, interpolation=cv2.INTER_CUBIC)
         slow = decode.sharpened(large, amount, radius)
         apart = np.abs(quick.astype(int) - slow)

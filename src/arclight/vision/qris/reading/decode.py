@@ -176,7 +176,7 @@ def enlarged_crop(grey: Grey, box: Box, margin: float, size: Callable[[int, int]
     return _enlarged(crop, origin, size(crop.shape[1], crop.shape[0]))
 
 
-def _enlarged_sharp(crop: Grey, origin: Floats, size: tuple[int, int], amount: float, radius: float) -> View:
+def enlarged_sharp(crop: Grey, origin: Floats, size: tuple[int, int], amount: float, radius: float) -> View:
     """Resize ``crop`` and sharpen it by an unsharp mask of ``radius`` pixels of the result.
 
     What is blurred is the crop, which has far fewer pixels: the mask of `sharpened` within rounding, at a fraction of its time.
@@ -215,17 +215,17 @@ def views_of(grey: Grey, box: Box) -> Iterator[View]:
 
     stretched = np.asarray(cv2.normalize(crop, None, 0, 255, cv2.NORM_MINMAX), np.uint8)
     yield (double := _enlarged(crop, origin, times(2)))
-    yield _enlarged_sharp(crop, origin, times(2), 1.5, 2)
+    yield enlarged_sharp(crop, origin, times(2), 1.5, 2)
     yield _enlarged(crop, origin, square(200))
-    yield _enlarged_sharp(crop, origin, square(400), 2.5, 8)
-    yield _enlarged_sharp(tight, tight_origin, square(300), 1.5, 6)
-    yield _enlarged_sharp(crop, origin, times(3), 1.5, 3)
+    yield enlarged_sharp(crop, origin, square(400), 2.5, 8)
+    yield enlarged_sharp(tight, tight_origin, square(300), 1.5, 6)
+    yield enlarged_sharp(crop, origin, times(3), 1.5, 3)
     yield View(cv2.createCLAHE(3, (4, 4)).apply(double.image), double.origin, double.scale)
-    yield _enlarged_sharp(crop, origin, square(200), 1.5, 4)
-    yield _enlarged_sharp(crop, origin, times(4), 1.5, 4)
+    yield enlarged_sharp(crop, origin, square(200), 1.5, 4)
+    yield enlarged_sharp(crop, origin, times(4), 1.5, 4)
     yield _enlarged(cv2.GaussianBlur(stretched, (0, 0), 1.5), origin, (width, height))
     yield _enlarged(cv2.GaussianBlur(crop, (0, 0), 1.2), origin, (width, height))
-    yield _enlarged_sharp(crop, origin, times(6), 1.5, 6)
+    yield enlarged_sharp(crop, origin, times(6), 1.5, 6)
 
 
 STRAIGHT_SIDE = 200
@@ -273,13 +273,18 @@ class GridReading:
     """Best correlation of a grid, 0 if there was none; None if none was looked for."""
 
 
+def is_large_enough(box: Box) -> bool:
+    """Return True if a grid is searched for in a box of this size."""
+    return (box[2] - box[0]) * (box[3] - box[1]) >= MIN_GRID_SIDE**2
+
+
 def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS), *, thorough: bool = True) -> GridReading:
     """Read the code in ``box`` module by module, under grids laid over at most ``tries`` views.
 
     No view is tried of a box that is too small, and no further ones where not even a likely grid was found, or what was found is
     too doubtful. ``thorough`` as in `find_grids`.
     """
-    if (box[2] - box[0]) * (box[3] - box[1]) < MIN_GRID_SIDE**2:
+    if not is_large_enough(box):
         return GridReading([], 0, None)
     count, best = 0, 0.0
     for view, slopes, near in laid_grids(grey, box, tries, thorough=thorough):
@@ -496,7 +501,13 @@ PATIENT = (
 USUAL, STIFF, FREE = Stiffness(lean=2, bow=3), Stiffness(lean=20, bow=20), Stiffness(bow=3)
 """How grids may lean and bow: what most codes do; what small flat ones do; any perspective."""
 MAX_DOUBT, MAX_DOUBT_OF_USUAL = 0.7, 0.4
-"""Most doubt at which stiff grids and another view are tried; and free ones. Of codes that these read, none had more."""
+"""Most doubt at which stiff grids and another view are tried; and free ones and simpler guesses. Of codes that these read, none had more."""
+HOPELESS_EXCESS = 200.0
+"""Bits by which correction under a plain grid misses beyond which it is no code, however sure its modules are: no other grid is tried. Of
+codes that another grid read, the first missed by 107 at most, or by 184 under a grid that was not plain."""
+NEAR_EXCESS, MAX_DOUBT_OF_NEAR = 40.0, 0.45
+"""Bits by which correction of a doubtful symbol misses beyond which no other grid is tried, and the doubt from which on: where flips are as
+cheap as that, codes that another grid read missed by 33 at most."""
 MIN_FINISHED_SCORE = 0.5
 """Least correlation of a finished grid whose modules are decoded: codes that were read had 0.62 and more, of grids in boxes without a code
 nine in ten have less than this."""
@@ -522,7 +533,8 @@ def finish_grids(slopes: Slopes, near: Sequence[Grid], stiffness: Stiffness = US
 def decode_grids(slopes: Slopes, near: Sequence[Grid]) -> tuple[DecodedCode | None, float]:
     """Decode the modules under ``near`` grids (best first); also return the least doubt.
 
-    Modules are equalized and corrected by how sure each is. If that fails by little, simpler guesses follow, then a plain reader.
+    It is infinite if what is seen can be no code. Modules are equalized and corrected by how sure each is. If that fails by little,
+    simpler guesses follow, then a plain reader.
     """
     least = np.inf
     for stiffness, most in ((USUAL, np.inf), (STIFF, MAX_DOUBT), (FREE, MAX_DOUBT_OF_USUAL)):
@@ -535,25 +547,31 @@ def decode_grids(slopes: Slopes, near: Sequence[Grid]) -> tuple[DecodedCode | No
             symbol = SoftSymbol.of(soft_modules(laid), grid.version)
             doubt = symbol.doubt()
             least = min(least, doubt)
-            if code := read_symbol(symbol, grid):
+            code, excess = read_symbol(symbol, grid)
+            if code:
                 return code, least
+            if grid.score >= PLAIN_SCORE and excess > HOPELESS_EXCESS:
+                return None, np.inf
+            if least > MAX_DOUBT_OF_NEAR and excess > NEAR_EXCESS:
+                return None, least
             if doubt > MAX_DOUBT:
                 continue  # as likely a wrong grid
-            if stiffness != STIFF and (code := _read_patiently(laid)):
+            if stiffness != STIFF and doubt <= MAX_DOUBT_OF_USUAL and (code := _read_patiently(laid)):
                 return code, least
             break
     return None, least
 
 
-def read_symbol(symbol: SoftSymbol, grid: Grid) -> DecodedCode | None:
+def read_symbol(symbol: SoftSymbol, grid: Grid) -> tuple[DecodedCode | None, float]:
     """Decode the modules of ``symbol``, soft-corrected if plain decoding fails.
 
-    They lie under ``grid``.
+    They lie under ``grid``. Also returns by how many bits correction misses.
     """
-    code = decode_modules(symbol.dark, grid.version)
-    if not code and (corrected := symbol.corrected()) is not None:
-        code = decode_modules(corrected, grid.version)
-    return DecodedCode(decoded_text(code), grid.corners) if code else None
+    code, excess = decode_modules(symbol.dark, grid.version), 0.0
+    if not code:
+        corrected, excess = symbol.corrected()
+        code = None if corrected is None else decode_modules(corrected, grid.version)
+    return (DecodedCode(decoded_text(code), grid.corners) if code else None), excess
 
 
 def _read_patiently(laid: LaidGrid) -> DecodedCode | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,18 +22,18 @@ from arclight.vision.qris.reading.decode import (
     MAX_UPSCALED_SIDE,
     DecodedCode,
     Grey,
+    enlarged_sharp,
+    is_large_enough,
     read_grid,
     read_near,
     read_view,
     read_zxing,
-    sharpened,
     to_grey,
     views_of,
     widened,
 )
 from arclight.vision.qris.reading.finder_patterns import Floats
-from arclight.vision.qris.reading.grid import Box, clockwise, cv2
-from arclight.vision.qris.reading.grid_search import PLAIN_SCORE
+from arclight.vision.qris.reading.grid import Box, clockwise
 from arclight.vision.rotated import refusal_of_quadrilateral
 
 if TYPE_CHECKING:
@@ -49,10 +49,13 @@ MAX_CORNERED = 4
 """Boxes per photo that are read by their corners, the surest first: one costs up to half of a module grid that is searched for."""
 MAX_VIEW_PIXELS = 20_000_000
 """Pixels of enlarged views per photo, all boxes together: real photos need 14 million at most, ones of huge boxes would never end."""
-MIN_HINTING_SCORE = 0.3
-"""Least correlation of a grid at which the search of a wider box is thorough: where that was read, it was 0.34 and more."""
 WIDER = 0.08
 """Share of a box added on every side in the second round: a box that cuts off a finder pattern hides the grid."""
+MIN_WIDENED_SCORE, MAX_WIDENED_SCORE = 0.2, 0.7
+"""Correlations of a box's best grid from which on, and below which, the wider box is searched: with less there is no code, and more is as
+right as a grid gets. Where the wider box was read, it was 0.24 to 0.64."""
+MIN_HINTING_SCORE = 0.3
+"""Least correlation of a grid at which the search of a wider box is thorough: where that was read, it was 0.34 and more."""
 
 
 DetectFn = Callable[[Image], "Detections"]
@@ -177,13 +180,13 @@ def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], 
     Boxes are widened if that may show more.
     """
     tries = MAX_GRID_TRIES
-    left = [box for box in boxes if not _is_read(box, found)]
+    left = [box for box in boxes if not _is_read(box, found) and is_large_enough(widened(box.xyxy, WIDER))]
     for box in left[MAX_GRID_BOXES:]:
         box.left_untried = True
     for margin, views in ((0.0, len(GRID_VIEWS)), (WIDER, 1)):
         for box in left[:MAX_GRID_BOXES]:
             known = box.grid_score
-            if _is_read(box, found) or (known is not None and known >= PLAIN_SCORE):
+            if _is_read(box, found) or not (known is None or MIN_WIDENED_SCORE <= known < MAX_WIDENED_SCORE):
                 continue
             stopped = stop()
             if stopped or not tries:
@@ -288,8 +291,8 @@ def _read_enlarged(grey: Grey) -> list[DecodedCode]:
     """Read the whole picture at twice its size, sharpened; nothing if that would be too large."""
     if 2 * max(grey.shape) > MAX_UPSCALED_SIDE:
         return []
-    double = cv2.resize(grey, None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC)
-    return [replace(read, corners=read.corners * np.float32(0.5)) for read in read_zxing(sharpened(double, 1.5, 2))]
+    size = (2 * grey.shape[1], 2 * grey.shape[0])
+    return read_view(enlarged_sharp(grey, np.zeros(2, np.float32), size, 1.5, 2))
 
 
 def code_of(read: DecodedCode | None, box: DetectorBox | None) -> Code:

@@ -323,7 +323,7 @@ class VideoScanner:
 def _read_soft(soft: Floats, grid: Grid) -> DecodedCode | None:
     """Decode soft modules (n, n) under a grid, unless there is too much doubt about them."""
     symbol = SoftSymbol.of(soft, grid.version)
-    return read_symbol(symbol, grid) if symbol.doubt() <= MAX_DOUBT else None
+    return read_symbol(symbol, grid)[0] if symbol.doubt() <= MAX_DOUBT else None
 
 
 def scan_video(frames: Iterable[Image], detector: DetectFn | None = None) -> list[CodeTrack]:
