@@ -194,7 +194,7 @@ def sharpened(image: Grey, amount: float, radius: float) -> Grey:
 
 
 def views_of(grey: Grey, box: Box) -> Iterator[View]:
-    """Yield enlarged, squared, sharpened and smoothed views of a box, the most useful first.
+    """Yield enlarged, squared and sharpened views of a box, the most useful first.
 
     Squaring undoes the foreshortening of a tilted code along the axes, which costs finders more than anything else.
     """
@@ -213,7 +213,6 @@ def views_of(grey: Grey, box: Box) -> Iterator[View]:
         pixels = round(min(max(side, 1.25 * longest), MAX_UPSCALED_SIDE))
         return pixels, pixels
 
-    stretched = np.asarray(cv2.normalize(crop, None, 0, 255, cv2.NORM_MINMAX), np.uint8)
     yield (double := _enlarged(crop, origin, times(2)))
     yield enlarged_sharp(crop, origin, times(2), 1.5, 2)
     yield _enlarged(crop, origin, square(200))
@@ -223,8 +222,6 @@ def views_of(grey: Grey, box: Box) -> Iterator[View]:
     yield View(cv2.createCLAHE(3, (4, 4)).apply(double.image), double.origin, double.scale)
     yield enlarged_sharp(crop, origin, square(200), 1.5, 4)
     yield enlarged_sharp(crop, origin, times(4), 1.5, 4)
-    yield _enlarged(cv2.GaussianBlur(stretched, (0, 0), 1.5), origin, (width, height))
-    yield _enlarged(cv2.GaussianBlur(crop, (0, 0), 1.2), origin, (width, height))
     yield enlarged_sharp(crop, origin, times(6), 1.5, 6)
 
 

@@ -86,7 +86,9 @@ class _Search:
 
     def refined(self, rough: Sequence[Grid]) -> list[Grid]:
         """Refine ``rough`` grids on the blurred picture, then the best on the sharp one; best first."""
-        near = right_versions(self.soft.picture, climb(self.soft, rough, rounds=ROUNDS), self.largest)
+        best = max((grid.score for grid in rough), default=0.0)
+        likely = [grid for grid in rough if grid.score >= best - OUTDONE]
+        near = right_versions(self.soft.picture, climb(self.soft, likely, rounds=ROUNDS), self.largest)
         return refined_grids(self.sharp, rivals(sorted(near, key=worst_last))[:RIVALS], self.largest)
 
     def rough(self, proposed: Iterable[tuple[int, Floats]]) -> list[Grid]:
