@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -125,6 +126,8 @@ class TrainerBehavior:
     """Ending of checkpoint names; empty for folders."""
     run_folders: bool = True
     """Files go to ``runs/<name>/<n>/`` with a report; else where loggers and callbacks put them."""
+    default_logger: Callable[[str], Any] | None = None
+    """Makes the logger of a run that was given none, from ``default_root_dir``; None for a CSV file in the run folder."""
     version: tuple[str, str] = ("arclight_version", "0.1.0")
     """The entry of a checkpoint that names what wrote it."""
     evaluate_best: bool = False

@@ -150,7 +150,7 @@ class Trainer:
         root = default_root_dir or ("runs" if self.behavior.run_folders else Path.cwd())
         self.paths = RunPaths(
             self.strategy, root=local_root(root), name=run_name, folder=run_folder, logger=logger,
-            run_folders=self.behavior.run_folders, dry=bool(self.fast_dev_run),
+            run_folders=self.behavior.run_folders, default_logger=self.behavior.default_logger, dry=bool(self.fast_dev_run),
         )  # fmt: skip
         self.run_state = RunState()
         self.data, self.checkpoints = DataConnector(self), CheckpointConnector(self)

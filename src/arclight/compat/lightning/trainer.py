@@ -13,14 +13,18 @@ import inspect
 import os
 from dataclasses import dataclass
 from functools import wraps
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from arclight.compat.lightning.names import __version__
+from arclight.fabric.environments import SLURMEnvironment
 from arclight.trainer import Trainer as _Trainer
+from arclight.trainer.loggers import CSVLogger, TensorBoardLogger
 from arclight.trainer.loop.progress import TrainerFn
 from arclight.trainer.settings import TrainerBehavior
 
 if TYPE_CHECKING:
+    from arclight.trainer.loggers import Logger
     from arclight.trainer.loop.predictions import Predictions
 
 
@@ -197,6 +201,16 @@ class FitLoop:
         self.trainer.progress.load_state_dict(state["progress"])
 
 
+def _versioned_logger(folder: str) -> Logger:
+    """Return Lightning's default logger, of ``folder/lightning_logs/version_<n>``.
+
+    A TensorBoard logger if that is installed, else a CSV logger; n is a SLURM job's number.
+    """
+    if find_spec("tensorboard") is None:
+        return CSVLogger(folder)
+    return TensorBoardLogger(folder, version=SLURMEnvironment.job_id())
+
+
 LIGHTNING = TrainerBehavior(
     zero_grad_first=True,
     closures=True,
@@ -207,6 +221,7 @@ LIGHTNING = TrainerBehavior(
     sanity_val_steps=2,
     checkpoint_suffix=".ckpt",
     run_folders=False,
+    default_logger=_versioned_logger,
     version=("pytorch-lightning_version", __version__),
     evaluate_best=True,
     exit_on_interrupt=True,

@@ -7,7 +7,7 @@ are found and resumed by them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +27,15 @@ class RunPaths:
     because only a collective can.
 
     ``logger``: the Trainer's argument; ``run_folders``: files go to ``<root>/<name>/<n>/``, else to where loggers and callbacks put
-    them; ``dry``: a ``fast_dev_run``, whose loggers write nothing.
+    them; ``default_logger``: makes a logger where none was given, from ``root``; ``dry``: a ``fast_dev_run``, whose loggers write nothing.
     """
 
     def __init__(
-        self, strategy: Strategy, *, root: str, name: str | None, folder: RunFolder | None, logger: Any, run_folders: bool, dry: bool
+        self, strategy: Strategy, *, root: str, name: str | None, folder: RunFolder | None, logger: Any, run_folders: bool,
+        default_logger: Callable[[str], Any] | None, dry: bool
     ) -> None:  # fmt: skip
         self.strategy, self.root, self.name, self.run_folders = strategy, root, name, run_folders
-        self._dry, self._logger_choice = dry, logger
+        self._dry, self._logger_choice, self._default_logger = dry, logger, default_logger
         self.opened: RunFolder | None = folder
         """The run folder, if it was given, made or resumed."""
         self._loggers: list[Any] | None = None
@@ -152,7 +153,7 @@ class RunPaths:
             return [DummyLogger()] if given and self._dry else given
         if self._dry:
             return [DummyLogger()]
-        return [CSVLogger() if self.run_folders else _versioned_logger(self.root)]
+        return [CSVLogger() if self._default_logger is None else self._default_logger(self.root)]
 
     @property
     def log_dir(self) -> str | None:
@@ -200,19 +201,3 @@ def _listed(choice: Any) -> list[Any]:
     if choice is None or isinstance(choice, bool):
         return []
     return list(choice) if isinstance(choice, Iterable) else [choice]
-
-
-def _versioned_logger(folder: str | Path) -> Any:
-    """Return the default logger of ``folder/lightning_logs/version_<n>``.
-
-    A TensorBoard logger if that is installed, else a CSV logger; n is a SLURM job's number.
-    """
-    from importlib.util import find_spec
-
-    from arclight.fabric.environments import SLURMEnvironment
-    from arclight.trainer.loggers.csv_logger import CSVLogger
-    from arclight.trainer.loggers.tensorboard_logger import TensorBoardLogger
-
-    if find_spec("tensorboard") is None:
-        return CSVLogger(folder)
-    return TensorBoardLogger(folder, version=SLURMEnvironment.job_id())
