@@ -13,6 +13,7 @@ import pytest
 from tests import warm
 
 import arclight as al
+from arclight.trainer.callbacks import ModelSummary, ProgressBar, RichModelSummary
 
 SCRIPT = """
 import arclight as al
@@ -67,6 +68,25 @@ def test_two_states_cannot_share_a_name(make_trainer: Any, fit: Any, scripted: A
 
     with pytest.raises(RuntimeError, match="state_key 'Keeps-a'"):
         fit(Brings(), max_epochs=1)
+
+
+def test_callbacks_that_may_end_a_run_come_after_those_that_save() -> None:
+    class Ends(al.Callback):
+        runs_last = runs_after_checkpoints = True
+
+    given = [Ends(), al.ModelCheckpoint(), al.Callback()]
+    trainer = al.Trainer(callbacks=given, accelerator="cpu", enable_progress_bar=False)
+    assert [type(callback).__name__ for callback in trainer.callbacks] == ["Callback", "ModelCheckpoint", "Ends"]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_default_summary_is_plain_beside_a_plain_progress_bar(plain: bool) -> None:
+    class Bar(ProgressBar):
+        plain_text = plain
+
+    trainer = al.Trainer(callbacks=Bar(), accelerator="cpu", enable_checkpointing=False)
+    assert isinstance(trainer.callbacks[-1], ModelSummary)
+    assert isinstance(trainer.callbacks[-1], RichModelSummary) != plain
 
 
 def test_a_callback_that_a_resume_lacks_is_named(fit: Any, tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ class Callback:
 
     runs_last: bool = False
     """Whether the trainer calls this one after all others, because it judges or saves what they changed."""
+    runs_after_checkpoints: bool = False
+    """Whether it comes after callbacks that save, too, because it may end the run."""
     log: Callable[..., None]
     """:meth:`Module.log` while a trainer runs: its values belong to the callback's hook."""
     log_dict: Callable[..., None]

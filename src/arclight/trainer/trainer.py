@@ -173,7 +173,6 @@ class Trainer:
         from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
         from arclight.trainer.callbacks.monitoring.model_summary import ModelSummary, RichModelSummary
         from arclight.trainer.callbacks.progress.progress_bar import ProgressBar
-        from arclight.trainer.callbacks.progress.tqdm_progress import TQDMProgressBar
         from arclight.trainer.callbacks.timer import Timer
 
         chosen, settings = self.given, self.settings
@@ -195,8 +194,7 @@ class Trainer:
         summary = chosen["enable_model_summary"]
         summary = settings.enable_progress_bar if summary is None else summary
         if summary and not any(isinstance(c, ModelSummary) for c in callbacks):
-            plain = any(isinstance(c, TQDMProgressBar) for c in callbacks)
-            callbacks.append(ModelSummary() if plain else RichModelSummary())
+            callbacks.append(ModelSummary() if any(bar.plain_text for bar in bars) else RichModelSummary())
         callbacks += load_external_callbacks(self.behavior.callbacks_factory)
         check_state_keys(callbacks)
         return checkpoints_last(callbacks)

@@ -33,7 +33,7 @@ class Pause(Callback):
     ``steps`` in all processes.
     """
 
-    runs_last = True
+    runs_last = runs_after_checkpoints = True
 
     def __init__(self, steps: int | None = None) -> None:
         self.steps = steps

@@ -15,7 +15,6 @@ from torch import nn
 
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Callback, Checkpoint
-from arclight.trainer.callbacks.pause import Pause
 from arclight.trainer.module import Module
 from arclight.trainer.profilers.profiling import profile_callback, profile_module_hook
 
@@ -122,8 +121,8 @@ def check_state_keys(callbacks: Iterable[Callback]) -> None:
 
 
 def checkpoints_last(callbacks: Iterable[Callback]) -> list[Callback]:
-    """Order callbacks as given, but checkpoints after all others, and `Pause` last."""
-    return sorted(callbacks, key=lambda callback: (isinstance(callback, Pause), isinstance(callback, Checkpoint)))
+    """Order callbacks as given, then those that save, then those that may end the run."""
+    return sorted(callbacks, key=lambda c: (c.runs_after_checkpoints is True, isinstance(c, Checkpoint)))
 
 
 ITERATOR = "dataloader_iter"

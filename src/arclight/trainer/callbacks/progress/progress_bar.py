@@ -23,6 +23,9 @@ class ProgressBar(Callback):
     Prefer :meth:`~arclight.Callback.on_progress`, which comes at most ten times a second, to hooks of every batch.
     """
 
+    plain_text: bool = False
+    """Whether it writes plain text; the default model summary then does, too."""
+
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._current_eval_dataloader_idx: int | None = None

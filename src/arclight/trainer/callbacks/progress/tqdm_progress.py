@@ -52,6 +52,7 @@ class TQDMProgressBar(ProgressBar):
     To change a bar, override its ``init_..._tqdm`` and change what ``super()`` gives. Raises MissingExtraError without tqdm.
     """
 
+    plain_text = True
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
