@@ -27,8 +27,8 @@ from arclight.fabric.selection import agree_on_precision
 from arclight.trainer.callback import Callback, Checkpoint
 from arclight.trainer.checkpoint.resume import CheckpointSelector, ResumeSources
 from arclight.trainer.checkpoint.state import CheckpointConnector
+from arclight.trainer.data.connector import DataConnector
 from arclight.trainer.data.limits import ValidationSchedule, estimated_steps, log_interval
-from arclight.trainer.data.stage_data import DataConnector
 from arclight.trainer.diagnosis import diagnose
 from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO, CheckpointIO, FolderCheckpointIO, TorchCheckpointIO
 from arclight.trainer.fabric.strategies import select

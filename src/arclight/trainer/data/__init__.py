@@ -2,5 +2,6 @@
 
 In: the user's dataloaders and limits; out: batches on the device.
 
-Open ``stage_data`` first. ``checks`` validates loaders, ``limits`` counts batches and validations, ``batches`` moves them to the device.
+Open ``connector`` first: it fills a ``stage_data`` per stage and moves batches to the device. ``checks`` validates loaders, ``limits``
+counts batches and validations.
 """

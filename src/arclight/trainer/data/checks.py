@@ -1,6 +1,6 @@
 """Validate the loaders of a stage: raise on mistakes, warn of what costs time or surprises.
 
-`stage_data` calls `check_stage` once for each stage, on all ranks. Texts of warnings are Lightning's if it has them: users filter by
+`connector` calls `check_stage` once for each stage, on all ranks. Texts of warnings are Lightning's if it has them: users filter by
 them.
 """
 

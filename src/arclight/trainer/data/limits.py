@@ -1,6 +1,6 @@
 """Decide how many batches a stage runs, when a fit validates, and how long it lasts.
 
-`stage_data` limits loaders by this. `Trainer` builds the `ValidationSchedule`, which `FitLoop`, `EarlyStopping` and `ModelCheckpoint`
+`connector` limits loaders by this. `Trainer` builds the `ValidationSchedule`, which `FitLoop`, `EarlyStopping` and `ModelCheckpoint`
 ask (``trainer.validation_schedule``, ``trainer.next_validation``). Meanings of ``limit_*`` and ``val_check_interval`` are Lightning's.
 """
 

@@ -19,8 +19,7 @@ from arclight.data.combined import Count
 from arclight.fabric.errors import SIGTERMException
 from arclight.fabric.seeding import rng_state
 from arclight.trainer.callbacks.prediction_writer import BasePredictionWriter
-from arclight.trainer.data.batches import BatchIterator
-from arclight.trainer.data.stage_data import StageData
+from arclight.trainer.data.stage_data import BatchIterator, StageData
 from arclight.trainer.loop.hooks import (
     Hook,
     callback_hooks,

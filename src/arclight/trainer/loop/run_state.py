@@ -23,8 +23,7 @@ from arclight.trainer.loop.predictions import Predictions
 from arclight.trainer.loop.progress import Progress, RunningStage, TrainerState
 
 if TYPE_CHECKING:
-    from arclight.trainer.data.batches import BatchIterator
-    from arclight.trainer.data.stage_data import StageData
+    from arclight.trainer.data.stage_data import BatchIterator, StageData
     from arclight.trainer.loop.optimizers import LRSchedulerConfig, ManagedOptimizer
 
 

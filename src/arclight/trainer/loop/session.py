@@ -21,7 +21,8 @@ from arclight.trainer.callback import Callback
 from arclight.trainer.callbacks.timer import Timer
 from arclight.trainer.checkpoint.launch_results import collect_launch_results, restore_module, restore_state
 from arclight.trainer.checkpoint.loading import ReplacesLayers, load_weights
-from arclight.trainer.data.stage_data import StageData, resolve_dataloaders
+from arclight.trainer.data.connector import resolve_dataloaders
+from arclight.trainer.data.stage_data import StageData
 from arclight.trainer.hparams import clean_namespace, hyperparameters_to_log
 from arclight.trainer.loggers.logger import log_hyperparams_and_graph, open_experiments
 from arclight.trainer.loop.evaluation import EvaluationLoop

@@ -19,7 +19,7 @@ from arclight.trainer.module import Module
 from arclight.trainer.tuner.trial import Run, trials
 
 if TYPE_CHECKING:
-    from arclight.trainer.data.stage_data import DataConnector
+    from arclight.trainer.data.connector import DataConnector
     from arclight.trainer.trainer import Trainer
 
 
