@@ -12,7 +12,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -43,6 +43,7 @@ from arclight.trainer.loop.hooks import (
     checkpoints_last,
     logging_as,
     module_hooks,
+    overridden,
     within_a_step,
 )
 from arclight.trainer.loop.optimizers import LRSchedulerConfig, ManagedOptimizer
@@ -347,7 +348,17 @@ class Trainer:
     def optimizers(self, optimizers: list[Optimizer] | None) -> None:
         given = list(optimizers or [])
         run = self.run_state
-        run.use_optimizers(given, [ManagedOptimizer(optimizer, self.strategy, run) for optimizer in given])
+        run.use_optimizers(given, [ManagedOptimizer(optimizer, self.strategy, self._toggled) for optimizer in given])
+
+    @contextmanager
+    def _toggled(self, optimizer: ManagedOptimizer, sync_grad: bool) -> Iterator[None]:
+        """Require gradients of this optimizer's parameters only, all-reduced if ``sync_grad``."""
+        module = self.lightning_module
+        synced = (
+            nullcontext() if sync_grad else self.strategy.no_backward_sync(self.run_state.step_module or module, True)
+        )
+        with synced, module.toggled_optimizer(optimizer):
+            yield
 
     @property
     def managed_optimizers(self) -> list[ManagedOptimizer]:
@@ -380,7 +391,9 @@ class Trainer:
         self.run_state.last_loss = loss
         for hook in self.resolve("on_before_backward"):
             hook(loss)
-        gradients.manual_backward(self.lightning_module, loss, self.strategy, self.precision_plugin, *args, **kwargs)
+        module = self.lightning_module
+        own = module.backward if overridden(module, "backward", Module) else None
+        gradients.manual_backward(module, own, loss, self.strategy, self.precision_plugin, *args, **kwargs)
         for hook in self.resolve("on_after_backward"):
             hook()
 

@@ -6,7 +6,7 @@ is pickled here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,22 +14,17 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import nn
 
-from arclight.trainer.checkpoint.loading import ReplacesLayers
-from arclight.trainer.loop.hooks import overridden
-from arclight.trainer.module import Module
-
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
-    from arclight.trainer.callback import Callback
     from arclight.trainer.loop.run_state import RunState
     from arclight.trainer.run.folder import RunFolder
 
 
 def collect_launch_results(
-    module: Module,
+    module: nn.Module,
     strategy: Strategy,
     run: RunState,
-    callbacks: Iterable[Callback],
+    callback_states: Mapping[str, Any],
     folder: RunFolder | None,
     result: Any,
 ) -> dict[str, Any] | None:
@@ -51,7 +46,7 @@ def collect_launch_results(
         "progress": run.progress,
         "metrics": run.metrics.state(),
         "measured": run.measured,
-        "callbacks": {c.state_key: c.state_dict() for c in callbacks},
+        "callbacks": dict(callback_states),
         "folder": None if folder is None or not folder.path.is_dir() else str(folder.path),  # an empty one is gone
     }
 
@@ -62,28 +57,23 @@ def _as_bytes(tensors: dict[str, torch.Tensor]) -> bytes:
     )
 
 
-def restore_module(module: Module, callbacks: Iterable[Callback], outcome: dict[str, Any]) -> None:
-    """Load the weights and buffers that rank 0 of the spawned processes ended with."""
-    if overridden(module, "configure_model", Module):
-        module.configure_model()  # the new processes made layers that this one has not
-    for callback in callbacks:
-        if isinstance(callback, ReplacesLayers):
-            callback.replace_layers(module)
+def restore_module(module: nn.Module, outcome: dict[str, Any]) -> None:
+    """Load the weights and buffers that rank 0 of the spawned processes ended with.
+
+    ``module`` has all layers that it had there.
+    """
     _give_memory(module, load_bytes(outcome["buffers"]))
     module.load_state_dict({**load_bytes(outcome["weights"]), **outcome["extra"]})
 
 
-def restore_state(run: RunState, callbacks: Iterable[Callback], outcome: dict[str, Any]) -> None:
-    """Load the progress, metrics and callback state that rank 0 of the spawned processes had."""
+def restore_state(run: RunState, outcome: dict[str, Any]) -> None:
+    """Load the progress and metrics that rank 0 of the spawned processes had."""
     run.progress = outcome["progress"]
     run.metrics.load_state(outcome["metrics"])
     run.measured = outcome["measured"]
-    for callback in callbacks:
-        if callback.state_key in outcome["callbacks"]:
-            callback.load_state_dict(outcome["callbacks"][callback.state_key])
 
 
-def _give_memory(module: Module, buffers: dict[str, torch.Tensor]) -> None:
+def _give_memory(module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
     """Allocate meta tensors on the CPU: buffers with their values, others to be loaded."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):

@@ -15,12 +15,9 @@ from torch.optim import Optimizer
 
 from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor, local_tensors
 from arclight.trainer.loop.gradients import parameters_of
-from arclight.trainer.loop.hooks import overridden
-from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
-    from arclight.trainer.loop.run_state import RunState
 
 
 @dataclass
@@ -83,6 +80,8 @@ def _shard_like_parameter(parameter: torch.nn.Parameter, gradient: torch.Tensor)
     return from_local_tensor(gradient, parameter)
 
 
+BatchWeight = Callable[[Any], Any]
+"""Returns what the loss of a batch is a mean over (`Module.batch_weight`)."""
 EPS = 1e-20
 """In the place of a total of 0, whose gradients are 0."""
 
@@ -94,19 +93,20 @@ class GradientAccumulator:
     of means: each loss counts with its batch's weight, so a smaller last batch and a shorter last window come out right; batches
     of other ranks may differ in weight too, so several processes agree on a window's total, once for each.
 
-    ``length``: gives the batches of a window that begins now; ``ends_with_epoch``: tells if the end of this epoch closes its window
-    too; ``weigh_windows``: batches count by their samples.
+    ``batch_weight``: the module's own, if it has one; ``length``: gives the batches of a window that begins now; ``batch_size``: the samples
+    of the batch under way; ``ends``: tells if the batch of an index ends an epoch that closes its window; ``weigh_windows``: batches
+    count by their samples.
     """
 
     def __init__(
-        self, run: RunState, strategy: Strategy, module: Module, optimizer: Optimizer, *, length: Callable[[], int],
-        ends_with_epoch: Callable[[], bool], weigh_windows: bool,
+        self, window: AccumulationState, strategy: Strategy, optimizer: Optimizer, batch_weight: BatchWeight | None, *,
+        length: Callable[[], int], batch_size: Callable[[], int], ends: Callable[[int], bool], weigh_windows: bool,
     ) -> None:  # fmt: skip
-        self.run, self.strategy, self.optimizer, self.window = run, strategy, optimizer, run.window
-        self._length, self._ends_with_epoch = length, ends_with_epoch
-        several_batches = length() > 1 or run.window.count > 0
+        self.window, self.strategy, self.optimizer = window, strategy, optimizer
+        self._length, self._batch_size, self._ends = length, batch_size, ends
+        several_batches = length() > 1 or window.count > 0
         self.several = strategy.world_size > 1
-        self.counts = module.batch_weight if overridden(module, "batch_weight", Module) else None
+        self.counts = batch_weight
         self.weigh = (weigh_windows and several_batches) or self.counts is not None
         self.exchanged = self.several or self.counts is not None
         """Whether a window's total is only known at its end; losses then carry their weight as it is."""
@@ -116,16 +116,16 @@ class GradientAccumulator:
 
         Returns the factor of its loss, and True if it is the window's first, and its last.
         """
-        run, window = self.run, self.window
+        window = self.window
         if self.counts is not None:
             size = self.counts(batch)
         else:
-            size = run.logged.batch.size() if self.weigh else 1
+            size = self._batch_size() if self.weigh else 1
         first = window.count == 0
         if first:
             window.begin(self._length(), 1 if self.exchanged or not self.weigh else max(1, size))
         window.count += 1
-        last = window.count >= window.length or (index + 1 == run.num_training_batches and self._ends_with_epoch())
+        last = window.count >= window.length or self._ends(index)
         self.size = size
         return size / window.first_size / window.length, first, last
 
@@ -148,20 +148,24 @@ class GradientAccumulator:
 
 
 def weigh_across_ranks(
-    strategy: Strategy, module: Module, forward: Callable[[Any, int], Any], backward: Callable[[torch.Tensor], Any]
+    strategy: Strategy,
+    batch_weight: BatchWeight,
+    parameters: Iterable[torch.nn.Parameter],
+    forward: Callable[[Any, int], Any],
+    backward: Callable[[torch.Tensor], Any],
 ) -> tuple[Callable[[Any, int], Any], Callable[[torch.Tensor], Any]]:
     """Weight each rank's loss by its batch's count, for updates of one batch.
 
-    For modules with a ``batch_weight``.
+    ``parameters``: all of the module's, whose types decide that of the weights.
 
     The mean over the processes of an update of the gradients is that of the mean over all that their batches count.
     """
     share = torch.tensor(1.0)
-    dtype = _weight_dtype(module.parameters())
+    dtype = _weight_dtype(parameters)
 
     def step(batch: Any, index: int) -> Any:
         nonlocal share
-        weight = torch.as_tensor(module.batch_weight(batch), dtype=dtype, device=strategy.root_device)
+        weight = torch.as_tensor(batch_weight(batch), dtype=dtype, device=strategy.root_device)
         share = weight / strategy.all_reduce(weight, strategy.step_group).clamp(min=EPS)
         return forward(batch, index)
 

@@ -7,20 +7,16 @@ Lightning's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from arclight.fabric.batches import map_tensors
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.precision import Precision
 from arclight.fabric.strategies import Strategy
-from arclight.trainer.loop.hooks import overridden
-from arclight.trainer.module import Module
-
-if TYPE_CHECKING:
-    from arclight.trainer.loop.run_state import RunState
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -61,14 +57,20 @@ def clip_settings(
 
 
 def manual_backward(
-    module: Module, loss: torch.Tensor, strategy: Strategy, precision: Precision, *args: Any, **kwargs: Any
+    module: nn.Module,
+    own: Callable[..., Any] | None,
+    loss: torch.Tensor,
+    strategy: Strategy,
+    precision: Precision,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Run the backward pass of a manual step and average its gradients over ranks.
 
-    A module's own ``backward`` is used, and the loss scaled if precision asks for it.
+    ``own``: the module's ``backward``, if it overrides that; it gets a loss that is scaled if precision asks for it.
     """
-    if overridden(module, "backward", Module):
-        module.backward(precision.scaler.scale(loss) if precision.scaler is not None else loss, *args, **kwargs)
+    if own is not None:
+        own(precision.scaler.scale(loss) if precision.scaler is not None else loss, *args, **kwargs)
     else:
         strategy.backward(loss, module, *args, **kwargs)
     strategy.average_gradients(module)
@@ -85,16 +87,6 @@ def _detached(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     return map_tensors(value, torch.Tensor.detach) if isinstance(value, (dict, list, tuple)) else value
-
-
-def warn_none_loss(run: RunState, warn: Callable[[str], None]) -> None:
-    """Warn once in a fit that ``training_step`` gave no loss."""
-    if not run.warned_of_no_loss:
-        run.warned_of_no_loss = True
-        warn(
-            "`training_step` returned `None`. If this was on purpose, ignore this warning: the batch trains nothing. Otherwise "
-            "return the loss"
-        )
 
 
 def loss_of(output: Any) -> torch.Tensor | None:

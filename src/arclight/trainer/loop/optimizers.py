@@ -10,20 +10,17 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from arclight.fabric.errors import MisconfigurationError
-from arclight.trainer.loop.hooks import overridden
-from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
-    from arclight.trainer.loop.run_state import RunState
 
 
 @dataclass
@@ -43,29 +40,32 @@ _FIELDS = tuple(LRSchedulerConfig.__dataclass_fields__)
 _ONLY_AUTOMATIC = ("reduce_on_plateau", "monitor", "strict")
 
 
-def configured(module: Module, given: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Parse and check the optimizers and schedulers of ``module``.
+def configured(
+    given: Any, training_step: Callable[..., Any], *, automatic: bool, steps_schedulers: bool
+) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """Parse and check what ``configure_optimizers`` returned.
 
+    ``automatic``: the trainer runs the optimizer, not ``training_step``; ``steps_schedulers``: the module steps schedulers itself.
     Warns for None and for unknown keys. Raises MisconfigurationError for what cannot be used.
     """
     if given is None:
         warnings.warn(
             "`configure_optimizers` returned `None`: this fit will run with no optimizer, only forward", stacklevel=2
         )
-    if "optimizer_idx" in inspect.signature(module.training_step).parameters:
+    if "optimizer_idx" in inspect.signature(training_step).parameters:
         raise MultipleOptimizersError(
             "Training with multiple optimizers is only supported with manual optimization. Remove the `optimizer_idx` argument from `training_step`, "
             "set self.automatic_optimization = False and take them from self.optimizers()"
         )
-    optimizers, schedulers = parse_optimizers(given, manual=not module.automatic_optimization)
-    if module.automatic_optimization and len(optimizers) > 1:
+    optimizers, schedulers = parse_optimizers(given, manual=not automatic)
+    if automatic and len(optimizers) > 1:
         raise MultipleOptimizersError(
             f"configure_optimizers returned {len(optimizers)} optimizers. Training with multiple optimizers is only supported with "
             "manual optimization: set self.automatic_optimization = False and run them in training_step, "
             "`opt1, opt2 = self.optimizers()`"
         )
     for config in schedulers:
-        _check_scheduler(module, config, optimizers)
+        _check_scheduler(config, optimizers, any_step=steps_schedulers or not automatic)
     return optimizers, schedulers
 
 
@@ -155,7 +155,7 @@ def _warn_of_unknown(given: Mapping[str, Any], known: tuple[str, ...], where: st
         )
 
 
-def _check_scheduler(module: Module, config: LRSchedulerConfig, optimizers: list[Optimizer]) -> None:
+def _check_scheduler(config: LRSchedulerConfig, optimizers: list[Optimizer], any_step: bool) -> None:
     scheduler, name = config.scheduler, type(config.scheduler).__name__
     owner = getattr(scheduler, "optimizer", None)
     if owner is not None and not any(owner is optimizer for optimizer in optimizers):
@@ -168,16 +168,11 @@ def _check_scheduler(module: Module, config: LRSchedulerConfig, optimizers: list
             f"The provided lr scheduler `{name}` is invalid. It should have `state_dict` and `load_state_dict` methods "
             "defined, or a checkpoint could not hold it"
         )
-    follows = isinstance(scheduler, (LRScheduler, ReduceLROnPlateau))
-    if not follows and module.automatic_optimization and not _steps_it(module):
+    if not any_step and not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
         raise MisconfigurationError(
             f"The provided lr scheduler `{name}` doesn't follow PyTorch's LRScheduler API. You should override the "
             "`lr_scheduler_step(scheduler, metric)` hook of the module to step it"
         )
-
-
-def _steps_it(module: Module) -> bool:
-    return overridden(module, "lr_scheduler_step", Module)
 
 
 class ManagedOptimizer:
@@ -186,11 +181,20 @@ class ManagedOptimizer:
     Everything but :meth:`step` is the optimizer's own.
     """
 
-    def __init__(self, optimizer: Optimizer, strategy: Strategy | None = None, run: RunState | None = None) -> None:
-        """strategy, run: of the trainer that uses it; None outside of one."""
-        self._optimizer, self._strategy, self._run = optimizer, strategy, run
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        strategy: Strategy | None = None,
+        toggled: Callable[[ManagedOptimizer, bool], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        """Wrap ``optimizer``.
+
+        ``strategy`` and ``toggled``, which is what `toggle_model` does: of the trainer that uses it; None outside of one.
+        """
+        self._optimizer, self._strategy, self._toggled = optimizer, strategy, toggled
         self.actions: tuple[Callable[[], Any], ...] = ()
         self.count: Callable[[], Any] = _nothing
+        self._automatic = False
         self._unscaled = False
         # A class of its own below both, for code that asks what kind of optimizer it has.
         self.__class__ = type("Lightning" + type(optimizer).__name__, (type(self), type(optimizer)), {})
@@ -199,15 +203,12 @@ class ManagedOptimizer:
     def optimizer(self) -> Optimizer:
         return self._optimizer
 
-    @property
-    def _module(self) -> Module:
-        """The module whose optimizer it is."""
-        assert self._strategy is not None
-        return cast("Module", self._strategy.lightning_module)
+    def manage(self, actions: tuple[Callable[[], Any], ...], count: Callable[[], Any], *, automatic: bool) -> None:
+        """Run ``actions`` between backward and update, and ``count`` after each update.
 
-    def manage(self, actions: tuple[Callable[[], Any], ...], count: Callable[[], Any]) -> None:
-        """Run ``actions`` between backward and update, and ``count`` after each update."""
-        self.actions, self.count = actions, count
+        ``automatic``: the trainer runs it, and a closure that returns None has skipped its batch.
+        """
+        self.actions, self.count, self._automatic = actions, count, automatic
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the parameters once, with hooks and clipping before the update.
@@ -237,7 +238,7 @@ class ManagedOptimizer:
 
     def _scaled(self, precision: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         result = closure() if closure is not None else None
-        if result is None and self._strategy is not None and self._module.automatic_optimization:
+        if result is None and self._automatic:
             return None  # nothing was scaled: the batch was skipped
         self.unscale()
         for action in self.actions:
@@ -274,22 +275,16 @@ class ManagedOptimizer:
         sync_grad: False to leave out the all-reduce of gradients in the block, as while they accumulate.
         Raises RuntimeError outside of a Trainer.
         """
-        if self._strategy is None or self._run is None:
+        if self._toggled is None:
             raise RuntimeError("this optimizer is not in use by a Trainer")
-        module = self._module
-        synced = self._strategy.no_backward_sync(self._run.step_module or module, not sync_grad)
-        with synced if not sync_grad else nullcontext():
-            module.toggle_optimizer(self)
-            try:
-                yield
-            finally:
-                module.untoggle_optimizer(self)
+        with self._toggled(self, sync_grad):
+            yield
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ManagedOptimizer, (self._optimizer,)  # copies and pickles are no longer a Trainer's
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_optimizer", "_strategy", "_run"):
+        if name in ("_optimizer", "_strategy", "_toggled"):
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 

@@ -15,8 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.optim.schedules import FactorSchedule
-from arclight.trainer.loop.hooks import logging_as, overridden
-from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
     from arclight.trainer.loop.optimizers import LRSchedulerConfig
@@ -26,27 +24,29 @@ if TYPE_CHECKING:
 class SchedulerSteps:
     """Functions that step a run's learning-rate schedulers; none in manual optimization.
 
-    ``watch``: wraps each for the profiler; ``count_batches``: a scheduler's ``frequency`` at step interval counts the batches of its
-    epoch, not the updates of the fit.
+    ``step``: the module's ``lr_scheduler_step``, and ``own``: True if it overrides that; ``watch``: wraps each function for the profiler;
+    ``count_batches``: a scheduler's ``frequency`` at step interval counts the batches of its epoch, not the updates of the fit.
     """
 
     def __init__(
         self,
         run: RunState,
-        module: Module,
+        step: Callable[[Any, Any], Any],
         watch: Callable[[Callable[[], Any]], Callable[[], Any]],
         *,
+        own: bool,
+        automatic: bool,
         count_batches: bool,
     ) -> None:
-        self.run, self.module = run, module
-        self._watch, self._count_batches = watch, count_batches
+        self.run, self._step, self._watch = run, step, watch
+        self._own, self._automatic, self._count_batches = own, automatic, count_batches
 
     def of(self, interval: str, *, plateau: bool) -> list[Callable[[], Any]]:
         """Return one function per scheduler of this interval.
 
         With ``plateau`` those of schedulers that watch a value, else those of the others.
         """
-        if not self.module.automatic_optimization:
+        if not self._automatic:
             return []  # training_step steps them
         return [
             self._watch(self._stepper(config))
@@ -77,11 +77,9 @@ class SchedulerSteps:
         return run
 
     def _stepper(self, config: LRSchedulerConfig) -> Callable[[], Any]:
-        module, run = self.module, self.run
-        own = overridden(module, "lr_scheduler_step", Module)
-        if not own and not config.reduce_on_plateau and config.frequency == 1:
+        run, call = self.run, self._step
+        if not self._own and not config.reduce_on_plateau and config.frequency == 1:
             return config.scheduler.step  # type: ignore[no-any-return]
-        call = logging_as(module, "lr_scheduler_step", module.lr_scheduler_step) if own else module.lr_scheduler_step
 
         def step() -> None:
             if config.interval == "epoch":

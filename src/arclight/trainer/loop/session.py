@@ -6,7 +6,7 @@ prediction, and tears down also after an error. The order of setup hooks is Ligh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -67,17 +67,24 @@ class Session:
         module = next((a for a in arguments if isinstance(a, Module)), trainer.attached_module)
         outcome = launcher.launch(self._in_new_process, entry_point, *arguments)
         if module is not None:
-            restore_module(module, trainer.callbacks, outcome)
+            if overridden(module, "configure_model", Module):
+                module.configure_model()  # the new processes made layers that this one has not
+            _replace_layers(module, trainer.callbacks)
+            restore_module(module, outcome)
             trainer.attach(module)
-        restore_state(self._run, trainer.callbacks, outcome)
+        restore_state(self._run, outcome)
+        for callback in trainer.callbacks:
+            if callback.state_key in outcome["callbacks"]:
+                callback.load_state_dict(outcome["callbacks"][callback.state_key])
         if outcome["folder"] is not None:
             trainer.paths.open_run_folder(outcome["folder"])
         return outcome["result"]
 
     def _in_new_process(self, entry_point: Callable[..., Any], *arguments: Any) -> dict[str, Any] | None:
         trainer, result = self._trainer, self._run_and_teardown(entry_point, *arguments)
+        states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
         return collect_launch_results(
-            trainer.lightning_module, trainer.strategy, self._run, trainer.callbacks, trainer.paths.opened, result
+            trainer.lightning_module, trainer.strategy, self._run, states, trainer.paths.opened, result
         )
 
     def _run_and_teardown(self, entry_point: Callable[..., Any], *arguments: Any) -> Any:
@@ -181,9 +188,7 @@ class Session:
         if overridden(module, "configure_model", Module):
             with trainer.strategy.module_init_context():
                 module.configure_model()
-            for callback in trainer.callbacks:
-                if isinstance(callback, ReplacesLayers):
-                    callback.replace_layers(module)
+            _replace_layers(module, trainer.callbacks)
         trainer.data.attach(module, name, **loaders)
         return module
 
@@ -279,7 +284,13 @@ class Session:
         self._place(module, "train")  # before the weights come: some are nowhere yet, some will be shares
         if saved is not None:
             trainer.checkpoints.restore_model(saved)
-        trainer.use_optimizers(*configured(module, _configured_by(module)))
+        optimization = configured(
+            _configured_by(module),
+            module.training_step,
+            automatic=module.automatic_optimization,
+            steps_schedulers=overridden(module, "lr_scheduler_step", Module),
+        )
+        trainer.use_optimizers(*optimization)
         for optimizer in run.optimizers:
             strategy.setup_optimizer(optimizer)
         trainer.call("on_fit_start")
@@ -446,6 +457,13 @@ def _restore_tensors(copied: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Write the copies of `_copied_tensors` back."""
     for tensor, copy in copied:
         tensor.copy_(copy)
+
+
+def _replace_layers(module: Module, callbacks: Iterable[Callback]) -> None:
+    """Replace layers as callbacks say, before weights are loaded into them."""
+    for callback in callbacks:
+        if isinstance(callback, ReplacesLayers):
+            callback.replace_layers(module)
 
 
 @contextmanager

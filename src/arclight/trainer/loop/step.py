@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.callback import BuildsStep
 from arclight.trainer.loop.accumulation import GradientAccumulator, weigh_across_ranks
-from arclight.trainer.loop.gradients import clip, loss_of, parameters_of, warn_none_loss
+from arclight.trainer.loop.gradients import clip, loss_of, parameters_of
 from arclight.trainer.loop.hooks import Hook, logging_as, module_hooks, overridden
 from arclight.trainer.loop.optimizers import ManagedOptimizer
 from arclight.trainer.loop.progress import Progress
@@ -80,10 +80,14 @@ class StepBuilder:
     def __init__(self, trainer: Trainer, module: Module) -> None:
         self.trainer, self.module, self.run = trainer, module, trainer.run_state
         self.strategy, self.precision, self.behavior = trainer.strategy, trainer.precision_plugin, trainer.behavior
+        self.batch_weight = module.batch_weight if overridden(module, "batch_weight", Module) else None
+        own, step = overridden(module, "lr_scheduler_step", Module), module.lr_scheduler_step
         self.schedules = SchedulerSteps(
             self.run,
-            module,
+            logging_as(module, "lr_scheduler_step", step) if own else step,
             partial(profile_module_hook, trainer.profiler, module, "lr_scheduler_step"),
+            own=own,
+            automatic=module.automatic_optimization,
             count_batches=self.behavior.frequency_counts_batches,
         )
 
@@ -115,8 +119,10 @@ class StepBuilder:
         parts = self.parts(optimizer)
         if trainer.accumulate_grad_batches > 1 or self.run.window.count:
             return self._accumulating(forward, optimizer, parts)
-        if self.strategy.world_size > 1 and overridden(module, "batch_weight", Module):
-            forward, backward = weigh_across_ranks(self.strategy, module, forward, parts.backward)
+        if self.strategy.world_size > 1 and self.batch_weight is not None:
+            forward, backward = weigh_across_ranks(
+                self.strategy, self.batch_weight, module.parameters(), forward, parts.backward
+            )
             parts = replace(parts, backward=backward)
         return self._plain(forward, parts)
 
@@ -177,18 +183,33 @@ class StepBuilder:
 
     def _accumulator(self, optimizer: Optimizer) -> GradientAccumulator:
         trainer, run, spans = self.trainer, self.run, self.behavior.windows_span_epochs
+
+        def batch_size() -> int:
+            return run.logged.batch.size()
+
+        def ends(index: int) -> bool:
+            ends_epoch = index + 1 == run.num_training_batches
+            return ends_epoch and (not spans or run.progress.epoch + 1 == trainer.max_epochs)
+
         return GradientAccumulator(
-            run,
+            run.window,
             self.strategy,
-            self.module,
             optimizer,
+            self.batch_weight,
             length=lambda: trainer.accumulate_grad_batches,
-            ends_with_epoch=lambda: not spans or run.progress.epoch + 1 == trainer.max_epochs,
+            batch_size=batch_size,
+            ends=ends,
             weigh_windows=self.behavior.weigh_windows,
         )
 
     def _skip(self) -> None:
-        warn_none_loss(self.run, self.trainer.warn)
+        """Warn once in a fit that ``training_step`` gave no loss."""
+        if not self.run.warned_of_no_loss:
+            self.run.warned_of_no_loss = True
+            self.trainer.warn(
+                "`training_step` returned `None`. If this was on purpose, ignore this warning: the batch trains nothing. Otherwise "
+                "return the loss"
+            )
 
     def _plain(self, forward: Step, parts: StepParts) -> Step:
         """Build the step for one update per batch: forward, backward, update."""
@@ -260,7 +281,7 @@ class StepBuilder:
         parts, windows = self.parts(optimizer, zero_first=True), self._accumulator(optimizer)
         managed = run.managed_optimizers[0]
         stepped: list[ManagedOptimizer] = []
-        managed.manage((windows.end, *self._before_step(optimizer)), partial(stepped.append, managed))
+        managed.manage((windows.end, *self._before_step(optimizer)), partial(stepped.append, managed), automatic=True)
         repeats = isinstance(optimizer, torch.optim.LBFGS)
         optimizer_step = profile_module_hook(self.trainer.profiler, module, "optimizer_step", module.optimizer_step)
 
@@ -341,7 +362,8 @@ class StepBuilder:
         every = self.behavior.count_optimizer_steps
         for managed in optimizers:
             before = tuple(partial(h, managed.optimizer) for h in self.trainer.resolve("on_before_optimizer_step"))
-            managed.manage(before, partial(_count, progress) if every else partial(stepped.append, managed))
+            count = partial(_count, progress) if every else partial(stepped.append, managed)
+            managed.manage(before, count, automatic=False)
         if every:
             return lambda batch, index: _manual_output(forward(batch, index))
 
