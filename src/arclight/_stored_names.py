@@ -69,6 +69,8 @@ RENAMED = {
     f"{_TEXT}.language_model:Speed": f"{_TEXT}.language_model:TokenThroughput",
     f"{_TEXT}.language_model:Samples": f"{_TEXT}.language_model:TextSamples",
     f"{_TEXT}.settings:Language": f"{_TEXT}.settings:LanguageTask",
+    f"{_TEXT}.settings:Sampling": f"{_TEXT}.training_settings:Sampling",
+    f"{_TEXT}.settings:Unigram": f"{_TEXT}.training_settings:Unigram",
     f"{_TEXT}.vision_language.vision_llama:VisionConfig": f"{_TEXT}.vision_language.siglip:VisionConfig",
     f"{_TEXT}.vision_language.vision_llama:VisionEncoder": f"{_TEXT}.vision_language.siglip:VisionEncoder",
     "arclight.vision.data.site_split:Share": "arclight.vision.data.site_split:SiteShare",

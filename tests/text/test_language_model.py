@@ -18,7 +18,8 @@ from arclight.text import ByteTokenizer, LanguageModel, to_hf
 from arclight.text.data.data_settings import Text
 from arclight.text.language_model import TokenThroughput
 from arclight.text.model.decoder import active_parameters, flops_per_token
-from arclight.text.settings import LanguageTask, Sampling, Unigram
+from arclight.text.settings import LanguageTask
+from arclight.text.training_settings import Sampling, Unigram
 
 SMALL = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 96}
 TEXT = "the cat sat on the mat and the dog sat on the log; " * 200

@@ -1,10 +1,10 @@
 """Build and train language models: families, tokenizers, corpora, generation, evaluation.
 
 Text comes in through `data`; `families` are built from the parts in `model` (and in `vision_language`, beside `diffusion` for images);
-`language_model` trains them on `loss`, as `settings` say, observed by `callbacks`; `heads` fine-tune them for labels and spans;
-`generation`, `multiple_choice` and `evaluation` use what was trained; `hf` exchanges weights with Hugging Face, `deployment` writes
-programs (`language_program`, `embedding_program`), `workload` describes them to the planner, and `site_vocabularies` checks those of a federation.
-Open `language_model` first.
+`language_model` trains them on `loss`, as `training_settings` say (a recipe's task builds it: `settings`), observed by `callbacks`; `heads`
+fine-tune them for labels and spans; `generation`, `multiple_choice` and `evaluation` use what was trained; `hf` exchanges weights with
+Hugging Face, `deployment` writes programs (`language_program`, `embedding_program`), `workload` describes them to the planner, and
+`site_vocabularies` checks those of a federation. Open `language_model` first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Define the Module that trains language models, and callbacks for throughput and samples.
 
-`LanguageModel` is public; a recipe's ``[task]`` builds it (``text.settings``), and ``heads`` fine-tune it. The Trainer calls its steps.
+`LanguageModel` is public; a recipe's ``[task]`` builds it, and ``heads`` fine-tune it. The Trainer calls its steps.
 Names of weights are the model's own below ``model.`` and are in checkpoints.
 """
 
@@ -42,7 +42,7 @@ from arclight.text.model.decoder import flops_per_token
 from arclight.text.model.expert_paths import prepare_paths_for_fit
 from arclight.text.model.moe import Experts
 from arclight.text.model.switch_head import HeadMaps
-from arclight.text.settings import LanguageTask, Sampling
+from arclight.text.training_settings import LanguageSettings, Sampling
 from arclight.trainer import Callback, Module
 from arclight.trainer.checkpoint.loading import WeightsMisfitError, load_weights
 from arclight.trainer.throughput import compute_dtype, get_available_flops
@@ -75,7 +75,9 @@ class LanguageModel(Module):
     maps token ids (B, T) to logits (B, T, V); it is built in ``configure_model``, so that a mesh may build it without memory first.
     """
 
-    def __init__(self, settings: LanguageTask, vocab_size: int | None = None, vocabulary: str | None = None) -> None:
+    def __init__(
+        self, settings: LanguageSettings, vocab_size: int | None = None, vocabulary: str | None = None
+    ) -> None:
         super().__init__()
         if settings.weights is not None and "vocab_size" not in settings.overrides:  # whose vocabulary is its own
             size, _ = vocabulary_of(settings.weights)

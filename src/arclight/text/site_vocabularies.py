@@ -20,7 +20,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.text.data.data_settings import BPE, Bytes, Pretrained
 
 if TYPE_CHECKING:
-    from arclight.text.settings import LanguageTask
+    from arclight.text.training_settings import LanguageSettings
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Vocabulary:
         return learned.get(self.learned_from, self.digest[:12])
 
 
-def vocabulary_of_task(task: LanguageTask) -> Vocabulary:
+def vocabulary_of_task(task: LanguageSettings) -> Vocabulary:
     """Return the vocabulary of a task's data.
 
     Raises FileNotFoundError if its tokenizer is not there.
@@ -52,8 +52,8 @@ def vocabulary_of_task(task: LanguageTask) -> Vocabulary:
 
 
 def check_site_vocabularies(
-    server: LanguageTask,
-    sites: Mapping[str, LanguageTask],
+    server: LanguageSettings,
+    sites: Mapping[str, LanguageSettings],
     personal: Callable[[str], bool],
     *,
     personal_from_client: bool,
@@ -90,7 +90,7 @@ def check_site_vocabularies(
         _check_counts(name, task)
 
 
-def _server_vocabulary(server: LanguageTask) -> Vocabulary | None:
+def _server_vocabulary(server: LanguageSettings) -> Vocabulary | None:
     """Return the vocabulary that the server's model is made for; None if it is not known here."""
     if server.data.vocabulary is not None:
         return Vocabulary(server.data.vocabulary)
@@ -113,7 +113,7 @@ def _differ(one: Vocabulary, other: Vocabulary | None) -> bool:
     return one.learned_from == "site" or (other is not None and one != other)
 
 
-def vocabulary_tensors(task: LanguageTask) -> list[str]:
+def vocabulary_tensors(task: LanguageSettings) -> list[str]:
     """Name the parameters of a task's model whose shapes depend on the size of the vocabulary."""
     import torch
 
@@ -127,7 +127,7 @@ def vocabulary_tensors(task: LanguageTask) -> list[str]:
     return [name for name, shape in shapes[0].items() if shape != shapes[1][name]]
 
 
-def _check_personal(server: LanguageTask, personal: Callable[[str], bool]) -> None:
+def _check_personal(server: LanguageSettings, personal: Callable[[str], bool]) -> None:
     names = vocabulary_tensors(server)
     if missing := [name for name in names if not personal(name)]:
         tied = " The output is tied to it: both are one tensor, under this name." if len(names) == 1 else ""
@@ -137,12 +137,12 @@ def _check_personal(server: LanguageTask, personal: Callable[[str], bool]) -> No
         )
 
 
-def _masks(server: LanguageTask) -> str:
+def _masks(server: LanguageSettings) -> str:
     modules = ", ".join(f'"{name.rpartition(".")[0]}."' for name in vocabulary_tensors(server))
     return f'[federation.masks] personal = [{modules}], personal_from = "client"'
 
 
-def _check_counts(name: str, task: LanguageTask) -> None:
+def _check_counts(name: str, task: LanguageSettings) -> None:
     """Raise MisconfigurationError for a corpus on disk without unigram counts.
 
     Others are counted as they are tokenized, or looked up at the site.

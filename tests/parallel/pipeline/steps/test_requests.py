@@ -18,7 +18,8 @@ from arclight.parallel import Pipeline, Plan, PlanError, PlanStrategy
 from arclight.parallel.pipeline.steps.auto_schedule import PipelineChoice
 from arclight.parallel.pipeline.steps.parallelize_steps import _choose_once, parallelize_steps
 from arclight.text.language_model import LanguageModel
-from arclight.text.settings import LanguageTask, Sampling
+from arclight.text.settings import LanguageTask
+from arclight.text.training_settings import Sampling
 
 MIXTURE = {"layers": 2, "dim": 64, "hidden": 64, "heads": 4, "moe": {"balance_loss": 0.3, "bias_rate": 0.0}}
 
