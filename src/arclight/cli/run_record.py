@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, runtime_checkable
 from arclight.fabric.atomic_replace import replace_text
 from arclight.recipe import write
 from arclight.trainer import Callback
+from arclight.trainer.run.folder import assignments
 
 if TYPE_CHECKING:
     from arclight.cli.schema import Recipe
@@ -82,7 +83,7 @@ class RunRecord(Callback):
         """Write and print what "auto" settings were measured as, which nobody knew before."""
         if trainer.is_global_zero and trainer.measured and not trainer.fast_dev_run:
             self.keep(trainer.run_folder, measured_flags(trainer.measured))
-            print(f"measured: {listed(trainer.measured)}")
+            print(f"measured: {assignments(trainer.measured)}")
 
     def keep(self, run: RunFolder, flags: str = "") -> None:
         """Write the settings where the run keeps them; ``flags``: those that fix what was measured."""
@@ -103,11 +104,6 @@ class RunRecord(Callback):
             _LOG.removeHandler(handler)
             handler.close()
         self.handlers = []
-
-
-def listed(measured: Mapping[str, Any]) -> str:
-    """Return "name = value, ..." of measured settings."""
-    return ", ".join(f"{name} = {value}" for name, value in measured.items())
 
 
 def measured_flags(measured: Mapping[str, Any]) -> str:

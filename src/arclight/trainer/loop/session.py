@@ -41,6 +41,7 @@ from arclight.trainer.loop.verification import (
 )
 from arclight.trainer.module import Module
 from arclight.trainer.profilers import profiling
+from arclight.trainer.run.folder import assignments
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -295,7 +296,7 @@ class Session:
             strategy.setup_optimizer(optimizer)
         trainer.call("on_fit_start")
         if trainer.measured:
-            trainer.log_info(f"measured: {', '.join(f'{name} = {value}' for name, value in trainer.measured.items())}")
+            trainer.log_info(f"measured: {assignments(trainer.measured)}")
         module.zero_grad()  # what a run that was broken off, or anyone else, left there
         loggers = trainer.loggers  # made on every rank, used on rank 0
         loggers = loggers if trainer.is_global_zero else []

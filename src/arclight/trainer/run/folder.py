@@ -12,7 +12,7 @@ import logging
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -203,6 +203,11 @@ def environment() -> dict[str, Any]:
         "git_commit": git_commit(),
         "packages": dict(installed_packages()),
     }
+
+
+def assignments(values: Mapping[str, Any]) -> str:
+    """Return "name = value, ...", as people read what "auto" settings were measured as."""
+    return ", ".join(f"{name} = {value}" for name, value in values.items())
 
 
 @functools.cache

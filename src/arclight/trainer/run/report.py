@@ -21,7 +21,7 @@ from arclight.fabric.atomic_replace import replace_text
 from arclight.trainer.callbacks.progress.timing import clock_text
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.run.curves import Chart, Curves, best_point, charts_of, grouped, heading, last_finite, number_text
-from arclight.trainer.run.folder import read_environment, read_json
+from arclight.trainer.run.folder import assignments, read_environment, read_json
 from arclight.trainer.run.svg import line_chart, sparkline
 
 log = logging.getLogger(__name__)
@@ -339,7 +339,7 @@ def environment_table(environment: Mapping[str, Any]) -> str:
 
     def text(value: Any) -> str:
         if isinstance(value, Mapping):
-            value = [f"{name} = {part}" for name, part in value.items()]
+            return escape(assignments(value))
         return escape(", ".join(map(str, value)) if isinstance(value, list) else str(value))
 
     rows = "".join(
