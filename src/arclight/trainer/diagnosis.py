@@ -7,7 +7,7 @@ exact resuming; with several processes it does nothing. The sentence may change.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,9 @@ from arclight.trainer.callback import BuildsStep, Callback
 from arclight.trainer.checkpoint.loading import load_weights
 from arclight.trainer.loop.gradients import loss_of
 from arclight.trainer.loop.step import Step, StepBuilder
-from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
+    from arclight.trainer.data.connector import DataConnector
     from arclight.trainer.trainer import Trainer
 
 MOST = 1000
@@ -60,7 +60,7 @@ def diagnose(trainer: Trainer) -> str:
             load_weights(module, saved["state_dict"])
             trainer.checkpoints.restore_training(saved)
             trainer.data.restore_position()
-            found = _Replay(trainer, module).until(last)
+            found = _Replay(StepBuilder(trainer, module), trainer.data, trainer.enter).until(last)
         except Exception as error:  # whatever it is, the user is to hear of the loss first
             return f"running on from {checkpoint} to find where it began ended with {type(error).__name__}: {error}"
         finally:
@@ -81,25 +81,25 @@ def _newest(callbacks: Iterable[Callback]) -> Path | None:
 class _Replay:
     """Train on from a restored checkpoint and check every loss."""
 
-    def __init__(self, trainer: Trainer, module: Module) -> None:
-        self._trainer, self._module, self._run = trainer, module, trainer.run_state
+    def __init__(self, builder: StepBuilder, data: DataConnector, enter: Callable[[str], None]) -> None:
+        self._builder, self._data, self._enter = builder, data, enter
+        self._module, self._run = builder.module, builder.run
         self._seen: list[tuple[int, str]] = []
 
     def until(self, last: int) -> str:
         """Train until a loss is NaN or infinite, or batch ``last``; describe that step, or ""."""
-        trainer, module, run, progress = self._trainer, self._module, self._run, self._run.progress
+        builder, data, run, progress = self._builder, self._data, self._run, self._run.progress
         if run.pending_rng is not None:
             set_rng_state(run.pending_rng)
             run.pending_rng = None
-        builder = StepBuilder(trainer, module)
-        step, move = builder.step(self._watched(builder.forward())), trainer.data.transfer(module)
+        step, move = builder.step(self._watched(builder.forward())), data.transfer(self._module)
         while progress.batches < last:
             start, before = progress.batch, progress.batches
-            for index, batch in enumerate(trainer.data.train_batches(progress.epoch, start), start):
+            for index, batch in enumerate(data.train_batches(progress.epoch, start), start):
                 batch = move(batch) if move is not None else batch
                 run.logged.batch.set(batch)
                 run.is_last_batch = index + 1 == run.num_training_batches
-                trainer.enter("training_step")
+                self._enter("training_step")
                 step(batch, index)
                 progress.batch, progress.batches = index + 1, progress.batches + 1
                 if self._seen:
@@ -129,7 +129,7 @@ class _Replay:
             if name
             else "outside of its modules"
         )
-        samples = _samples(self._trainer.data.train_loader, progress.epoch, index)
+        samples = _samples(self._data.train_loader, progress.epoch, index)
         of = f", samples {samples}" if samples else ""
         return f"it was first so at step {progress.global_step} (epoch {progress.epoch}, batch {index}{of}), {where}"
 

@@ -29,6 +29,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.seeding import seed_everything
+from arclight.fabric.strategies import Strategy
 from arclight.trainer import Callback, DataModule, Module, callbacks, loggers
 from arclight.trainer import Trainer as NativeTrainer
 from arclight.trainer.hparams import given_hyperparameters, register_instantiator
@@ -183,21 +184,21 @@ class SaveConfigCallback(Callback):
         if self.already_saved:
             return
         if self.save_to_log_dir:
-            self._save(trainer, Path(str(trainer.log_dir)))  # asked on every rank: they agree on the folder
+            self._save(trainer.strategy, Path(str(trainer.log_dir)))  # asked on every rank: they agree on the folder
         if trainer.is_global_zero:
             self.save_config(trainer, pl_module, stage)
         self.already_saved = True
 
-    def _save(self, trainer: NativeTrainer, folder: Path) -> None:
+    def _save(self, strategy: Strategy, folder: Path) -> None:
         path = folder / self.config_filename
-        there = trainer.strategy.broadcast(trainer.is_global_zero and path.is_file())
+        there = strategy.broadcast(strategy.is_global_zero and path.is_file())
         if there and not self.overwrite:
             raise RuntimeError(
                 f"{type(self).__name__} expected {path} to NOT exist. Aborting to avoid overwriting results of a previous run. "
                 "You can delete the previous config file, set `LightningCLI(save_config_callback=None)` to disable config "
                 'saving, or set `LightningCLI(save_config_kwargs={"overwrite": True})` to overwrite the config file.'
             )
-        if trainer.is_global_zero:
+        if strategy.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
             self.parser.save(
                 self.config, str(path), skip_none=False, overwrite=self.overwrite, multifile=self.multifile

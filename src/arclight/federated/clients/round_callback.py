@@ -247,7 +247,8 @@ class ModuleTensors(Mapping[str, torch.Tensor]):
 
         ``numbers``: the experts of a stack that a client has, of which a smaller model may hold only these.
         """
-        self._keys, self._parts = keys, ExpertParts(_FullTensors(trainer), numbers)
+        full = _FullTensors(trainer.lightning_module, trainer.strategy, trainer.optimizers)
+        self._keys, self._parts = keys, ExpertParts(full, numbers)
         for key in keys:
             if key not in self._parts:
                 raise KeyError(f"{key} was asked for, and this client's model and optimizer have no such tensor")
@@ -263,30 +264,29 @@ class ModuleTensors(Mapping[str, torch.Tensor]):
 
 
 class _FullTensors(Mapping[str, torch.Tensor]):
-    """Gather weights and moments of a trainer by key.
+    """Gather weights and moments of a module by key.
 
     Of sharded ones only rank 0 gets the values.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._weights = trainer, named_tensors(trainer.lightning_module)
+    def __init__(self, module: Module, strategy: Strategy, optimizers: Sequence[Optimizer]) -> None:
+        self._module, self._strategy, self._optimizers = module, strategy, optimizers
+        self._weights = named_tensors(module)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         state, _, name = key.partition("/")
-        trainer, module = self._trainer, self._trainer.lightning_module
         found = (
-            gather_parameters(module, trainer.strategy, [name])
+            gather_parameters(self._module, self._strategy, [name])
             if state == "model"
-            else gather_optimizer_state(module, trainer.strategy, trainer.optimizers, state, [name])
+            else gather_optimizer_state(self._module, self._strategy, self._optimizers, state, [name])
         )
         value, shape = next(found)[1], self._weights[name].shape
         return value if value.shape == shape else value.new_zeros(()).expand(shape)
 
     def __contains__(self, key: object) -> bool:
         state, _, name = str(key).partition("/")
-        trainer = self._trainer
         return name in self._weights and (
-            state == "model" or name in optimizer_state_names(trainer.lightning_module, trainer.optimizers, state)
+            state == "model" or name in optimizer_state_names(self._module, self._optimizers, state)
         )
 
     def __iter__(self) -> Iterator[str]:
