@@ -192,6 +192,19 @@ def test_a_fit_in_a_hook_is_refused(tmp_path: Path) -> None:
         quiet(al.Trainer, tmp_path, enable_checkpointing=False).fit(Again(), ROWS)
 
 
+def test_predict_iter_in_a_hook_is_refused(tmp_path: Path) -> None:
+    """Outputs that are not taken would leave the fit in the state, and the module in the mode, of the prediction."""
+
+    class Peeking(Line):
+        def on_train_epoch_start(self) -> None:
+            self.outputs = self.trainer.predict_iter(self, ROWS)
+            next(self.outputs)
+
+    trainer = quiet(al.Trainer, tmp_path, enable_checkpointing=False)
+    with pytest.raises(MisconfigurationError, match="predict_iter was called by a hook of a run of the same trainer"):
+        trainer.fit(Peeking(), ROWS)
+
+
 def test_a_stop_that_a_hook_of_a_nested_evaluation_requests_ends_the_fit(tmp_path: Path) -> None:
     class Judge(al.Callback):
         def on_validation_end(self, trainer: al.Trainer, pl_module: al.Module) -> None:

@@ -49,7 +49,7 @@ from arclight.trainer.loop.hooks import (
 from arclight.trainer.loop.optimizers import LRSchedulerConfig, ManagedOptimizer
 from arclight.trainer.loop.progress import Progress, RunningStage, TrainerState, TrainerStatus
 from arclight.trainer.loop.run_state import RunState
-from arclight.trainer.loop.session import Session
+from arclight.trainer.loop.session import NestedEvaluation, Session
 from arclight.trainer.loop.signals import RequeueCheckpoints
 from arclight.trainer.module import Module
 from arclight.trainer.profilers.profiler import resolve_profiler
@@ -202,6 +202,11 @@ class Trainer:
 
     # -- entry points ----------------------------------------------------------------------------------------------
 
+    @property
+    def _session(self) -> Session | NestedEvaluation:
+        """The session that runs the next entry point, which a hook of a run under way may call."""
+        return (NestedEvaluation if self.state.status == TrainerStatus.RUNNING else Session)(self)
+
     def fit(
         self,
         model: Module,
@@ -218,7 +223,7 @@ class Trainer:
         Nothing is unpickled, whatever ``weights_only`` says.
         Raises NonFiniteLossError when the loss is NaN or infinite, CheckpointError for a checkpoint that cannot be used.
         """
-        Session(self).launch(Session.fit, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+        self._session.fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
 
     def validate(
         self,
@@ -247,9 +252,7 @@ class Trainer:
     def _evaluate(
         self, stage: str, model: Module | None, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> list[dict[str, float]]:
-        results: list[dict[str, float]] = Session(self).launch(
-            Session.evaluate, stage, model, loaders, datamodule, ckpt_path
-        )
+        results = self._session.evaluate(stage, model, loaders, datamodule, ckpt_path)
         if verbose and self.is_global_zero and results and any(results):
             show_results(stage, results)
         return results
@@ -262,18 +265,19 @@ class Trainer:
 
         A list, or a list for each of several loaders; None with ``return_predictions=False``.
         """
-        return Session(self).launch(Session.predict, model, dataloaders, datamodule, ckpt_path, return_predictions)
+        return self._session.predict(model, dataloaders, datamodule, ckpt_path, return_predictions)
 
     def predict_iter(
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None, ckpt_path: str | Path | None = None
     ) -> Iterator[Any]:  # fmt: skip
         """Yield ``predict_step`` of one batch after another, as they are taken; nothing is kept.
 
-        Raises MisconfigurationError for strategies that start processes of their own.
+        Raises MisconfigurationError for strategies that start processes of their own, and within a hook of a run: outputs that
+        are not taken would leave that run in evaluation.
         """
         if not self.strategy.launcher.runs_in_this_process:
             raise MisconfigurationError("predict_iter gives outputs of this process; use a strategy that runs in it")
-        return Session(self).predict_iter(model, dataloaders, datamodule, ckpt_path)
+        return self._session.predict_iter(model, dataloaders, datamodule, ckpt_path)
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Create a model directly on its device and in its type.

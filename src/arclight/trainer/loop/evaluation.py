@@ -118,9 +118,7 @@ class EvaluationLoop:
         return results
 
     def predict(self, data: StageData, keep: bool) -> Iterator[Any]:
-        """Disable gradients for an evaluation.
-
-        ``torch.inference_mode(False)`` inside it enables them again.
+        """Predict the data once and yield the outputs as they are taken; ``keep`` keeps them, too.
 
         The module is in evaluation mode from the first output until the last was taken or the iterator was closed;
         gradients are off only while it runs, not for the code that takes the outputs.
@@ -149,6 +147,14 @@ class EvaluationLoop:
             with self.without_gradients():
                 trainer.call(f"on_{hook}_epoch_end")
                 trainer.call(f"on_{hook}_end")
+
+    def collect(self, data: StageData, keep: bool) -> Any:
+        """Predict the data once; return the outputs if ``keep``, None if no rank has a batch."""
+        if not data.runs:
+            return None
+        for _ in self.predict(data, keep):
+            pass
+        return self.run_state.predictions.predictions if keep else None
 
     def without_gradients(self) -> AbstractContextManager[Any]:
         """Disable gradients for an evaluation.

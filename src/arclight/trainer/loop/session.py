@@ -1,13 +1,14 @@
 """Run fit, validate, test or predict for a Trainer: launch, set up, loop, tear down.
 
 Each entry point of `Trainer` makes one `Session`. It launches ranks, sets strategy and data up, calls `FitLoop`, `EvaluationLoop` or
-prediction, and tears down also after an error. The order of setup hooks is Lightning's.
+prediction, and tears down also after an error. One that a hook of a run under way calls makes a `NestedEvaluation`: ranks, strategy and
+callbacks are the run's, and what the evaluation changes is restored. Both set module and data up by `StageSetup`, in Lightning's order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,6 @@ from arclight.trainer.callbacks.timer import Timer
 from arclight.trainer.checkpoint.launch_results import collect_launch_results, restore_module, restore_state
 from arclight.trainer.checkpoint.loading import ReplacesLayers, load_weights
 from arclight.trainer.data.connector import resolve_dataloaders
-from arclight.trainer.data.stage_data import StageData
 from arclight.trainer.hparams import clean_namespace, hyperparameters_to_log
 from arclight.trainer.loggers.logger import log_hyperparams_and_graph, open_experiments
 from arclight.trainer.loop.evaluation import EvaluationLoop
@@ -47,22 +47,129 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
+class StageSetup:
+    """Bind a module and its data for one stage, and let both set up, in Lightning's order.
+
+    ``stage``: train, validate, test or predict.
+    """
+
+    def __init__(self, trainer: Trainer, stage: str) -> None:
+        self._trainer, self._run, self._stage = trainer, trainer.run_state, stage
+        self.function = TrainerFn("fit" if stage == "train" else stage)
+
+    def bind(self, model: Any, datamodule: Any, ckpt_path: Any) -> Module:
+        """Bind module and data, and choose the run folder of ``ckpt_path``.
+
+        Raises TypeError for what is no module.
+        """
+        trainer, run = self._trainer, self._run
+        module = as_module(model if model is not None else trainer.lightning_module, self.function)
+        trainer.attach(module)
+        run.stage, run.state.fn = self._stage, self.function
+        if trainer.behavior.drop_unpicklable_hparams:
+            clean_namespace(module.hparams)
+        trainer.strategy.connect(module)
+        module.trainer = trainer
+        if self._stage != "train":
+            run.begin_evaluation(self._stage)
+        if datamodule is not None:
+            trainer.attach_data(datamodule)
+        trainer.enter("setup")
+        open_experiments(trainer.paths.own_loggers())
+        trainer.selector.resolve_run_folder(ckpt_path, trainer.resume_sources)
+        return module
+
+    def check(self, module: Module) -> None:
+        """Check that the module has what the stage calls, and let the callbacks log."""
+        trainer = self._trainer
+        attach_log(trainer.callbacks, module)
+        check_module(module, self._stage, trainer.gradient_clip_val, trainer.accumulate_grad_batches)
+        if trainer.behavior.refuse_removed_hooks:
+            refuse_removed_hooks(module, self._stage)
+        warn_of_removed_hooks(module, trainer.callbacks, trainer.warn)
+
+    def set_up_data(self, module: Module) -> None:
+        """Let data module and module prepare the data, and the data module set up."""
+        trainer, data = self._trainer, self._trainer.datamodule
+        for owner in (data, module):
+            rank = trainer.local_rank if getattr(owner, "prepare_data_per_node", True) else trainer.global_rank
+            if rank == 0 and hasattr(owner, "prepare_data"):
+                (
+                    profiling.profile_data_hook(trainer.profiler, owner, "prepare_data")
+                    if owner is data
+                    else owner.prepare_data
+                )()
+        trainer.strategy.barrier("data prepared")
+        if data is not None and hasattr(data, "setup"):
+            profiling.profile_data_hook(trainer.profiler, data, "setup")(stage=self.function)
+
+    def set_up_module(self, module: Module, **loaders: Any) -> None:
+        """Let the module set up and make its layers; ``loaders``: those given, by stage."""
+        trainer = self._trainer
+        module.setup(stage=self.function)
+        if overridden(module, "configure_model", Module):
+            with trainer.strategy.module_init_context():
+                module.configure_model()
+            _replace_layers(module, trainer.callbacks)
+        trainer.data.attach(module, self.function, **loaders)
+
+    def load(self, ckpt_path: str | Path | None, fit_before: bool = False) -> dict[str, Any] | None:
+        """Read the checkpoint that ``ckpt_path`` means; None for none."""
+        trainer = self._trainer
+        path = trainer.selector.resolve(ckpt_path, trainer.resume_sources, fit_before)
+        return trainer.checkpoints.load(path) if path is not None else None
+
+    def place(self, module: Module) -> None:
+        """Move parameters to their device and type."""
+        strategy, precision = self._trainer.strategy, self._trainer.precision_plugin
+        strategy.precision = precision
+        strategy.example = partial(self._trainer.data.sample_batch, module, self._stage)
+        strategy.place(precision.convert_module(module), module.automatic_optimization)
+
+
 class Session:
     """Run one entry point of a trainer, in every process of its strategy."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._run = trainer, trainer.run_state
-        self._nested = trainer.state.status == TrainerStatus.RUNNING
-        """True if a hook of a run under way calls this entry point: what that run has set up stays."""
-        self._restore: ExitStack
-        """Restores the weights of a run under way after an evaluation of a checkpoint."""
 
-    def launch(self, entry_point: Callable[..., Any], *arguments: Any) -> Any:
+    def fit(
+        self, model: Module, train: Any, val: Any, datamodule: Any, ckpt_path: str | Path | Mapping[str, Any] | None
+    ) -> None:
+        """Train."""
+        self._launch(Session._fit, model, train, val, datamodule, ckpt_path)
+
+    def evaluate(
+        self, stage: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
+    ) -> list[dict[str, float]]:
+        """Validate or test; return the logged values of each loader."""
+        results: list[dict[str, float]] = self._launch(Session._evaluate, stage, model, loaders, datamodule, ckpt_path)
+        return results
+
+    def predict(
+        self, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None, keep: bool | None
+    ) -> Any:
+        """Collect the outputs of ``predict_step``."""
+        return self._launch(Session._predict, model, loaders, datamodule, ckpt_path, keep)
+
+    def predict_iter(
+        self, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
+    ) -> Iterator[Any]:
+        """Yield the outputs of ``predict_step`` as they come, keeping none."""
+        with self._handle_exceptions():
+            module = self._begin_evaluation("predict", model, loaders, datamodule, ckpt_path)
+            data = self._trainer.data.load("predict")
+            if data.runs:
+                with suppress(GeneratorExit):  # the caller has seen enough
+                    yield from EvaluationLoop(self._trainer, module).predict(data, keep=False)
+            self._finish(module, "predict")
+
+    # -- launch and teardown -------------------------------------------------------------------------------------------
+
+    def _launch(self, entry_point: Callable[..., Any], *arguments: Any) -> Any:
         """Call ``entry_point(session, *arguments)`` on every rank, and return rank 0's result."""
         trainer = self._trainer
         launcher = trainer.strategy.launcher
-        if self._nested:  # the ranks run already
-            return self._run_and_teardown(entry_point, *arguments)
         if launcher.runs_in_this_process:
             return launcher.launch(self._run_and_teardown, entry_point, *arguments)
         module = next((a for a in arguments if isinstance(a, Module)), trainer.attached_module)
@@ -93,20 +200,12 @@ class Session:
             try:
                 return entry_point(self, *arguments)
             except StopRun:
-                if self._nested:
-                    raise
                 self._teardown(self._trainer.lightning_module)
 
     @contextmanager
     def _handle_exceptions(self) -> Iterator[None]:
         """Run the block, and notify callbacks, data and loggers of an exception."""
-        trainer = self._trainer
-        if self._nested:
-            with trainer.nested(), ExitStack() as self._restore:
-                self._run = trainer.run_state
-                yield
-            return
-        run = self._run
+        trainer, run = self._trainer, self._run
         trainer.strategy.setup_environment()
         run.state.status = TrainerStatus.RUNNING
         try:
@@ -156,56 +255,17 @@ class Session:
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
-    def _attach(self, model: Any, datamodule: Any, stage: str, ckpt_path: Any, **loaders: Any) -> Module:
-        """Bind module and data to the trainer and let everyone set up. The order is Lightning's."""
-        trainer, run = self._trainer, self._run
-        name = TrainerFn("fit" if stage == "train" else stage)
-        module = as_module(model if model is not None else trainer.lightning_module, name)
-        trainer.attach(module)
-        run.stage, run.state.fn = stage, name
-        if trainer.behavior.drop_unpicklable_hparams:
-            clean_namespace(module.hparams)
-        trainer.strategy.connect(module)
-        module.trainer = trainer
-        if stage != "train":
-            run.begin_evaluation(stage)
-        if datamodule is not None:
-            trainer.attach_data(datamodule)
-        trainer.enter("setup")
-        open_experiments(trainer.paths.own_loggers())
-        trainer.selector.resolve_run_folder(ckpt_path, trainer.resume_sources)
-        if not self._nested:
-            self._add_callbacks(module)
-            profiling.reset_profiler(trainer.profiler)
-        attach_log(trainer.callbacks, module)
-        check_module(module, stage, trainer.gradient_clip_val, trainer.accumulate_grad_batches)
-        if trainer.behavior.refuse_removed_hooks:
-            refuse_removed_hooks(module, stage)
-        warn_of_removed_hooks(module, trainer.callbacks, trainer.warn)
-        self._set_up_data(module, name)
-        if not self._nested:
-            trainer.call_all("setup", stage=name)
-        module.setup(stage=name)
-        if overridden(module, "configure_model", Module):
-            with trainer.strategy.module_init_context():
-                module.configure_model()
-            _replace_layers(module, trainer.callbacks)
-        trainer.data.attach(module, name, **loaders)
+    def _attach(self, setup: StageSetup, model: Any, datamodule: Any, ckpt_path: Any, **loaders: Any) -> Module:
+        """Bind module and data to the trainer and let everyone set up."""
+        trainer = self._trainer
+        module = setup.bind(model, datamodule, ckpt_path)
+        self._add_callbacks(module)
+        profiling.reset_profiler(trainer.profiler)
+        setup.check(module)
+        setup.set_up_data(module)
+        trainer.call_all("setup", stage=setup.function)
+        setup.set_up_module(module, **loaders)
         return module
-
-    def _set_up_data(self, module: Module, name: TrainerFn) -> None:
-        trainer, data = self._trainer, self._trainer.datamodule
-        for owner in (data, module):
-            rank = trainer.local_rank if getattr(owner, "prepare_data_per_node", True) else trainer.global_rank
-            if rank == 0 and hasattr(owner, "prepare_data"):
-                (
-                    profiling.profile_data_hook(trainer.profiler, owner, "prepare_data")
-                    if owner is data
-                    else owner.prepare_data
-                )()
-        trainer.strategy.barrier("data prepared")
-        if data is not None and hasattr(data, "setup"):
-            profiling.profile_data_hook(trainer.profiler, data, "setup")(stage=name)
 
     def _add_callbacks(self, module: Module) -> None:
         """Take the module's own callbacks in place of those of the same type."""
@@ -226,13 +286,6 @@ class Session:
         trainer.use_callbacks(checkpoints_last([c for c in trainer.callbacks if type(c) not in kinds] + own))
         check_state_keys(trainer.callbacks)
 
-    def _place(self, module: Module, stage: str) -> None:
-        """Move parameters to their device and type."""
-        strategy, precision = self._trainer.strategy, self._trainer.precision_plugin
-        strategy.precision = precision
-        strategy.example = partial(self._trainer.data.sample_batch, module, stage)
-        strategy.place(precision.convert_module(module), module.automatic_optimization)
-
     def _set_up_profiler(self, module: Module, stage: str) -> None:
         trainer = self._trainer
         local_rank = trainer.local_rank if trainer.world_size > 1 else None
@@ -240,8 +293,6 @@ class Session:
 
     def _finish(self, module: Module, stage: str) -> None:
         trainer = self._trainer
-        if self._nested:
-            return
         trainer.checkpoint_io.teardown()
         if stage == "fit":
             trainer.call("on_fit_end")
@@ -259,30 +310,26 @@ class Session:
 
     # -- fit -----------------------------------------------------------------------------------------------------------
 
-    def fit(
+    def _fit(
         self, model: Module, train: Any, val: Any, datamodule: Any, ckpt_path: str | Path | Mapping[str, Any] | None
     ) -> None:
         """Set up, resume if asked, check, train, finish."""
         trainer, run, strategy = self._trainer, self._run, self._trainer.strategy
-        if self._nested:
-            raise MisconfigurationError(
-                "trainer.fit was called by a hook of a run of the same trainer, whose optimizers and position it would replace: call it "
-                "after that run, or on a Trainer of its own"
-            )
         train, datamodule = resolve_dataloaders("fit", train, val, datamodule)
         if datamodule is None and train is not None:
             trainer.attach_data(None)  # that of an earlier fit has no part in this one
         self._resolve_length()
         run.begin_fit(strategy.broadcast(torch.initial_seed() % (MAX_SEED + 1)))
-        module = self._attach(model, datamodule, "train", ckpt_path, train=train, validate=val)
+        setup = StageSetup(trainer, "train")
+        module = self._attach(setup, model, datamodule, ckpt_path, train=train, validate=val)
         check_validation(module, run.data["validate"].defined, trainer.warn)
-        if (saved := self._checkpoint(ckpt_path)) is not None:
+        if (saved := self._checkpoint(setup, ckpt_path)) is not None:
             loops = saved.get("loops", {})
             data = loops.get("data", {})
             run.data_seed = data.get("seed", run.data_seed)
             run.loader_seeds = data.get("seeds", data.get("seed", []))
         trainer.adopt_precision((saved or {}).get("loops", {}).get("precision", {}).get("name"))
-        self._place(module, "train")  # before the weights come: some are nowhere yet, some will be shares
+        setup.place(module)  # before the weights come: some are nowhere yet, some will be shares
         if saved is not None:
             trainer.checkpoints.restore_model(saved)
         optimization = configured(
@@ -327,14 +374,13 @@ class Session:
             )
         trainer.limit_epochs(-1 if limited else 1000)
 
-    def _checkpoint(self, choice: str | Path | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    def _checkpoint(self, setup: StageSetup, choice: str | Path | Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Return the checkpoint that a fit goes on from: read, or in memory already."""
         trainer = self._trainer
         if isinstance(choice, Mapping):
             trainer.selector.set_ckpt_path(None)
             return trainer.checkpoints.accept(choice)
-        path = trainer.selector.resolve(choice, trainer.resume_sources)
-        return trainer.checkpoints.load(path) if path is not None else None
+        return setup.load(choice)
 
     def _train(self, module: Module, resumed: bool) -> None:
         trainer, run, loop = self._trainer, self._run, FitLoop(self._trainer, module)
@@ -378,48 +424,21 @@ class Session:
 
     # -- validate, test, predict ---------------------------------------------------------------------------------------
 
-    def evaluate(
+    def _evaluate(
         self, stage: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
     ) -> list[dict[str, float]]:
-        """Validate or test."""
         module = self._begin_evaluation(stage, model, loaders, datamodule, ckpt_path)
         results = EvaluationLoop(self._trainer, module).evaluate(self._trainer.data.load(stage))
         self._finish(module, stage)
         return results
 
-    def predict(
+    def _predict(
         self, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None, keep: bool | None
     ) -> Any:
-        """Collect ``predict_step``'s outputs."""
-        module, data = self._begin_prediction(model, loaders, datamodule, ckpt_path)
-        if not data.runs:
-            self._finish(module, "predict")
-            return None
-        for _ in EvaluationLoop(self._trainer, module).predict(data, keep is not False):
-            pass
-        outputs = self._run.predictions.predictions if keep is not False else None
+        module = self._begin_evaluation("predict", model, loaders, datamodule, ckpt_path)
+        outputs = EvaluationLoop(self._trainer, module).collect(self._trainer.data.load("predict"), keep is not False)
         self._finish(module, "predict")
         return outputs
-
-    def predict_iter(
-        self, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
-    ) -> Iterator[Any]:
-        """Yield the outputs of ``predict_step`` as they come, keeping none."""
-        with self._handle_exceptions():
-            module, data = self._begin_prediction(model, loaders, datamodule, ckpt_path)
-            if data.runs:
-                try:
-                    yield from EvaluationLoop(self._trainer, module).predict(data, keep=False)
-                except GeneratorExit:  # the caller has seen enough
-                    self._finish(module, "predict")
-                    return
-            self._finish(module, "predict")
-
-    def _begin_prediction(
-        self, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
-    ) -> tuple[Module, StageData]:
-        module = self._begin_evaluation("predict", model, loaders, datamodule, ckpt_path)
-        return module, self._trainer.data.load("predict")
 
     def _begin_evaluation(
         self, stage: str, model: Any, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
@@ -429,23 +448,86 @@ class Session:
         require_model(model, stage, trainer.attached_module)
         loaders, datamodule = resolve_dataloaders(stage, loaders, None, datamodule)
         self._run.state.fn = TrainerFn(stage)
-        placed = trainer.attached_module if self._nested else None
-        fit_before = model is None and trainer.attached_module is not None and not self._nested
-        module = self._attach(model, datamodule, stage, ckpt_path, **{stage: loaders})
-        path = trainer.selector.resolve(ckpt_path, trainer.resume_sources, fit_before)
-        saved = trainer.checkpoints.load(path) if path is not None else None
+        fit_before = model is None and trainer.attached_module is not None
+        setup = StageSetup(trainer, stage)
+        module = self._attach(setup, model, datamodule, ckpt_path, **{stage: loaders})
+        saved = setup.load(ckpt_path, fit_before)
         trainer.adopt_precision(None)
-        if module is not placed:
-            self._place(module, stage)
+        setup.place(module)
         if saved is not None:
-            if module is placed:
-                self._restore.callback(_restore_tensors, _copied_tensors(module))
-            weights = {**saved["state_dict"], **saved.get("ema", {})}
-            load_weights(module, weights, strict=module.strict_loading)
-        if not self._nested:  # else gradients may be accumulating
-            module.zero_grad()
-            self._set_up_profiler(module, stage)
+            _load_evaluated(module, saved)
+        module.zero_grad()
+        self._set_up_profiler(module, stage)
         return module
+
+
+class NestedEvaluation:
+    """Run an entry point that a hook of a run under way calls, and leave the run as it was.
+
+    The ranks run already and the callbacks are set up; gradients may be accumulating. Weights that a checkpoint brings into the
+    module of the run are there for the evaluation only.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def fit(self, *arguments: Any) -> None:
+        """Raise MisconfigurationError."""
+        raise MisconfigurationError(
+            "trainer.fit was called by a hook of a run of the same trainer, whose optimizers and position it would replace: call it "
+            "after that run, or on a Trainer of its own"
+        )
+
+    def evaluate(
+        self, stage: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
+    ) -> list[dict[str, float]]:
+        """Validate or test; return the logged values of each loader."""
+        with self._begun(stage, model, loaders, datamodule, ckpt_path) as module:
+            return EvaluationLoop(self._trainer, module).evaluate(self._trainer.data.load(stage))
+
+    def predict(
+        self, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None, keep: bool | None
+    ) -> Any:
+        """Collect the outputs of ``predict_step``."""
+        with self._begun("predict", model, loaders, datamodule, ckpt_path) as module:
+            return EvaluationLoop(self._trainer, module).collect(self._trainer.data.load("predict"), keep is not False)
+
+    def predict_iter(self, *arguments: Any) -> Iterator[Any]:
+        """Raise MisconfigurationError."""
+        raise MisconfigurationError(
+            "trainer.predict_iter was called by a hook of a run of the same trainer, which would go on with the module in evaluation mode "
+            "wherever outputs are left to be taken: call predict there, or predict_iter after that run"
+        )
+
+    @contextmanager
+    def _begun(
+        self, stage: str, model: Any, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
+    ) -> Iterator[Module]:
+        """Set up an evaluation, with weights of a checkpoint if given; restore the run after it."""
+        trainer = self._trainer
+        with trainer.nested(), ExitStack() as restored:
+            of_run = trainer.attached_module
+            require_model(model, stage, of_run)
+            loaders, datamodule = resolve_dataloaders(stage, loaders, None, datamodule)
+            setup = StageSetup(trainer, stage)
+            module = setup.bind(model, datamodule, ckpt_path)
+            setup.check(module)
+            setup.set_up_data(module)
+            setup.set_up_module(module, **{stage: loaders})
+            saved = setup.load(ckpt_path)
+            trainer.adopt_precision(None)
+            if module is not of_run:
+                setup.place(module)
+            elif saved is not None:
+                restored.callback(_restore_tensors, _copied_tensors(module))
+            if saved is not None:
+                _load_evaluated(module, saved)
+            yield module
+
+
+def _load_evaluated(module: Module, saved: dict[str, Any]) -> None:
+    """Load a checkpoint's weights, averaged ones if it has them."""
+    load_weights(module, {**saved["state_dict"], **saved.get("ema", {})}, strict=module.strict_loading)
 
 
 def _copied_tensors(module: Module) -> list[tuple[torch.Tensor, torch.Tensor]]:

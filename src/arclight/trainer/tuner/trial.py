@@ -66,8 +66,7 @@ def trials(trainer: Trainer, module: Module) -> Iterator[Run]:
                         raise MisconfigurationError("there are no training batches to try")
                     FitLoop(trainer, module).run()
                 elif trainer.stage == "predict":
-                    for _ in EvaluationLoop(trainer, module).predict(data, keep=False):
-                        pass
+                    EvaluationLoop(trainer, module).collect(data, keep=False)
                 else:
                     EvaluationLoop(trainer, module).evaluate(data)
             finally:
