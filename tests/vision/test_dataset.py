@@ -39,6 +39,12 @@ def open_train(yaml: Path, **settings: Any) -> DetectionDataset:
         ("names: {1: b, 0: a}", ("a", "b")),
         ("names:\n  0: no\n  1: 007\n  2: 1e3", ("no", "007", "1e3")),  # names are text, whatever YAML takes them for
         ("nc: 1\nnames: ['qr code']\nroboflow: {license: x}\ndownload: rm -rf /", ("qr code",)),
+        ("base: &base\n  names: [a]\n  nc: 1\n<<: *base", ("a",)),
+        ("base: &base {names: [a]}\n<<: *base\nnames: [own, b]", ("own", "b")),
+        ("first: &first {names: [a]}\nsecond: &second {nc: 1, names: [b]}\n<<: [*first, *second]", ("a",)),
+        ("old: &old {0: a, 1: b}\nnames: {<<: *old, 1: own, 2: c}", ("a", "own", "c")),
+        ("deep: &deep {nc: 2}\nbase: &base {<<: *deep, names: [a, b]}\n<<: *base", ("a", "b")),
+        ("'<<': {names: [b]}\nnames: [a]", ("a",)),
     ],
 )
 def test_names(tmp_path: Path, text: str, names: tuple[str, ...]) -> None:
@@ -59,6 +65,9 @@ def test_names(tmp_path: Path, text: str, names: tuple[str, ...]) -> None:
         ("names: [a\nb: }", "is not YAML"),
         ("names: {0: a, 1: b, 1: c}", r"data\.yaml:1: names has the number 1 twice"),
         ("names: [a]\ntrain: x\ntrain: y", r"data\.yaml:3: there is the key train twice"),
+        ("base: &base {nc: 3}\nnames: [a]\n<<: *base", "nc is 3 but names has 1 classes"),
+        ("base: &base {names: [a], train: x, train: y}\n<<: *base", r"data\.yaml:1: there is the key train twice"),
+        ("names: [a]\n<<: images", r"data\.yaml:2: << brings in the keys of other mappings"),
         ("names: [a]\npath: [x]", r"path must be one folder, not \['x'\]"),
         ("names: " + 3000 * "[", "is not YAML: maximum recursion depth"),
         ("!!python/object/apply:os.system ['echo ran > ran']", "must have the keys names"),
@@ -81,6 +90,13 @@ def test_references_in_yaml_are_not_written_out(tmp_path: Path) -> None:
         with pytest.raises(DatasetError) as error:
             read_data_yaml(tmp_path / "data.yaml")
         assert len(str(error.value)) < 1000 + len(str(tmp_path))
+
+
+def test_mappings_that_bring_in_each_other_are_read_once(tmp_path: Path) -> None:
+    """Thirty mappings that bring in the one before twice stand for a billion."""
+    lines = ["x0: &x0 {names: [a]}", *(f"x{n}: &x{n} {{<<: [*x{n - 1}, *x{n - 1}]}}" for n in range(1, 30))]
+    (tmp_path / "data.yaml").write_text("\n".join([*lines, "<<: *x29"]))
+    assert read_data_yaml(tmp_path / "data.yaml").names == ("a",)
 
 
 def test_a_missing_yaml_or_split_is_named_with_what_is_there(data: Path) -> None:

@@ -101,8 +101,8 @@ def read_data_yaml(path: str | Path) -> DataSpec:
         # All scalars as text: a class called `no` stays "no", and nothing but text, lists and mappings can come out.
         loader = yaml.BaseLoader(text)
         node = loader.get_single_node()
+        _merge_keys(file, node)
         content = None if node is None else loader.construct_document(node)
-        _refuse_repeated_keys(file, node)
     except OSError as error:
         raise DatasetError(f"{file}: {error.strerror or error}{did_you_mean(file)}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -126,21 +126,42 @@ def read_data_yaml(path: str | Path) -> DataSpec:
     return DataSpec(file=file, names=names, keypoints=_keypoint_shape(file, content), **splits)
 
 
-def _refuse_repeated_keys(file: Path, root: Any) -> None:
-    """Raise DatasetError for a key of the file, or the number of a class, that is given twice.
+def _merge_keys(file: Path, root: Any) -> None:
+    """Bring in the keys that ``<<`` names, in the file's mapping and in that of its classes (YAML's merge type).
 
-    One would be lost. root: the file's YAML node.
+    A mapping's own keys come before those that it brings in. root: the file's YAML node. Raises DatasetError for a key, or the
+    number of a class, that one mapping gives twice, as one would be lost, and for something else than mappings behind ``<<``.
     """
     if root is None or root.id != "mapping":
         return
-    classes = [value for key, value in root.value if key.value == "names" and value.id == "mapping"]
-    for mapping in (root, *classes):
-        seen: set[str] = set()
-        for key, _ in mapping.value:
-            if key.value in seen:
-                what = "names has the number" if mapping is not root else "there is the key"
-                raise DatasetError(f"{file}:{key.start_mark.line + 1}: {what} {key.value[:40]} twice: leave one out")
-            seen.add(key.value)
+    _merge_mapping(file, root, "there is the key")
+    for key, value in root.value:
+        if key.value == "names" and value.id == "mapping":
+            _merge_mapping(file, value, "names has the number")
+
+
+def _merge_mapping(file: Path, mapping: Any, what: str) -> None:
+    found: dict[Any, tuple[Any, Any]] = {}
+    waiting, seen = [mapping], set[int]()
+    while waiting:  # each mapping once: references to references to mappings stand for more keys than memory holds
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        own = set[Any]()
+        for key, value in one.value:
+            name, place = key.value if key.id == "scalar" else key, f"{file}:{key.start_mark.line + 1}"
+            if name in own:
+                raise DatasetError(f"{place}: {what} {name[:40]} twice: leave one out")
+            own.add(name)
+            if name != "<<" or key.style is not None:  # in quotes it is a key like any other
+                found.setdefault(name, (key, value))
+                continue
+            sources = value.value if value.id == "sequence" else [value]
+            if any(source.id != "mapping" for source in sources):
+                raise DatasetError(f"{place}: << brings in the keys of other mappings: write for example `<<: *base`")
+            waiting += reversed(sources)
+    mapping.value = list(found.values())
 
 
 MAX_KEYPOINTS = 1000
