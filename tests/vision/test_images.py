@@ -148,6 +148,16 @@ def test_alpha_of_tiff_is_read_as_the_file_says(meaning: int, depth: type) -> No
     np.testing.assert_allclose(image[3, 3], 127 + straight[:3] * 128 / 255, atol=1.5)
 
 
+@pytest.mark.parametrize("value", [0, 200])
+def test_grey_tiff_with_transparency_is_refused(value: int) -> None:
+    """OpenCV multiplies its grey by alpha and drops that: a code drawn in black on nothing would be all black."""
+    grey = Pillow.fromarray(np.full((6, 5), value, np.uint8))
+    grey.putalpha(Pillow.fromarray(np.tile([0, 255, 255, 128, 0], (6, 1)).astype(np.uint8)))
+    with pytest.raises(ImageError, match="TIFF image in grey with transparency"):
+        decode_image(encode("TIFF", grey))
+    assert decode_image(encode("PNG", grey))[0, 0].tolist() == [255, 255, 255]
+
+
 # Too large, incomplete, something else
 
 

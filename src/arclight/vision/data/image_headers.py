@@ -325,6 +325,10 @@ def _tiff(data: Data) -> ImageHeader:
     bits, samples = tags.get(_BITS, 1), tags.get(_SAMPLES, 1)
     if bits not in (1, 2, 4, 8, 16) or not 1 <= samples <= 5:
         raise ImageError(f"TIFF image with {samples} samples of {bits} bits: up to 5 of 1 to 16 bits are read")
+    if samples == 2 and tags.get(_PHOTOMETRIC) in (0, 1):
+        raise ImageError(
+            "TIFF image in grey with transparency, which would be read as black: save it in RGB, or as PNG"
+        )
     width, height = tags.get(_WIDTH, 0), tags.get(_HEIGHT, 0)
     # A tile may be larger than its image; rounding to 16 is normal, a giant tile is an attack on memory.
     for side, tile in ((width, tags.get(_TILE_WIDTH, 0)), (height, tags.get(_TILE_HEIGHT, 0))):
@@ -333,7 +337,7 @@ def _tiff(data: Data) -> ImageHeader:
     ends = (at + size for at, size in zip(arrays.get(_STRIPS, ()), arrays.get(_STRIP_SIZES, ())))
     truncated = any(end > len(data) for end in ends)
     orientation = tags.get(_ORIENTATION, 1)
-    alpha = (tags.get(_PHOTOMETRIC), samples) in ((0, 2), (1, 2), (2, 4))
+    alpha = (tags.get(_PHOTOMETRIC), samples) == (2, 4)
     return ImageHeader(
         "TIFF", width, height, orientation if 1 <= orientation <= 8 else 1, alpha, truncated, bits,
         cmyk=tags.get(_PHOTOMETRIC) == 5, several=_tiff_has_several(data),
