@@ -102,6 +102,16 @@ def test_a_memory_format_that_is_set_takes_precedence_over_that_of_the_checkpoin
     assert measured.memory_format is torch.channels_last
 
 
+def test_a_checkpoint_from_before_any_fit_leaves_the_memory_format_to_be_measured() -> None:
+    for own, kept in (("auto", {}), ("contiguous", {"memory_format": "contiguous"})):
+        checkpoint: dict[str, Any] = {}
+        detector(memory_format=own).on_save_checkpoint(checkpoint)
+        assert checkpoint == kept
+    resumed = detector(memory_format="auto")
+    resumed.on_load_checkpoint({})
+    assert resumed.memory_format is None
+
+
 def test_a_batch_without_a_finite_loss_leaves_the_learned_balance() -> None:
     balance = torch.tensor([4.0, 1.0, 0.4])
     update_balance(balance, [torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(1.0)])

@@ -469,7 +469,8 @@ class VisionModule(Module, abc.ABC):
         self._teacher = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["memory_format"] = _format_name(self.memory_format)
+        if self.memory_format is not None:  # before a fit none was measured
+            checkpoint["memory_format"] = _format_name(self.memory_format)
         if self._batch_size is not None:
             checkpoint["batch_size"] = self._batch_size
         if self._taught_by is not None:
