@@ -64,6 +64,18 @@ def test_save_labels_writes_boxes_above_the_thresholds_only(photos: Path, typed:
     assert len(Path("new/torn.txt").read_text().splitlines()) == 1, "the box of 0.39 is not sure"
 
 
+def test_thresholds_without_evidence_do_not_label_with_it(photos: Path, typed: Typed) -> None:
+    (photos / "validate.json").write_text(json.dumps({"classes": {"cat": {"confidence": 0.45}}}))
+    assert typed(f"predict {photos} photos --save-labels new")[0] == 0
+    status, _, err = typed(f"predict {photos} photos --save-labels other --code-evidence")
+    assert status == 2
+    assert "measured without --code-evidence" in err
+    assert not Path("other").exists()
+    Path("own.json").write_text(json.dumps({"classes": {"cat": {"confidence": 0.45}}}))
+    with pytest.warns(UserWarning, match="takes all boxes for QR codes"):
+        assert typed(f"predict {photos} photos --save-labels other --code-evidence --thresholds own.json")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -77,6 +89,7 @@ def test_save_labels_writes_boxes_above_the_thresholds_only(photos: Path, typed:
     ],
 )
 def test_invalid_label_options_are_refused(photos: Path, typed: Typed, words: str, message: str) -> None:
+    (photos / "validate.json").unlink(missing_ok=True)
     Path("other.json").write_text(json.dumps({"classes": {"bird": {"confidence": 0.4}}}))
     status, _, err = typed(f"predict {photos} photos {words}")
     assert status == 2

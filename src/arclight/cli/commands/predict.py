@@ -363,6 +363,11 @@ def doubt_of(options: argparse.Namespace) -> tuple[float | None, dict[str, float
         return DOUBT_FLOOR, None
     place = options.thresholds
     if place is None:
+        if options.code_evidence:
+            raise UsageError(
+                "--save-labels takes thresholds that arclight validate has measured without --code-evidence, which moves confidences by as much "
+                "as decides: leave --code-evidence out, or give --thresholds of your own"
+            )
         run = run_folder(Path(options.source[0])) if options.program is None else None
         if run is None or not (run / "validate.json").is_file():
             whose = f"arclight validate {run}" if run is not None else "arclight validate RUN"
