@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tests.vision.conftest import detector_run
 
+from arclight import Trainer
 from arclight.cli.command import main
 from arclight.cli.comparing import detectors as command
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
@@ -155,6 +157,37 @@ def test_a_module_of_ones_own_gives_inputs_and_metric(folder: Path, capsys: pyte
     assert "unrecognized" not in out
     status, out = compared(capsys, "own_scored:Scored", "own_scored:Scored", "--max-drop", 0)
     assert (status, "metric" in out) == (0, True)
+
+
+def test_detectors_of_a_single_class_are_compared_on_the_data_of_all(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were trained on data of two classes, which they call one."""
+    settings = Detector.load(runs / "1" / "checkpoints" / "last.ckpt").settings
+    detector = Detector(replace(settings, single_class=True), names=["object"])
+    trainer = Trainer(max_epochs=0, logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(detector, torch.utils.data.DataLoader([0]))
+    trainer.save_checkpoint(tmp_path / "single.ckpt")
+    images = DetectionData(detector.settings).calibration_dataset()
+    for name in ("single.onnx", "other.onnx"):
+        export_module(detector, tmp_path / name, images)
+    data = ("--data", runs / "set" / "data.yaml", "--resamples", 5)
+    for one, other in (("single.ckpt", "single.onnx"), ("other.onnx", "single.onnx")):
+        status, out = compared(capsys, tmp_path / one, tmp_path / other, *data)
+        assert status == 0, out
+        assert "mAP 50-95" in out
+    assert (
+        "has the classes code, text, the detectors find cat"
+        in compared(capsys, *[renamed(detector, tmp_path)] * 2, *data)[1]
+    )
+
+
+def renamed(detector: Detector, folder: Path) -> Path:
+    """A checkpoint of a network of one class that is no collection of others."""
+    trainer = Trainer(max_epochs=0, logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(Detector(detector.settings, names=["cat"]), torch.utils.data.DataLoader([0]))
+    trainer.save_checkpoint(folder / "cat.ckpt")
+    return folder / "cat.ckpt"
 
 
 def test_incomparable_models_are_refused(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

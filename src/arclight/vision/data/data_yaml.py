@@ -16,6 +16,8 @@ from arclight.fabric.extras import require
 from arclight.vision.data.images import SUFFIXES
 from arclight.vision.data.labels import DatasetError, Geometry, KeypointShape, TaskGeometry
 
+SINGLE_CLASS = "object"
+"""What detectors that take all classes for one call it."""
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel = 2  # a few lines of references to lists of references stand for more text than memory holds
 
@@ -78,6 +80,14 @@ class DataSpec:
         if not found:
             raise DatasetError(f"{self.file}: {split}: no image in {', '.join(map(str, entries))}")
         return found
+
+
+def takes_all_for_one(found: Sequence[str], names: Sequence[str]) -> bool:
+    """Return True if a network that finds the classes ``found`` takes all of a data set's ``names`` for one.
+
+    It was trained with ``single_class``.
+    """
+    return list(found) == [SINGLE_CLASS] != list(names)
 
 
 def first_names(names: Sequence[str], most: int = 8) -> str:

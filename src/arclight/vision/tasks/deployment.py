@@ -7,6 +7,7 @@ training, so that a program is verified on what it will get.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from arclight.deploy import Program
 from arclight.deploy.comparison import Evaluation
 from arclight.deploy.deployment import ship
 from arclight.deploy.settings import Quantization, calibration_batches
+from arclight.vision.data.data_yaml import read_data_yaml, takes_all_for_one
 from arclight.vision.data.labels import DatasetError
 from arclight.vision.results.metrics import ClassificationMetrics, DetectionMetrics, SegmentationMetrics
 from arclight.vision.results.obb_metrics import OrientedMetrics
@@ -59,6 +61,8 @@ def evaluation_of(program: Program, data: Path | str, split: str = "val") -> Eva
     """
     described = program.metadata
     settings = _TASKS[described["task"]](data=Path(data), model=described["model"], image_size=described["image_size"])
+    if isinstance(settings, DetectionTask) and takes_all_for_one(described["names"], read_data_yaml(data).names):
+        settings = replace(settings, single_class=True)
     module, loaders = settings.build()
     assert isinstance(module, VisionModule)
     if module.names != list(described["names"]):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from arclight.checkpoint import CheckpointError
 from arclight.checkpoint.conversion import read_foreign
+from arclight.vision.data.data_yaml import SINGLE_CLASS
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.labels import DatasetError, TaskGeometry
 from arclight.vision.data.rectangles import AspectOrder, BegunEpoch
@@ -349,7 +350,7 @@ class DetectionData(VisionData):
 
     @property
     def names(self) -> list[str]:
-        return ["object"] if self.settings.single_class else list(self.spec.names)
+        return [SINGLE_CLASS] if self.settings.single_class else list(self.spec.names)
 
     def open_for_training(self) -> DetectionDataset:
         s = self.settings
