@@ -76,6 +76,18 @@ def test_thresholds_without_evidence_do_not_label_with_it(photos: Path, typed: T
         assert typed(f"predict {photos} photos --save-labels other --code-evidence --thresholds own.json")[0] == 0
 
 
+def test_thresholds_of_another_step_do_not_label(photos: Path, typed: Typed) -> None:
+    """``arclight validate`` takes the newest checkpoint, and the best one predicts."""
+    for step, status in ((0, 0), (40, 2), (None, 0)):
+        numbers = {"checkpoint": "last.ckpt", "step": step, "classes": {"cat": {"confidence": 0.45}}}
+        (photos / "validate.json").write_text(json.dumps(numbers))
+        found, _, err = typed(f"predict {photos} photos --save-labels new{step}")
+        assert found == status
+        assert Path(f"new{step}").exists() == (status == 0)
+        assert ("measured on last.ckpt (step 40), and last.ckpt (step 0) predicts" in err) == (step == 40)
+        assert typed(f"predict {photos} photos --save-labels own{step} --thresholds {photos}/validate.json")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

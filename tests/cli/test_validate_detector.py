@@ -25,6 +25,7 @@ def test_validation_writes_a_page_and_its_numbers(
     logged = json.loads((tmp_path / "scores.json").read_text())[0]
     assert numbers["metrics"]["map50"] == pytest.approx(logged["val/map50"], abs=1e-6)
     assert numbers["images"] == 6
+    assert (numbers["checkpoint"], numbers["step"]) == ("last.ckpt", 1)
     assert set(numbers["classes"]) == {"code", "text"}
     assert set(numbers["stage_ms"]) == {"decode", "preprocess", "network", "postprocess"}
     html = (run / "validate.html").read_text("utf-8")

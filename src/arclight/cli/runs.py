@@ -65,6 +65,13 @@ def best_checkpoint(run: Path) -> Path:
     )
 
 
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step at which a checkpoint was saved; None if it does not say."""
+    from arclight.checkpoint.manifest import is_checkpoint, read_manifest
+
+    return read_manifest(checkpoint).step if is_checkpoint(checkpoint) else None
+
+
 def checkpoint_note(checkpoint: Path) -> str:
     """Describe a checkpoint, and whether it is the best or the newest of its run."""
     from arclight.checkpoint.retention import recorded_best

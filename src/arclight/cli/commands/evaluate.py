@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from arclight._intervals import kind_of
 from arclight.cli.arguments import UsageError, check_writable, read_recipe, recipe_parser, write_json
 from arclight.cli.run_setup import build_task, evaluating_callbacks, make_trainer
-from arclight.cli.runs import checkpoint_note, checkpoint_of, newest_checkpoint, run_folder
+from arclight.cli.runs import checkpoint_note, checkpoint_of, newest_checkpoint, run_folder, step_of
 from arclight.cli.schema import Recipe
 from arclight.cli.user_module import named_module
 
@@ -126,5 +126,5 @@ def write_page(page: Path, module: Detector, stage: str, checkpoint: Path) -> No
     numbers = write_validation(
         page, module.results, module.names, title=title, kind=KINDS[stage], facts=facts, stage_ms=times
     )
-    write_json(page.with_suffix(".json"), numbers)
+    write_json(page.with_suffix(".json"), {"checkpoint": checkpoint.name, "step": step_of(checkpoint), **numbers})
     print(f"The report is {page}")

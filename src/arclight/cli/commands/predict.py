@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.cli.arguments import Parser, UsageError, add_runtime, add_trust, count, runtime_said, share, trusted
 from arclight.cli.commands import language
 from arclight.cli.interruption import stopping
-from arclight.cli.runs import load_vision_module, run_folder, trained_language
+from arclight.cli.runs import checkpoint_of, load_vision_module, run_folder, step_of, trained_language
 from arclight.cli.style import progressed
 from arclight.cli.user_module import named_module
 
@@ -379,7 +380,19 @@ def doubt_of(options: argparse.Namespace) -> tuple[float | None, dict[str, float
         thresholds = read_thresholds(place)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if options.thresholds is None:
+        _check_measured(place, Path(options.source[0]))
     return min(DOUBT_FLOOR, *thresholds.values()), thresholds
+
+
+def _check_measured(numbers: Path, run: Path) -> None:
+    """Raise UsageError if the run's thresholds are those of another step than the checkpoint that predicts."""
+    measured, used = json.loads(numbers.read_text(encoding="utf-8")), checkpoint_of(run)
+    if measured.get("step") not in (None, step := step_of(used)):
+        raise UsageError(
+            f"--save-labels: the thresholds of {numbers} were measured on {measured.get('checkpoint')} (step {measured['step']}), and "
+            f"{used.name} (step {step}) predicts: run arclight validate {run_folder(run)} --checkpoint {run}, or give --thresholds of your own"
+        )
 
 
 def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float, list[str]]:
