@@ -22,6 +22,7 @@ from arclight.vision import build_model, fuse
 from arclight.vision.boxes import box_iou, nms, xywh_to_xyxy
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.images import decode_image
+from arclight.vision.models import one_to_one
 from arclight.vision.models.architectures import parse_architecture
 from arclight.vision.models.one_to_one import (
     TOP_K,
@@ -217,7 +218,7 @@ def test_tiny_objects_are_answered_for_wherever_they_lie(size: float) -> None:
         box = torch.tensor([[*place.tolist(), size, size]])
         reach = reachable(box, rows.centres, rows.strides)
         overlap = widened_overlap(rows.boxes()[torch.zeros(1, dtype=torch.long)], box, 2.0)
-        found = rank_candidates(rows.values[..., 4].sigmoid(), overlap, reach, torch.zeros(1, dtype=torch.long))
+        (found,) = rank_candidates([rows.values[..., 4].sigmoid()], overlap, reach, torch.zeros(1, dtype=torch.long))
         matched = match_one(found, reach.shape[1])
         assert matched.sum() == 1
         cell = int(found.cell[0][matched[0]])
@@ -333,6 +334,28 @@ def test_the_order_of_objects_does_not_matter() -> None:
     shuffled = targets[torch.randperm(60, generator=torch.Generator().manual_seed(2))]
     total, other = (one_to_one_loss(levels, t, head)[0] for t in (targets, shuffled))  # type: ignore[arg-type]
     torch.testing.assert_close(total, other)
+
+
+def test_the_loss_is_the_same_for_any_number_of_objects_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of thousands of objects are compared with the cells in parts."""
+    head, targets = arc().head, random_targets(m=60)
+    seen: list[int] = []
+    widened = one_to_one.widened_overlap
+
+    def counted(predicted: torch.Tensor, boxes: torch.Tensor, margin: float) -> torch.Tensor:
+        seen.append(len(boxes))
+        return widened(predicted, boxes, margin)
+
+    monkeypatch.setattr(one_to_one, "widened_overlap", counted)
+    found = []
+    for pairs in (one_to_one.PAIRS_AT_ONCE, 7 * sum(level[0, ..., 0].numel() for level in random_levels()), 1):
+        monkeypatch.setattr(one_to_one, "PAIRS_AT_ONCE", pairs)
+        levels = random_levels()
+        total, _ = one_to_one_loss(levels, targets, head)  # type: ignore[arg-type]
+        total.backward()
+        found.append([total.detach(), *(level.grad for level in levels)])
+    assert seen == [60, *[7] * 8, 4, *[1] * 60]
+    torch.testing.assert_close(found[1:], [found[0], found[0]])  # powers of a few numbers round differently
 
 
 def test_images_without_objects_teach_only_scores() -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from arclight.vision.boxes import complete_iou, xywh_to_xyxy
+from arclight.vision.boxes import complete_iou
 from arclight.vision.models.blocks import Activation, ConvBNAct
 from arclight.vision.models.heads import Head
 
@@ -148,10 +148,14 @@ def reachable(boxes: Tensor, centres: Tensor, strides: Tensor) -> Tensor:
     Those are the cells whose middle lies inside. On the finest level boxes count as at least two cells wide and high:
     however small an object and wherever it lies, some cells can answer for it.
     """
-    half = boxes[:, None, 2:] / 2
-    half = torch.where(strides == strides.min(), half.maximum(strides), half)
-    inside: Tensor = ((centres - boxes[:, None, :2]).abs() < half).all(-1)
-    return inside
+    side, finest = strides[:, 0], strides[:, 0] == strides.min()
+
+    def along(axis: int) -> Tensor:
+        half = boxes[:, axis + 2, None] / 2
+        half = torch.where(finest, half.maximum(side), half)
+        return (centres[:, axis] - boxes[:, axis, None]).abs() < half
+
+    return along(0) & along(1)
 
 
 def widened_overlap(predicted: Tensor, boxes: Tensor, margin: float) -> Tensor:
@@ -160,23 +164,65 @@ def widened_overlap(predicted: Tensor, boxes: Tensor, margin: float) -> Tensor:
     Boxes are xywh; widened: wider and higher by ``2 * margin`` pixels. That changes nothing for large boxes, and lets
     boxes of a few pixels that do not meet yet be nearer or farther.
     """
-    a, b = predicted.clone(), boxes[:, None].clone()
-    a[..., 2:] += 2 * margin
-    b[..., 2:] += 2 * margin
-    a_low, a_high = xywh_to_xyxy(a).split(2, dim=-1)
-    b_low, b_high = xywh_to_xyxy(b).split(2, dim=-1)
-    common = (torch.minimum(a_high, b_high) - torch.maximum(a_low, b_low)).clamp_(min=0).prod(-1)
-    return common / (a[..., 2:].prod(-1) + b[..., 2:].prod(-1) - common)
+    # side by side, as reductions over a last dimension of two numbers take several times as long
+    ax, ay, aw, ah = predicted.unbind(-1)
+    bx, by, bw, bh = boxes[:, None].unbind(-1)
+    aw, ah, bw, bh = (sides + 2 * margin for sides in (aw, ah, bw, bh))
+
+    def common(a: Tensor, a_side: Tensor, b: Tensor, b_side: Tensor) -> Tensor:
+        a_half, b_half = a_side / 2, b_side / 2
+        return (torch.minimum(a + a_half, b + b_half) - torch.maximum(a - a_half, b - b_half)).clamp_(min=0)
+
+    shared = common(ax, aw, bx, bw).mul_(common(ay, ah, by, bh))
+    return shared / (aw * ah + bw * bh - shared)
 
 
-def rank_candidates(scores: Tensor, overlap: Tensor, reach: Tensor, image: Tensor, top_k: int = TOP_K) -> Candidates:
-    """Rank each object's cells by score ** 0.5 * overlap ** 6; all inputs are (M, A).
+def rank_candidates(
+    branches: Sequence[Tensor], overlap: Tensor, reach: Tensor, image: Tensor, top_k: int = TOP_K
+) -> list[Candidates]:
+    """Rank each object's cells by score ** 0.5 * overlap ** 6, once for the scores of each branch.
 
-    Every reachable cell ranks above any other.
+    All but ``image`` (M,) are (M, A). Every reachable cell ranks above any other.
     """
-    alignment = scores.pow(SCORE_POWER) * (overlap + 1e-3).pow(OVERLAP_POWER)
-    best, cell = torch.where(reach, alignment, 0.0).topk(min(top_k, overlap.shape[1]), dim=1)
-    return Candidates(best, cell + image[:, None] * overlap.shape[1], overlap.gather(1, cell))
+    quality = (overlap + 1e-3).pow(OVERLAP_POWER)
+    first = image[:, None] * overlap.shape[1]
+    found = []
+    for scores in branches:
+        alignment = torch.where(reach, scores.pow(SCORE_POWER) * quality, 0.0)
+        best, cell = alignment.topk(min(top_k, overlap.shape[1]), dim=1)
+        found.append(Candidates(best, cell + first, overlap.gather(1, cell)))
+    return found
+
+
+PAIRS_AT_ONCE = 1 << 22
+"""Pairs of object and cell that are compared together: bounds memory for images of thousands of objects."""
+
+
+def candidates_of(
+    rows: Rows,
+    predicted: Tensor,
+    branches: Sequence[Tensor],
+    boxes: Tensor,
+    image: Tensor,
+    label: Tensor,
+    margin: float,
+) -> list[Candidates]:
+    """Return the best cells of each object for each branch.
+
+    predicted: boxes (N, A, 4) of the cells, xywh in pixels like those of the objects, ``boxes`` (M, 4). branches: logits (N, A, C) each.
+    image, label: (M,) of the objects. margin: see `widened_overlap`. Objects are compared
+    `PAIRS_AT_ONCE` pairs at a time, which changes no more than rounding.
+    """
+    planes = predicted.permute(2, 0, 1).contiguous()
+    logits = [branch.transpose(1, 2) for branch in branches]
+    step = max(1, PAIRS_AT_ONCE // predicted.shape[1])
+    parts: list[list[Candidates]] = []
+    for start in range(0, max(len(boxes), 1), step):
+        own, of, at = boxes[start : start + step], image[start : start + step], label[start : start + step]
+        reach = reachable(own, rows.centres, rows.strides)
+        overlap = widened_overlap(planes[:, of].permute(1, 2, 0), own, margin)
+        parts.append(rank_candidates([one[of, at].sigmoid() for one in logits], overlap, reach, of))
+    return [Candidates(*map(torch.cat, zip(*of_branch, strict=True))) for of_branch in zip(*parts, strict=True)]
 
 
 def settle(alignment: Tensor, cell: Tensor, cells: int) -> Tensor:
@@ -261,14 +307,9 @@ def one_to_one_loss(
         boxes = (targets[:, 2:].view(-1, 2, 2) * size).flatten(1).to(predicted.dtype)
         image, label = targets[:, 0].long(), targets[:, 1].long()
         with torch.no_grad():
-            reach = reachable(boxes, rows.centres, rows.strides)
-            overlap = widened_overlap(predicted.detach()[image], boxes, MARGIN_CELLS * strides[0])
-
-            def ranked(logits: Tensor) -> Candidates:
-                scores = logits.detach().transpose(1, 2)[image, label].sigmoid()
-                return rank_candidates(scores, overlap, reach, image)
-
-            wide, narrow = ranked(many), ranked(one)
+            wide, narrow = candidates_of(
+                rows, predicted.detach(), (many.detach(), one.detach()), boxes, image, label, MARGIN_CELLS * strides[0]
+            )
             chosen = settle(wide.alignment, wide.cell, n * a)
             aligned = torch.where(chosen, wide.alignment, 0.0)
             best = torch.where(chosen, wide.overlap, 0.0).amax(1, keepdim=True)
