@@ -30,7 +30,7 @@ from arclight.vision.models.yolov5 import build_model
 from arclight.vision.results.detections import Detections
 from arclight.vision.results.pose_metrics import PoseMetrics
 from arclight.vision.tasks.detection import PoseData, PoseEstimator
-from arclight.vision.tasks.settings import PoseTask
+from arclight.vision.tasks.settings import CornersTask, PoseTask
 
 COLOURS = ((255, 0, 0), (0, 0, 255), (0, 255, 0))
 """Of the left, the right and the upper dot of each object."""
@@ -124,6 +124,9 @@ def test_keypoints_must_be_there_and_alike(tmp_path: Path) -> None:
     )
     with pytest.raises(DatasetError, match=r"other.data\.yaml has no kpt_shape, and this task learns keypoints"):
         DetectionDataset.open(read_data_yaml(other), "train", geometry="keypoints")
+    for task in (PoseTask, CornersTask):
+        with pytest.raises(DatasetError, match=r"other.data\.yaml has no kpt_shape, and this task learns keypoints"):
+            task(data=other).check_data()
     other.write_text(other.read_text().replace("flat: [9, 1]", "kpt_shape: [4, 2]"))
     with pytest.raises(DatasetError, match=r"mix: .* has 4 keypoints of 2 numbers, .* 3 keypoints of 3 numbers"):
         DetectionDataset.open(

@@ -299,6 +299,13 @@ class PoseTask(DetectionTask):
                 f"keypoint_sigmas = {self.keypoint_sigmas}: cyclic keypoints have no numbers of their own, give them all the same"
             )
 
+    def check_data(self) -> None:
+        """Lint the data set as for a detector, once it says which keypoints its rows have."""
+        from arclight.vision.data.data_yaml import read_data_yaml
+
+        read_data_yaml(self.data).pose_shape()  # else its rows would be blamed
+        super().check_data()
+
     @classmethod
     def module_class(cls) -> type[VisionModule]:
         from arclight.vision.tasks.detection import PoseEstimator
