@@ -44,6 +44,10 @@ class Contender:
         self.detector.model.to(memory_format=torch.channels_last)
         self.detector.memory_format = torch.channels_last
         self.average = copy.deepcopy(self.detector.model)
+        trained, averaged = (model.state_dict().values() for model in (self.detector.model, self.average))
+        pairs = list(zip(averaged, trained, strict=True))
+        self.floats = [pair for pair in pairs if pair[0].is_floating_point()]
+        self.counters = [pair for pair in pairs if not pair[0].is_floating_point()]
         self.optimizer: Any = AdamW(lr=LR).build(self.detector.model.named_parameters())
         self.data = DetectionDataset.open(
             spec, "train", image_size=SIZE, augment=Augment(), cache=True, cache_labels=False
@@ -71,9 +75,9 @@ class Contender:
         self.optimizer.zero_grad()
         self.steps += 1
         decay = min(DECAY, self.steps / (self.steps + 10))
-        with torch.no_grad():
-            for own, new in zip(self.average.state_dict().values(), self.detector.model.state_dict().values()):
-                own.lerp_(new, 1 - decay) if own.is_floating_point() else own.copy_(new)
+        with torch.no_grad():  # as EMAWeightAveraging does
+            torch._foreach_lerp_(*map(list, zip(*self.floats)), 1 - decay)
+            torch._foreach_copy_(*map(list, zip(*self.counters)))
         self.used_s += time.process_time() - start
         self.random = random.getstate()
 
