@@ -42,7 +42,8 @@ __all__ = [
 def decode_image(source: bytes | str | Path, *, max_pixels: int = MAX_PIXELS) -> Image:
     """Decode an image file, or its bytes, to RGB uint8 (height, width, 3), turned by its EXIF.
 
-    Grey, palette, CMYK and 16-bit images become 8-bit RGB; what is transparent becomes white, as on paper.
+    Grey, palette, CMYK and 16-bit images become 8-bit RGB; what is transparent becomes white, as on paper. TIFF images in grey with
+    transparency are refused: OpenCV drops their alpha.
     Raises ImageError, and nothing else, for content that is not a complete JPEG, PNG, WebP, GIF, BMP or TIFF image
     of at most ``max_pixels``: the size is read from the header, before any memory for pixels is taken. A path
     that cannot be read raises OSError.

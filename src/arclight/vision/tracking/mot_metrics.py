@@ -2,7 +2,7 @@
 
 CLEAR MOT: Bernardin and Stiefelhagen 2008; IDF1: Ristani et al. 2016.
 
-Only benchmarks and tests call it, to compare trackers.
+Users call it from Python to compare trackers (docs/vision.md), and so do benchmarks; no command does.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each frame has its own blur, light and noise.
 
-Only benchmarks and tests call it, to measure the reading of videos.
+The guide tries the reading of videos on such a clip (docs/vision.md), benchmarks measure it; no command draws one.
 """
 
 from __future__ import annotations
