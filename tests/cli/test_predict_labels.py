@@ -64,12 +64,15 @@ def test_save_labels_writes_boxes_above_the_thresholds_only(photos: Path, typed:
     assert len(Path("new/torn.txt").read_text().splitlines()) == 1, "the box of 0.39 is not sure"
 
 
-def test_thresholds_without_evidence_do_not_label_with_it(photos: Path, typed: Typed) -> None:
+def test_thresholds_of_a_run_as_it_is_do_not_label_with_other_confidences(photos: Path, typed: Typed) -> None:
     (photos / "validate.json").write_text(json.dumps({"classes": {"cat": {"confidence": 0.45}}}))
     assert typed(f"predict {photos} photos --save-labels new")[0] == 0
     status, _, err = typed(f"predict {photos} photos --save-labels other --code-evidence")
     assert status == 2
-    assert "measured without --code-evidence" in err
+    assert "--code-evidence has other confidences" in err
+    status, _, err = typed(f"predict {photos} {photos} photos --save-labels other")
+    assert status == 2
+    assert "an ensemble has other confidences" in err
     assert not Path("other").exists()
     Path("own.json").write_text(json.dumps({"classes": {"cat": {"confidence": 0.45}}}))
     with pytest.warns(UserWarning, match="takes all boxes for QR codes"):

@@ -364,10 +364,11 @@ def doubt_of(options: argparse.Namespace) -> tuple[float | None, dict[str, float
         return DOUBT_FLOOR, None
     place = options.thresholds
     if place is None:
-        if options.code_evidence:
+        several = len(list(itertools.takewhile(_is_run, options.source))) > 1
+        if moved := "--code-evidence" if options.code_evidence else "an ensemble" if several else None:
             raise UsageError(
-                "--save-labels takes thresholds that arclight validate has measured without --code-evidence, which moves confidences by as much "
-                "as decides: leave --code-evidence out, or give --thresholds of your own"
+                f"--save-labels takes thresholds that arclight validate has measured of one run as it is, and {moved} has other confidences: "
+                "leave it out, or give --thresholds of your own"
             )
         run = run_folder(Path(options.source[0])) if options.program is None else None
         if run is None or not (run / "validate.json").is_file():
