@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from arclight.vision.boxes import TOP_K, box_iou, complete_iou, greedy_nms, nms, xywh_to_xyxy, xyxy_to_xywh
 from arclight.vision.results.metrics import DetectionMetrics
+from arclight.vision.tasks.processing import Context, DetectionProcessing, OrientedProcessing
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -260,3 +261,24 @@ def test_a_chain_of_boxes_loses_every_second_one(length: int) -> None:
     boxes[:, 2], boxes[:, 3] = boxes[:, 0] + 10, 10  # overlaps its neighbours by a quarter
     kept = greedy_nms(boxes, torch.zeros(length), 0.2)
     assert kept.tolist() == list(range(0, length, 2))
+
+
+def crowd(copies: int) -> torch.Tensor:
+    """Decoded rows (1, 3000 * copies, 6) of 3,000 objects that stand apart, each found by several positions, the surest of the first objects first."""
+    x, y = np.meshgrid(np.arange(60) * 10 + 5, np.arange(50) * 10 + 5)
+    rows = np.stack((x.ravel(), y.ravel(), *np.full((2, 3000), 6.0), np.linspace(0.9, 0.5, 3000), np.ones(3000)), 1)
+    return torch.from_numpy(np.repeat(rows, copies, axis=0).astype(np.float32))[None]
+
+
+@pytest.mark.parametrize("max_det", [300, 3000])
+def test_as_many_boxes_are_found_as_are_asked_for(max_det: int) -> None:
+    """Candidates are bounded before the overlap test: 2,000 of them are 500 objects that four positions find."""
+    settings = {"names": ["a"], "image_size": 640, "max_det": max_det}
+    photos = Context([np.zeros((640, 640, 3), np.uint8)], [(1.0, 0, 0)])
+    for kind, copies in (
+        (DetectionProcessing(**settings), 4),
+        (DetectionProcessing(**settings, iou_threshold=None), 1),
+    ):
+        assert len(kind.postprocess(crowd(copies), photos)[0]) == max_det
+    turned = torch.cat((crowd(4), torch.zeros(1, 12_000, 1)), dim=-1)
+    assert len(OrientedProcessing(**settings).postprocess(turned, photos)[0]) == max_det

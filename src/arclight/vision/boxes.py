@@ -21,6 +21,15 @@ TOP_K = 2000
 MAX_DET = 300
 """Boxes kept per image if nothing else is asked for."""
 
+
+def candidates_for(max_det: int) -> int:
+    """Return how many candidates reach the overlap test where ``max_det`` boxes are kept.
+
+    As many for each box as by default: of fewer, those of a crowd's surest objects would leave no place to the others.
+    """
+    return max(TOP_K, math.ceil(max_det * TOP_K / MAX_DET))
+
+
 _CHUNK = 256  # candidates tested together; small enough that their overlap matrix stays in cache
 _MANY_CLASSES = 8  # from here on the maximum over classes costs more than reading objectness
 _ROUNDS = 8  # applied to all candidates of a chunk at once; boxes in photos take two to four

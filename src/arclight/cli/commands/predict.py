@@ -405,7 +405,7 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float, list[
 
     given = {
         "conf_threshold": options.conf, "iou_threshold": options.iou, "agnostic": options.agnostic_nms or None,
-        "max_det": options.max_det if options.classes is None and not options.code_evidence else TOP_K,
+        "max_det": options.max_det if options.classes is None and not options.code_evidence else max(TOP_K, options.max_det or 0),
     }  # fmt: skip  # other classes take no places, and evidence may put another box first
     changed = {name: value for name, value in given.items() if value is not None}
     try:

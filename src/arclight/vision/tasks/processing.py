@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from arclight.vision.boxes import MAX_DET, nms
+from arclight.vision.boxes import MAX_DET, candidates_for, nms
 from arclight.vision.data.letterbox import Letterbox, letterbox, unletterbox
 from arclight.vision.prob_iou import rotated_nms
 from arclight.vision.results.detections import Detections
@@ -100,6 +100,7 @@ class DetectionProcessing:
             self.conf_threshold,
             self.iou_threshold,
             max_det=self.max_det,
+            top_k=candidates_for(self.max_det),
             agnostic=self.agnostic,
             extra=extra,
         )
@@ -177,8 +178,9 @@ class OrientedProcessing(DetectionProcessing):
         """
         predictions = torch.as_tensor(outputs[0] if isinstance(outputs, (list, tuple)) else outputs)
         kept = rotated_nms(
-            predictions, self.conf_threshold, self.iou_threshold, max_det=self.max_det, agnostic=self.agnostic
-        )
+            predictions, self.conf_threshold, self.iou_threshold, max_det=self.max_det, top_k=candidates_for(self.max_det),
+            agnostic=self.agnostic,
+        )  # fmt: skip
         results = []
         for found, image, (scale, pad_x, pad_y) in zip(kept, context.images, context.placements, strict=True):
             rows = found.cpu().double().numpy()
