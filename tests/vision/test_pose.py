@@ -116,6 +116,17 @@ def test_images_without_flip_idx_are_not_mirrored(tmp_path: Path, caplog: pytest
     assert batches[1]["targets"].isnan().sum() == 2 * 2
 
 
+def test_images_of_more_poses_than_average_precision_counts_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = write_dots(tmp_path)
+    (tmp_path / "labels" / "train" / "0.txt").write_text(
+        "\n".join(f"0 {0.1 + number / 30:.3f} 0.5 0.1 0.1 0.5 0.5 2 0.5 0.5 2 0.5 0.5 2" for number in range(21))
+    )
+    PoseData(PoseTask(data=data, image_size=64, cache_labels=False)).open_for_validation("val")
+    assert "val: 1 images have more than 20 objects of a class" in caplog.text
+
+
 def test_keypoints_must_be_there_and_alike(tmp_path: Path) -> None:
     spec = read_data_yaml(write_dots(tmp_path / "dots"))
     other = write_dots(tmp_path / "other")

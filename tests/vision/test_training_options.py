@@ -263,6 +263,17 @@ def test_rectangular_validation_leaves_training_alone(
     assert results[True]["val/loss"] == pytest.approx(float(results[False]["val/loss"]), rel=0.5)
 
 
+@pytest.mark.parametrize(("objects", "said"), [(100, False), (101, True)])
+def test_images_of_more_objects_than_average_precision_counts_are_named(
+    tmp_path: Path, write_dataset: Callable[..., Path], caplog: pytest.LogCaptureFixture, objects: int, said: bool
+) -> None:
+    yaml = write_dataset(tmp_path, 3)
+    rows = [f"0 {0.05 + 0.009 * number:.3f} 0.5 0.02 0.02" for number in range(objects)]
+    (tmp_path / "labels" / "train" / "001.txt").write_text("\n".join([*rows, "1 0.5 0.5 0.1 0.1"]))
+    DetectionData(DetectionTask(data=yaml, image_size=64, cache_labels=False)).open_for_validation("train")
+    assert ("train: 1 images have more than 100 objects of a class" in caplog.text) == said
+
+
 def test_rectangular_batches_are_for_boxes(tmp_path: Path, write_dataset: Callable[..., Path]) -> None:
     task = SegmentationTask(data=write_dataset(tmp_path, 2), image_size=64, rect=True)
     with pytest.raises(ValueError, match="rect = true is for detection, a segmentation task reads squares"):

@@ -45,9 +45,9 @@ from arclight.vision.models.one_to_one import OneToOneHead, one_to_one_loss
 from arclight.vision.models.yolov5 import build_model, fitting_tensors
 from arclight.vision.results.analysis import stage_times
 from arclight.vision.results.detections import Detections
-from arclight.vision.results.metrics import EVALUATION_IOU, DetectionMetrics, SegmentationMetrics
+from arclight.vision.results.metrics import EVALUATION_IOU, MAX_DETECTIONS, DetectionMetrics, SegmentationMetrics
 from arclight.vision.results.obb_metrics import OrientedMetrics
-from arclight.vision.results.pose_metrics import PoseMetrics
+from arclight.vision.results.pose_metrics import MAX_POSES, PoseMetrics
 from arclight.vision.results.records import RecordingMetrics
 from arclight.vision.rotated import smallest_rectangles
 from arclight.vision.tasks.distillation import anchored_distillation, one_to_one_distillation
@@ -361,10 +361,17 @@ class DetectionData(VisionData):
         return self.open("train", augment=s.augment, cache=s.cache)
 
     def open_for_validation(self, split: str) -> DetectionDataset:
-        if not self.settings.rect:
-            return self.open(split)
-        self._check_rectangles("rect")
-        return self.open(split, rect=True, stride=self._coarsest_stride())
+        if self.settings.rect:
+            self._check_rectangles("rect")
+        options = {"rect": True, "stride": self._coarsest_stride()} if self.settings.rect else {}
+        dataset = self.open(split, **options)
+        counted = MAX_POSES if self.geometry in ("keypoints", "corners") else MAX_DETECTIONS
+        if crowded := sum(np.bincount(rows[:, 0].astype(int)).max(initial=0) > counted for rows in dataset.labels):
+            _LOG.warning(
+                "%s: %d images have more than %d objects of a class, and average precision counts so many predictions of a class in an image "
+                "(COCO): the others are scored as missed", split, crowded, counted,
+            )  # fmt: skip
+        return dataset
 
     def _check_rectangles(self, setting: str) -> None:
         if self.geometry != "boxes":
