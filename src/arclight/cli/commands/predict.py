@@ -387,7 +387,7 @@ def doubt_of(options: argparse.Namespace) -> tuple[float | None, dict[str, float
 
 
 def _check_measured(numbers: Path, run: Path) -> None:
-    """Raise UsageError if the run's thresholds are those of another step than the checkpoint that predicts."""
+    """Raise UsageError if thresholds were measured at another step than the run predicts at."""
     measured, used = json.loads(numbers.read_text(encoding="utf-8")), checkpoint_of(run)
     if measured.get("step") not in (None, step := step_of(used)):
         raise UsageError(

@@ -83,9 +83,9 @@ class DataSpec:
 
 
 def takes_all_for_one(found: Sequence[str], names: Sequence[str]) -> bool:
-    """Return True if a network that finds the classes ``found`` takes all of a data set's ``names`` for one.
+    """Return True if a network takes all classes of a data set for one (``single_class``).
 
-    It was trained with ``single_class``.
+    found: what it calls its classes. names: those of the data set.
     """
     return list(found) == [SINGLE_CLASS] != list(names)
 
@@ -137,9 +137,9 @@ def read_data_yaml(path: str | Path) -> DataSpec:
 
 
 def _merge_keys(file: Path, root: Any) -> None:
-    """Bring in the keys that ``<<`` names, in the file's mapping and in that of its classes (YAML's merge type).
+    """Bring in the keys that ``<<`` names in the file's mapping and in that of its classes.
 
-    A mapping's own keys come before those that it brings in. root: the file's YAML node. Raises DatasetError for a key, or the
+    That is YAML's merge type. A mapping's own keys come before those that it brings in. root: the file's YAML node. Raises DatasetError for a key, or the
     number of a class, that one mapping gives twice, as one would be lost, and for something else than mappings behind ``<<``.
     """
     if root is None or root.id != "mapping":

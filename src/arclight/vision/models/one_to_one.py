@@ -180,7 +180,7 @@ def widened_overlap(predicted: Tensor, boxes: Tensor, margin: float) -> Tensor:
 def rank_candidates(
     branches: Sequence[Tensor], overlap: Tensor, reach: Tensor, image: Tensor, top_k: int = TOP_K
 ) -> list[Candidates]:
-    """Rank each object's cells by score ** 0.5 * overlap ** 6, once for the scores of each branch.
+    """Rank each object's cells by score ** 0.5 * overlap ** 6, for the scores of each branch.
 
     All but ``image`` (M,) are (M, A). Every reachable cell ranks above any other.
     """
