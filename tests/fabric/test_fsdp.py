@@ -14,6 +14,7 @@ from torch.nn.utils.clip_grad import clip_grad_norm_
 
 import arclight as al
 from arclight import checkpoint
+from arclight.fabric.distributed.sharding import full_tensor, gathered_copy
 from arclight.fabric.strategies import FSDPStrategy
 
 
@@ -273,6 +274,46 @@ def test_two_ranks_resume_from_a_checkpoint_of_one(tmp_path: Path) -> None:
 
 
 # -- wrong use -----------------------------------------------------------------------------------------------------
+
+
+def _copied(fabric: al.Fabric) -> str:
+    torch.manual_seed(1)
+    net, calls = Net(), list[int]()
+    net.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    model, optimizer = fabric.setup(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.5))
+    x, *others = batches(3)
+    for batch in others:
+        fabric.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        wanted = model(x)
+    state = {name: full_tensor(value) for name, value in net.state_dict().items()}
+    assert any(isinstance(value, DTensor) for value in net.state_dict().values())
+    calls.clear()
+    copied = gathered_copy(net)
+    assert [type(part) for part in copied.modules()] == [type(part) for part in Net().modules()]
+    assert {name: p.requires_grad for name, p in copied.named_parameters()} == {
+        name: p.requires_grad for name, p in net.named_parameters()
+    }
+    assert not any(isinstance(value, DTensor) for value in copied.state_dict().values())
+    assert {name: value.tolist() for name, value in copied.state_dict().items()} == {
+        name: value.tolist() for name, value in state.items()
+    }
+    torch.testing.assert_close(copied(x), wanted)
+    assert calls == [1], "hooks of the user's own are kept"
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+        assert torch.equal(model(x), wanted)
+    fabric.backward(model(x).square().mean())
+    assert isinstance(net.first.weight.grad, DTensor), "it trains on in its shards"
+    return "copied"
+
+
+@pytest.mark.parametrize("policy", [{Block}, None])
+def test_a_gathered_copy_is_the_plain_module(policy: Any) -> None:
+    assert fabric_for(auto_wrap_policy=policy).launch(_copied) == "copied"
 
 
 class Tied(nn.Module):
