@@ -93,6 +93,16 @@ def test_other_runtimes_answer_alike(program: Program, decoder: Any) -> None:
     same_tokens(other, decoder)
 
 
+def test_a_folder_of_openvino_answers_as_its_model(
+    decoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_here(monkeypatch)
+    program = export_language_model(decoder, tmp_path / "lm", [TEXT], tokenizer=ByteTokenizer(), format="openvino")
+    assert (program.format, program.runtime) == ("openvino", "openvino")
+    assert program.metadata["parity"]["outputs"].keys() == {"logits", "present.0", "present.1"}
+    same_tokens(program, decoder)
+
+
 def test_the_runtime_is_chosen_where_a_program_writes_text(
     program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
