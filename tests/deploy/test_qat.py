@@ -18,7 +18,7 @@ from tests.ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.data import DataLoader
 
 import arclight as al
@@ -346,12 +346,36 @@ def test_a_weight_of_two_layers_is_folded_in_one() -> None:
     assert convert(prepared.eval()).quantized_layers == ("a", "b")
 
 
-def test_layers_with_steps_of_their_own_stay_in_float() -> None:
+def test_layers_with_steps_of_their_own_stay_in_float(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(4, 16)
     model = nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.ReLU(), nn.Linear(16, 8))
     prepared = prepare_qat(model, x)
+    assert "training computes the weights of these layers with a state, so they stay in float: 0" in caplog.text
     prepared(x).sum().backward()
     assert convert(prepared.eval()).quantized_layers == ("2",)
+
+
+@pytest.mark.parametrize("norm", [weight_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_weights_that_are_computed_of_others_are_trained_with_rounding(norm: Callable[..., nn.Module]) -> None:
+    model, x = normed()
+    norm(model.conv), norm(model.conv2), norm(model.out)
+    prepared = prepare_qat(model, x, recipe=EIGHT)
+    assert prepared.quantized_layers == ("conv", "conv2", "out")
+    before = {name: value.clone() for name, value in prepared.named_parameters() if ".bias" not in name}
+    step = torch.optim.SGD(prepared.train().parameters(), 1e-3)
+    for _ in range(3):
+        step.zero_grad()
+        prepared(x).square().mean().backward()
+        step.step()
+    after = dict(prepared.named_parameters())
+    assert not [name for name, value in before.items() if torch.equal(value, after[name])]
+    int8 = convert(prepared.eval())
+    assert int8.quantized_layers == ("conv", "conv2", "out")
+    assert not int8.float_layers
+    assert not [node for node in int8.graph.graph.nodes if node.target is torch.ops.aten.batch_norm.default]
+    assert int8.sqnr_db > 30
+    assert sqnr_db(int8(x), prepared(x).detach()) > 30
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])

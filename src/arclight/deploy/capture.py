@@ -84,7 +84,7 @@ def trial_run(
     ``sentence`` if that fails.
     """
     with quiet():  # torch warns of itself where a graph is copied
-        trial = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        trial = copied_model(model, {id(parameter): parameter for parameter in model.parameters()})
     try:
         with torch.no_grad():
             return trial(*inputs)
@@ -117,9 +117,24 @@ def resized(inputs: Inputs, batch: int) -> Inputs:
     return tuple(value[torch.arange(batch) % len(value)] if value.dim() else value for value in inputs)
 
 
+def copied_inputs(inputs: Inputs) -> Inputs:
+    """Copy ``inputs`` for a model that may write into them."""
+    return tuple(value.clone() for value in inputs)
+
+
+def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
+    """Copy ``model``; tensors that layers keep of a call, as those of torch.nn.utils.weight_norm do, lose their graph.
+
+    ``memo`` is that of ``copy.deepcopy``, which refuses such tensors.
+    """
+    kept = (value for module in model.modules() for value in vars(module).values())
+    computed = {id(value): value.detach().clone() for value in kept if isinstance(value, Tensor) and not value.is_leaf}
+    return copy.deepcopy(model, {**computed, **(memo or {})})
+
+
 def frozen_copy(model: nn.Module) -> nn.Module:
     """Copy ``model`` to the CPU, in float32, in evaluation mode and without gradients."""
-    return copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
+    return copied_model(model).cpu().float().eval().requires_grad_(False)
 
 
 def in_float32(inputs: Inputs) -> Inputs:

@@ -12,6 +12,7 @@ compares them by `literals`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
-from arclight.deploy.quantizing.graphs import NAME, stored_tensor
+from arclight.deploy.quantizing.graphs import NAME, constant_sources, stored_tensor, tensor_name
 
 aten = torch.ops.aten
 
@@ -49,23 +50,24 @@ def fuse(graph: GraphModule) -> None:
     asked for the scaled one. A bias is added in float32; what was asked for it is heeded when the batch norm is folded
     into it.
     """
+    stored = constant_sources(graph)
     for norm in list(graph.graph.nodes):
-        layer = _layer_before(graph, norm)
+        layer = _layer_before(norm, stored)
         annotation = None if layer is None else pt2e.annotation_of(layer)
         if layer is not None and annotation is not None and layer.args[1] in annotation.input_qspec_map:
             _fuse(graph, layer, norm)
     graph.recompile()
 
 
-def _layer_before(graph: GraphModule, norm: Node, *, affine: bool = True) -> Node | None:
+def _layer_before(norm: Node, stored: Collection[Node], *, affine: bool = True) -> Node | None:
     """Return the layer that ``norm`` alone reads, and whose own weights it can be folded into.
 
-    affine: whether it must have a scale and an offset.
+    stored: what is computed of stored tensors alone. affine: whether it must have a scale and an offset.
     """
     if norm.target is not aten.batch_norm.default:
         return None
     layer = norm.args[0]
-    stored = [
+    read = [
         (arg is None and not affine and place < 2) or (isinstance(arg, Node) and arg.op == "get_attr")
         for place, arg in enumerate(norm.args[1:5])
     ]
@@ -73,8 +75,8 @@ def _layer_before(graph: GraphModule, norm: Node, *, affine: bool = True) -> Nod
         isinstance(layer, Node)
         and layer.target in FUSABLE
         and len(layer.users) == 1
-        and all(stored)
-        and all(isinstance(arg, Node) and arg.op == "get_attr" for arg in layer.args[1:3] if arg is not None)
+        and all(read)
+        and all(arg in stored for arg in layer.args[1:3] if arg is not None)
     )
     if not fits:
         return None
@@ -97,7 +99,7 @@ def _fuse(graph: GraphModule, layer: Node, norm: Node) -> None:
         scaled = new.call_function(
             aten.mul.Tensor, (weight, new.call_function(aten.view.default, (scale, weight_shape)))
         )
-    scaled.meta = {**weight.meta, "val": weight.meta.get("val"), SCALED: str(weight.target)}
+    scaled.meta = {**weight.meta, "val": weight.meta.get("val"), SCALED: tensor_name(weight)}
     _move_annotations(new, layer, weight, scaled, bias)
     layer.args = (layer.args[0], scaled, None, *layer.args[3:])
     with new.inserting_before(norm):
@@ -170,8 +172,9 @@ def fold_untrained(graph: GraphModule) -> None:
     """
     for norm in graph.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
         _compose(graph, norm)
+    stored = constant_sources(graph)
     for norm in list(graph.graph.nodes):
-        layer = _layer_before(graph, norm, affine=False)
+        layer = _layer_before(norm, stored, affine=False)
         if layer is not None and not norm.args[TRAINING]:
             weight, bias = (*layer.args, None)[1:3]
             _fold(graph, layer, norm, weight, weight, bias)  # type: ignore[arg-type]
@@ -195,6 +198,7 @@ def _compose(graph: GraphModule, norm: Node) -> None:
 def fold(graph: GraphModule) -> None:
     """Fold batch norms of a trained graph, fused or not, into layers' weights and biases."""
     layers = {node.name: node for node in graph.graph.nodes}
+    stored = constant_sources(graph)
     for norm in list(graph.graph.nodes):
         if FUSED in norm.meta:
             layer = layers[norm.meta[FUSED]]
@@ -202,11 +206,10 @@ def fold(graph: GraphModule) -> None:
             assert isinstance(rounded, Node)
             scaled = rounded.args[0] if rounded.op == "call_module" else rounded
             assert isinstance(scaled, Node)
-            weight = next(source for source in scaled.all_input_nodes if source.op == "get_attr")
-            _fold(graph, layer, norm, weight, scaled, _bias_before(norm))
+            _fold(graph, layer, norm, scaled.args[0], scaled, _bias_before(norm))  # type: ignore[arg-type]
             if BIAS in layer.meta:
                 _round_bias(graph, layer)
-        elif (plain := _layer_before(graph, norm)) is not None:
+        elif (plain := _layer_before(norm, stored)) is not None:
             weight, bias = (*plain.args, None)[1:3]  # type: ignore[assignment]
             _fold(graph, plain, norm, weight, weight, bias)  # type: ignore[arg-type]
     graph.graph.eliminate_dead_code()
@@ -225,8 +228,8 @@ def _fold(graph: GraphModule, layer: Node, norm: Node, weight: Node, scaled: Nod
         stored_tensor(graph, weight), old_bias, mean, variance,
         float(norm.args[EPSILON]), gamma, beta, transpose=layer.target in TRANSPOSED,  # type: ignore[arg-type]
     )  # fmt: skip
-    name = str(weight.target)
-    prefix = name.rpartition(".")[0]
+    name = tensor_name(weight)
+    prefix = name.partition(".parametrizations.")[0] if ".parametrizations." in name else name.rpartition(".")[0]
     first = layer.args[1] if layer.args[1] is not scaled else layer
     with graph.graph.inserting_before(first):  # type: ignore[arg-type]
         read_weight = _store(graph, name, new_weight, like=weight)

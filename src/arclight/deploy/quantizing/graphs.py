@@ -134,7 +134,7 @@ def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     made: set[Node] = set()
     """What reads integers, and their scales."""
-    sources = _constant_sources(graph)
+    sources = constant_sources(graph)
     for node in list(graph.graph.nodes):
         if node.target not in QUANTIZE or (source := sources.get(node)) is None:
             continue
@@ -186,7 +186,7 @@ def fold_layer_weights(graph: GraphModule) -> GraphModule:
     """
     for check in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         graph.graph.erase_node(check)
-    sources = _constant_sources(graph)
+    sources = constant_sources(graph)
     for node in [node for node in graph.graph.nodes if node.target in LAYERS]:
         made = node.args[1]
         if made.op == "get_attr" or made not in sources:
@@ -204,16 +204,22 @@ def fold_layer_weights(graph: GraphModule) -> GraphModule:
     return graph
 
 
-def _constant_sources(graph: GraphModule) -> dict[Node, Node]:
-    """Map each node that depends on stored tensors alone to the first of them."""
+def constant_sources(graph: GraphModule) -> dict[Node, Node]:
+    """Map each node that is computed of stored tensors alone, and writes into none, to the first of them."""
     sources: dict[Node, Node] = {}
     for node in graph.graph.nodes:
         inputs = node.all_input_nodes
-        if node.op == "get_attr":
+        writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if node.op == "get_attr" and isinstance(attribute(graph, node), Tensor):
             sources[node] = node
-        elif node.op == "call_function" and inputs and all(source in sources for source in inputs):
+        elif node.op == "call_function" and inputs and not writes and all(source in sources for source in inputs):
             sources[node] = sources[inputs[0]]
     return sources
+
+
+def tensor_name(node: Node) -> str:
+    """Return the name in the model of the tensor that ``node`` reads, or of the first that it is computed of."""
+    return str(node.meta.get(NAME, node.target))
 
 
 def attribute(graph: GraphModule, node: Node) -> Any:
@@ -244,7 +250,7 @@ def _layer_name(node: Node) -> str:
 
     Torchao calls the bias of a folded batch norm ``conv.weight_bias``.
     """
-    name = str(node.meta.get(NAME, node.target))
+    name = tensor_name(node)
     return f"{name.removesuffix('weight_bias')}bias" if name.endswith(".weight_bias") else name
 
 

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
-from arclight.deploy.quantizing.graphs import attribute, stored_tensor
+from arclight.deploy.quantizing.graphs import NAME, attribute, constant_sources, stored_tensor
 from arclight.deploy.quantizing.observers import (
     LeastErrorMovingRange,
     LeastErrorObserver,
@@ -139,6 +139,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         self.quantized_layers: list[str] = []
         self.float_layers: list[str] = []
         self._kept: set[Node] = set()  # in a module that the user keeps in float
+        self._stored: dict[Node, Node] = {}  # what is computed of stored tensors alone, and the first of these
         self._before_layer: set[Node] = set()
         self._rounded: set[Node] = set()  # operators without weights that only integer operators read
         self._quantized: dict[Node, Any] = {}  # nodes whose output is quantized, and how
@@ -158,6 +159,7 @@ class PlacementQuantizer(pt2e.Quantizer):
     def annotate(self, graph: GraphModule) -> GraphModule:
         check_names(graph, self.skip)
         self._kept = {node for node in graph.graph.nodes if inside(module_name(node), self.skip)}
+        self._stored = constant_sources(graph)
         self._before_layer = _before(graph, LAYERS)
         for node in reversed(graph.graph.nodes):
             if node.target in self._between and _readers(node) and all(map(self._integer, _readers(node))):
@@ -182,9 +184,8 @@ class PlacementQuantizer(pt2e.Quantizer):
             return False
         if node.target not in LAYERS:
             return node in self._rounded
-        weight = node.args[1]
-        if not isinstance(weight, Node) or weight.op != "get_attr":
-            return False  # a weight that is computed has no constant scales
+        if node.args[1] not in self._stored:
+            return False  # a weight that is computed of inputs has no constant scales
         # A convolution must write integers to run on integers; a matrix product also writes float32.
         return node.target not in CONVOLUTIONS or (
             (node in self._before_layer or self.profile.float_results)
@@ -195,6 +196,8 @@ class PlacementQuantizer(pt2e.Quantizer):
         source, weight, bias = (*node.args, None)[:3]
         assert isinstance(source, Node)
         assert isinstance(weight, Node)
+        if weight.op != "get_attr":  # as of weight norm, in training
+            weight.meta[NAME] = str(self._stored[weight].target)
         values = stored_tensor(graph, weight)
         options = {}
         if self.qat:
@@ -277,6 +280,12 @@ def weighted(graph: GraphModule) -> list[tuple[Node, str]]:
         elif sources and node.op == "call_function" and node.target not in ELEMENTWISE:
             found.append((node, module_name(node) or matrices[sources[0]]))
     return found
+
+
+def stored_weights(graph: GraphModule) -> dict[str, bool]:
+    """Return for each layer whether its weight is computed of stored tensors alone, which are not written meanwhile."""
+    stored = constant_sources(graph)
+    return {module_name(node): node.args[1] in stored for node in graph.graph.nodes if node.target in LAYERS}
 
 
 def _like(node: Node, new: Node) -> Node:

@@ -490,19 +490,23 @@ def for_processor(recipe: Quantization, target: Target) -> Quantization:
     return replace(recipe, reduce_range=reduced)
 
 
-def placement(recipe: Quantization, target: Target, *, qat: bool = False) -> PlacementQuantizer:
+def placement(
+    recipe: Quantization, target: Target, *, qat: bool = False, also_skipped: Sequence[str] = ()
+) -> PlacementQuantizer:
     """Return the quantizer of a recipe whose activations have fixed ranges.
 
-    Raises QuantizeError for another recipe.
+    ``also_skipped``: modules that stay in float beside those of the recipe. Raises QuantizeError for another recipe.
     """
     profile = PLACEMENTS[target]
     if isinstance(recipe, Int8):
         bits = 7 if recipe.reduce_range else 8
         return PlacementQuantizer(
-            profile=profile, observer=recipe.observer, weight_bits=bits, skip=recipe.skip, qat=qat
+            profile=profile, observer=recipe.observer, weight_bits=bits, skip=(*recipe.skip, *also_skipped), qat=qat
         )
     if isinstance(recipe, LowBit) and recipe.needs_calibration:
-        return PlacementQuantizer(profile=profile, weight_bits=4, activation_bits=4, skip=recipe.skip, qat=qat)
+        return PlacementQuantizer(
+            profile=profile, weight_bits=4, activation_bits=4, skip=(*recipe.skip, *also_skipped), qat=qat
+        )
     raise QuantizeError(
         f"{recipe} has no ranges of activations that training could learn: take Int8(), or LowBit(activation_bits=4), or "
         "quantize the trained model"

@@ -7,6 +7,7 @@ State-dict names stay the float model's, so that checkpoints open either way.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from arclight.deploy.capture import (
     as_inputs,
     batch_size,
     check_shared_batch,
+    copied_model,
     dimensions_to_export,
     frozen_copy,
     in_float32,
@@ -34,9 +36,9 @@ from arclight.deploy.capture import (
 from arclight.deploy.errors import ExportError, QuantizeError
 from arclight.deploy.parity import Parts
 from arclight.deploy.quantizing import batch_norm, pt2e
-from arclight.deploy.quantizing.graphs import NamedGraphs, stored_tensor
+from arclight.deploy.quantizing.graphs import NAME, NamedGraphs, stored_tensor
 from arclight.deploy.quantizing.observers import MovingRange, PerChannelBiasRange, PerChannelWeightRange
-from arclight.deploy.quantizing.placement import PROFILES, PlacementQuantizer, module_name
+from arclight.deploy.quantizing.placement import PROFILES, PlacementQuantizer, module_name, stored_weights
 from arclight.deploy.quantizing.ptq import QuantizedModel, accept, chosen_target, distances, for_processor, placement
 from arclight.deploy.quantizing.rounded_linear import quantize_trained, round_linears, trained_linears
 from arclight.deploy.settings import PLACEMENTS, DynamicInt8, Int8, LowBit, Quantization, Target, WeightOnly
@@ -46,6 +48,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.memory import is_out_of_memory
 from arclight.fabric.modules import keeping_modes
 
+log = logging.getLogger(__name__)
 aten = torch.ops.aten
 LARGEST_BIAS = 2**30
 """Largest absolute value that a bias has as an integer; sums of products are added to it in int32."""
@@ -370,7 +373,7 @@ def prepare_qat(
     """
     recipe = recipe or Int8()
     target = chosen_target(recipe, target)
-    inputs, copied = inputs_on(model, example_inputs), copy.deepcopy(model)
+    inputs, copied = inputs_on(model, example_inputs), copied_model(model)
     return with_fake_quantization(copied, inputs, recipe, target, settled=for_processor(recipe, target))
 
 
@@ -440,7 +443,7 @@ def _converted(prepared: PreparedModel, example: Inputs | None = None) -> Quanti
     with quiet():  # torch warns of itself
         graph = copy.deepcopy(prepared.graphs["inference"], dict(whole)).cpu()
     example = tuple(value.cpu() for value in prepared.example) if example is None else example
-    reference = frozen_copy(copy.deepcopy(prepared.float_model, dict(whole)) if whole else prepared.float_model)
+    reference = frozen_copy(copied_model(prepared.float_model, whole) if whole else prepared.float_model)
     for part in graph.modules():
         if isinstance(part, MovingRange):
             part.observing = False  # in whatever mode the model is: the example is no batch of training
@@ -475,15 +478,22 @@ def _graphs(
     model: nn.Module, example: Inputs, recipe: Quantization, target: Target
 ) -> tuple[dict[str, GraphModule], PlacementQuantizer]:
     """Capture ``model`` in training and evaluation mode, and insert fake quantization."""
-    graphs = {}
+    captured = {}
     for kind in ("training", "inference"):
         with keeping_modes(model):
             if kind == "inference" or not model.training:  # layers that are frozen in a model that trains stay so
                 model.train(kind == "training")
-            graph = capture_as(kind, model, example)
-            quantizer = placement(recipe, target, qat=True)
-            with torch.no_grad(), quiet():
-                graphs[kind] = pt2e.prepare_qat(graph, quantizer, batch_norm.fuse)
+            captured[kind] = capture_as(kind, model, example)
+    trained, deployed = (stored_weights(captured[kind]) for kind in ("training", "inference"))
+    if left := [name for name, stored in deployed.items() if name and stored and not trained.get(name, True)]:
+        log.warning(
+            "training computes the weights of these layers with a state, so they stay in float: %s", ", ".join(left)
+        )
+    graphs = {}
+    for kind, graph in captured.items():
+        quantizer = placement(recipe, target, qat=True, also_skipped=left)
+        with torch.no_grad(), quiet():
+            graphs[kind] = pt2e.prepare_qat(graph, quantizer, batch_norm.fuse)
     if not quantizer.quantized_layers:
         kinds = {value.dtype for value in model.parameters() if value.is_floating_point()} - {torch.float32}
         if kinds:
@@ -616,6 +626,8 @@ def _range_places(graph: GraphModule) -> dict[str, Node]:
             names[node] = f"input {node.name}"
         elif batch_norm.SCALED in node.meta:
             names[node] = node.meta[batch_norm.SCALED]
+        elif NAME in node.meta:
+            names[node] = node.meta[NAME]
         elif isinstance(node.target, torch._ops.OpOverload):
             kind = f"{module_name(node)} {node.target._schema.name.removeprefix('aten::')}".strip()
             names[node] = kind if not seen[kind] else f"{kind} {seen[kind]}"

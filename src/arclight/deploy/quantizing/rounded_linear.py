@@ -134,10 +134,11 @@ class RoundedLinear(nn.Linear, RoundsOwnWeights):
     def _integers(self) -> tuple[Tensor, Tensor]:
         """Return integers and scales of the weight.
 
-        They are kept until the weight changes, which is not counted for sharded weights.
+        They are kept until the weight changes, which is not counted for sharded weights, and those that a hook computes.
         """
         state = self.weight.data_ptr(), 0 if self.weight.is_inference() else self.weight._version
-        if self._packed is not None and self._packed[0] == state and not torch.distributed.is_initialized():
+        counted = "weight" in self._parameters and not torch.distributed.is_initialized()
+        if self._packed is not None and self._packed[0] == state and counted:
             return self._packed[1]
         with torch.autocast(self.weight.device.type, enabled=False):
             made = self._round_weight()
