@@ -77,6 +77,18 @@ def described_as(path: Path, program: Program, **fields: Any) -> None:
     folder.write(path, format="onnx", main="model.onnx", **given)
 
 
+@pytest.mark.parametrize("name", ["current", "current.onnx"])
+def test_a_link_to_a_program_is_not_replaced(one: Program, tmp_path: Path, name: str) -> None:
+    for target in ("p", "missing"):
+        link = tmp_path / name
+        link.symlink_to(target)
+        with pytest.raises(ExportError, match=f"{name} is a link to {target}, .* name the path that it leads to"):
+            written(link, 2.0)
+        assert link.is_symlink()
+        link.unlink()
+    assert value_of(Program.load(tmp_path / "p")) == 1
+
+
 class Killed(BaseException):
     """Stands for the end of the process: nothing catches it, and what it leaves is not tidied."""
 

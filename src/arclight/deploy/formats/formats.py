@@ -206,6 +206,10 @@ def destination(path: str | os.PathLike[str], format: str | None, target: Target
         )
     if path.suffix == LONE and named != "onnx":
         raise ExportError(f"{path} names an ONNX file, and the format is {named!r}: name a folder, without {LONE}")
+    if path.name in ("", ".."):
+        raise ExportError(
+            f"{path} has no name of its own, by which a program is replaced in one step: name a folder in it"
+        )
     check_replaceable(path)
     return path, named  # type: ignore[return-value]
 
@@ -229,6 +233,10 @@ def destination_in(path: str | os.PathLike[str], format: Format) -> Path:
 
 def check_replaceable(path: Path) -> None:
     """Raise ExportError if something at ``path`` would be lost with the replaced program."""
+    if path.is_symlink():
+        raise ExportError(
+            f"{path} is a link to {path.readlink()}, and the program would take the place of the link alone: name the path that it leads to, or remove the link"
+        )
     if path.suffix == LONE:
         if path.is_dir():
             raise ExportError(f"{path} is a folder, and a program of that name is one file: name another one")
