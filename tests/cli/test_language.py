@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 from tests import warm
+from tests.exports import compare_here
 
 import arclight
 from arclight.checkpoint import find_last
 from arclight.checkpoint import load as load_checkpoint
 from arclight.deploy import Program
+from arclight.deploy.quantizing.linear import pack
 from arclight.text import Tokenizer, from_hf, generate
 
 Typed = Callable[[str], tuple[int, str, str]]
@@ -123,21 +125,59 @@ def test_a_language_model_is_trained_queried_evaluated_and_exported(typed: Typed
 
 
 @pytest.mark.slow
-def test_a_program_answers_as_its_run(typed: Typed, recipe: str) -> None:
+@pytest.mark.parametrize(("out", "runtime"), [("lm.onnx", "onnxruntime"), ("lm --format openvino", "openvino")])
+def test_a_program_answers_as_its_run(typed: Typed, recipe: str, out: str, runtime: str) -> None:
     assert typed(f"train {recipe}")[0] == 0
     assert typed("predict runs/lm/1 --prompt the --tokens 4 --temperature 0 --json said.json")[0] == 0
     said = json.loads(Path("said.json").read_text())
-    status, out, _ = typed("export runs/lm/1 --out lm.onnx")
-    assert status == 0
-    assert "with cache and tokenizer, for up to 2048 tokens" in out
-    status, out, _ = typed("predict lm.onnx --prompt the --tokens 4 --temperature 0 --json program.json")
-    assert status == 0, out
-    assert json.loads(Path("program.json").read_text()) == [one | {"runtime": "onnxruntime"} for one in said]
+    status, told, err = typed(f"export runs/lm/1 --out {out}")
+    assert status == 0, err
+    assert "with cache and tokenizer, for up to 2048 tokens" in told
+    program = out.partition(" ")[0]
+    status, told, _ = typed(f"predict {program} --prompt the --tokens 4 --temperature 0 --json program.json")
+    assert status == 0, told
+    assert json.loads(Path("program.json").read_text()) == [one | {"runtime": runtime} for one in said]
     status, _, err = typed("predict runs/lm/1 --prompt the --runtime openvino")
     assert (status, "is a run, which PyTorch computes: export it first" in err) == (2, True)
-    status, _, err = typed("predict lm.onnx --prompt the --tokens 100000")
+    status, _, err = typed(f"predict {program} --prompt the --tokens 100000")
     assert (status, err.count("\n")) == (2, 1)
     assert "lower max_new_tokens" in err
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_with_rounding_is_exported_as_it_was_trained(
+    typed: Typed, recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own: the ranks of a plan start the command again."""
+    onnx = pytest.importorskip("onnx")
+    compare_here(monkeypatch, rounds=2)
+    (folder / "planned.toml").write_text(
+        (folder / recipe).read_text().replace("hidden = 48", "hidden = 64")
+        + """
+        [qat]
+        kind = "weightonly"
+        bits = 4
+        min_sqnr_db = -50
+        [plan]
+        dp_shard = 2
+        """
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(arclight.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = warm.run("-m", "arclight.cli", "train", "planned.toml", timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    status, out, err = typed("export runs/lm/1 --out w4.onnx")
+    assert (status, "4-bit weights, trained with rounding" in out) == (0, True), out + err
+    report = Program.load("w4.onnx").metadata["quantization"]
+    assert (report["trained"], report["quantized_layers"]) == (True, 8)
+    stored = [onnx.numpy_helper.to_array(one) for one in onnx.load("w4.onnx").graph.initializer]
+    last = find_last(Path("runs/lm/1/checkpoints"))
+    assert last is not None
+    state = load_checkpoint(last)["model"]
+    layers = [name for name, value in state.items() if value.dim() == 2 and "tok_embeddings" not in name]
+    assert len(layers) == 8
+    for name in layers:  # bit for bit
+        integers = pack(state[name], 4, 32)[0].numpy()
+        assert any(one.dtype == np.uint8 and np.array_equal(one.ravel(), integers.ravel()) for one in stored), name
 
 
 @pytest.mark.slow
