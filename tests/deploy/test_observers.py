@@ -44,6 +44,15 @@ def test_an_even_spread_keeps_its_whole_range() -> None:
     assert zero_point.item() == pytest.approx(64, abs=2)
 
 
+def test_every_value_of_a_small_tensor_counts() -> None:
+    for seed in range(8):
+        values = torch.rand(24, generator=torch.Generator().manual_seed(seed))
+        made = observer()
+        made(values)
+        scale, zero_point = (float(v) for v in made.calculate_qparams())
+        assert np.abs(rounded(values, scale, int(zero_point)) - values.double().numpy()).max() < 0.6 / 255
+
+
 def test_rare_large_values_do_not_take_all_levels() -> None:
     values = torch.randn(200_000, generator=torch.Generator().manual_seed(0)).abs()
     values[7] = 12.0

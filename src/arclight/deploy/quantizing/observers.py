@@ -20,7 +20,7 @@ Reader = Literal["any", "silu"]
 """Operator that reads the tensor: any, or SiLU computed as x * sigmoid(x) on 8-bit values."""
 
 SAMPLES = 16384
-"""Values sampled from each batch."""
+"""Values sampled from each batch that has more; of fewer all count."""
 BINS = 2048
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 """Step of the sampling: its multiples modulo 1 are evenly spread, without a period that could be the width of an image."""
@@ -51,10 +51,10 @@ class LeastErrorObserver(pt2e.ObserverBase):
         if (low, high) != (self._low, self._high):
             self._counts = _rebinned(self._counts, (self._low, self._high), (low, high))
             self._low, self._high = low, high
-        # at random: values at regular distances could all come from one column of the image
-        picks = torch.randint(len(values), (min(SAMPLES, len(values)),), generator=self._generator)
+        if len(values) > SAMPLES:  # at random: values at regular distances could all come from one column of the image
+            values = values[torch.randint(len(values), (SAMPLES,), generator=self._generator)]
         if high > low:
-            self._counts += torch.histc(values[picks], BINS, low, high)
+            self._counts += torch.histc(values, BINS, low, high)
         self._range = None
         return x
 
