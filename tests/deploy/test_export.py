@@ -397,6 +397,69 @@ def test_a_trial_run_leaves_the_model_as_it_is() -> None:
     assert counter.calls == 0
 
 
+class Stateful(nn.Module):
+    """Counts its calls in one buffer and keeps a mean in another; ``reads`` says what its output is computed of."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.layer, self.out, self.reads = nn.Linear(4, 8), nn.Linear(8, 4), reads
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        first, _ = self.mean.split(1)
+        first.mul_(0.9).add_(x.mean(0))
+        y: Tensor = self.out(self.layer(x).relu())
+        if self.reads == "calls":
+            return y + self.calls
+        return y + self.mean[0] if self.reads == "mean" else y
+
+
+@pytest.mark.parametrize("reads", ["calls", "mean"])
+@pytest.mark.parametrize("dynamic_batch", [True, False])
+def test_a_model_that_computes_with_the_call_before_is_refused(reads: str, dynamic_batch: bool, tmp_path: Path) -> None:
+    x = torch.randn(4, 4)
+    with pytest.raises(ExportError, match=rf"what the call before has left in its buffers \({reads}\), and a program"):
+        export(Stateful(reads), tmp_path / "p.onnx", example_inputs=x, dynamic_batch=dynamic_batch)
+    with pytest.raises(ExportError, match=rf"left in its buffers \({reads}\)"):
+        quantize(Stateful(reads), [x])
+    assert not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["onnx", pytest.param("pt2", marks=pytest.mark.slow)])
+def test_counts_that_a_model_keeps_for_itself_are_left_out(form: Format, tmp_path: Path) -> None:
+    model, x = Stateful("nothing"), torch.randn(4, 4)
+    key = SigningKey.make(tmp_path / "key.pem")
+    program = export(model, tmp_path / "p", example_inputs=x, format=form, sign=key)
+    assert len(program.outputs) == 1
+    quantized = quantize(model, [x])
+    quantized(x), quantized(x)
+    assert model.calls == 0
+    for _ in range(2):
+        torch.testing.assert_close(program(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic_batch", [True, False])
+def test_inputs_stay_as_they_are_where_a_model_writes_into_them(dynamic_batch: bool, tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layers(x.mul_(2))
+            return y
+
+    model, x = Scaled(), torch.randn(4, 4)
+    given = x.clone()
+    program = export(model, tmp_path / "p.onnx", example_inputs=given, dynamic_batch=dynamic_batch)
+    quantized = quantize(model, [given])
+    assert quantized.sqnr_db > 25
+    assert torch.equal(given, x)
+    torch.testing.assert_close(program(x), model(x.clone()), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "dtype",
     [torch.float64, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.float16))],
@@ -505,11 +568,15 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"output_names": ["a", "b"]}, r"the model has 3 outputs, and output_names are 2: a, b"),
         ({"input_names": ["a", "b"]}, r"the model has 1 inputs, and input_names are 2: a, b"),
         ({"output_names": ["a", "b", "a"]}, "give a to several tensors"),
+        ({"output_names": ["a", "", "c"]}, "output_names are 'a', '', 'c': no name may be empty"),
         ({"input_names": ["a"], "output_names": ["a", "b", "c"]}, "give a to several tensors"),
         ({"output_names": ["x", "b", "c"]}, "output_names give x, and an input is called so"),
     ):
         with pytest.raises(ExportError, match=message):
             export(Again(), tmp_path / "p.onnx", example_inputs=x, **names)  # type: ignore[arg-type]
+    for place in (".", tmp_path / ".."):
+        with pytest.raises(ExportError, match=r"has no name of its own, .*: name a folder in it"):
+            export(Again(), place, example_inputs=x)
     assert leftovers(tmp_path) == []
 
 

@@ -195,6 +195,17 @@ def test_inputs_without_a_common_batch_are_refused() -> None:
         prepare_qat(Lookup(), (torch.rand(2, 8), torch.rand(5, 8)))
 
 
+def test_calibration_batches_of_other_sizes_are_refused_by_their_shapes() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    sizes = [torch.rand(2, 5, 4), torch.rand(3, 5, 4), torch.rand(2, 7, 4)]
+    with pytest.raises(
+        QuantizeError, match=r"batch 2 has inputs of shapes \[\(2, 7, 4\)\], .* captured on \[\(2, 5, 4\)\]"
+    ):
+        quantize(model, sizes)
+    free = quantize(model, sizes, dynamic={"input": {0: "batch", 1: "time"}})
+    assert free(sizes[2]).shape == (2, 7, 4)
+
+
 def test_a_model_without_integers_is_refused() -> None:
     with pytest.raises(QuantizeError, match="no layer of Conv2d"):
         quantize(nn.Conv2d(4, 8, 1), [torch.rand(2, 4, 8, 8)])

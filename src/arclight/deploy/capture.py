@@ -11,6 +11,7 @@ import copy
 import inspect
 import io
 import logging
+import operator
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -87,7 +88,7 @@ def trial_run(
         trial = copied_model(model, {id(parameter): parameter for parameter in model.parameters()})
     try:
         with torch.no_grad():
-            return trial(*inputs)
+            return trial(*copied_inputs(inputs))
     except Exception as error:  # the model's own
         given = ", ".join(f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}" for value in inputs)
         raise failure(sentence.format(given=given, error=error)) from error
@@ -123,9 +124,9 @@ def copied_inputs(inputs: Inputs) -> Inputs:
 
 
 def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
-    """Copy ``model``; tensors that layers keep of a call, as those of torch.nn.utils.weight_norm do, lose their graph.
+    """Copy ``model``, also one whose layers keep a tensor of their last call.
 
-    ``memo`` is that of ``copy.deepcopy``, which refuses such tensors.
+    Those of torch.nn.utils.weight_norm do; ``copy.deepcopy``, whose ``memo`` is given, refuses tensors with a graph.
     """
     kept = (value for module in model.modules() for value in vars(module).values())
     computed = {id(value): value.detach().clone() for value in kept if isinstance(value, Tensor) and not value.is_leaf}
@@ -243,9 +244,9 @@ def capture(
 
     With ``dynamic_batch`` the first dimension of inputs may be any size. ``free`` names the dimensions that may, in
     place of the first ones. ``functional``: no operator writes in place, which takes as long again as the capture; the
-    conversion to ONNX sees to that itself. Raises ExportError if the model cannot be captured, say because it turns
-    its batch size into a plain number, and for inputs that hold no sample, or do not share a batch size that is to be
-    free.
+    conversion to ONNX sees to that itself. What the model writes into buffers and inputs is no output of the graph. Raises
+    ExportError if the model cannot be captured, say because it turns its batch size into a plain number, for a buffer that
+    is read again at the next call, and for inputs that hold no sample, or do not share a batch size that is to be free.
     """
     shapes: tuple[dict[int, Any], ...] | None = None
     samples = batch_size(example)
@@ -263,7 +264,7 @@ def capture(
 
     try:
         exported = exported_anew()
-        if functional and _writes_in_place(exported.graph_module.graph.nodes):
+        if (functional and _writes_in_place(exported.graph_module.graph.nodes)) or _writes_buffers(exported):
             with torch.no_grad(), quiet():
                 exported = exported.run_decompositions({})  # the same operators, none of them in place
     except Exception as error:  # torch.export raises many kinds, all of them about the model
@@ -272,7 +273,7 @@ def capture(
             hint = "a dimension that the model fixes or bounds cannot be named in dynamic"
         why = failures.not_captured(error, model, exported_anew, sizes=hint)
         raise ExportError(f"torch.export cannot capture the model: {why}") from error
-    return exported
+    return _without_writes(exported)
 
 
 def without_absent_outputs(exported: ExportedProgram) -> ExportedProgram:
@@ -284,15 +285,52 @@ def without_absent_outputs(exported: ExportedProgram) -> ExportedProgram:
     kept = [not (spec.kind == OutputKind.USER_OUTPUT and _is_absent(spec.arg)) for spec in specs]
     if all(kept):
         return exported
+    found = _with_outputs(exported, kept)
+    given = (spec.arg for spec in found.graph_signature.output_specs if spec.kind == OutputKind.USER_OUTPUT)
+    found.module_call_graph[0].signature.out_spec = tree_flatten(tuple(given))[1]
+    return found
+
+
+def _without_writes(exported: ExportedProgram) -> ExportedProgram:
+    """Return ``exported`` without the values that it writes into buffers and inputs.
+
+    Raises ExportError for a buffer from which an output is computed: a program keeps nothing between calls.
+    """
+    signature = exported.graph_signature
+    kept = [spec.kind not in _WRITES for spec in signature.output_specs]
+    if all(kept):
+        return exported
+    graph = exported.graph_module.graph
+    values = [value for value, keep in zip(graph.output_node().args[0], kept) if keep]  # type: ignore[arg-type,union-attr]
+    reached = {value for value in values if isinstance(value, torch.fx.Node)}
+    for node in reversed(graph.nodes):
+        if node in reached:
+            reached.update(node.all_input_nodes)
+    written = set(signature.buffers_to_mutate.values())
+    read = [signature.inputs_to_buffers.get(node.name) for node in graph.nodes if node in reached]
+    if lost := [name for name in read if name in written]:
+        raise ExportError(
+            f"the model computes with what the call before has left in its buffers ({', '.join(map(str, lost))}), and a program keeps nothing between "
+            "calls: let the model take that as an input, and return it"
+        )
+    found = _with_outputs(exported, kept)
+    found.graph.eliminate_dead_code()
+    found.graph_module.recompile()
+    return found
+
+
+_WRITES = {OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION}
+
+
+def _with_outputs(exported: ExportedProgram, kept: Sequence[bool]) -> ExportedProgram:
+    """Return ``exported`` with those of its outputs that are ``kept``."""
     with quiet():  # torch warns of itself
         graph_module, calls = copy.deepcopy(exported.graph_module), copy.deepcopy(exported.module_call_graph)
     output = graph_module.graph.output_node()
     output.args = (tuple(value for value, keep in zip(output.args[0], kept) if keep),)
     graph_module.recompile()
-    left = [spec for spec, keep in zip(specs, kept) if keep]
+    left = [spec for spec, keep in zip(exported.graph_signature.output_specs, kept) if keep]
     signature = ExportGraphSignature(exported.graph_signature.input_specs, left)
-    flat = tree_flatten(tuple(spec.arg for spec in left if spec.kind == OutputKind.USER_OUTPUT))[1]
-    calls[0].signature.out_spec = flat
     return ExportedProgram(
         graph_module, graph_module.graph, signature, exported.state_dict, exported.range_constraints, calls,
         exported.example_inputs, exported.constants, verifiers=exported.verifiers,
@@ -310,6 +348,24 @@ def _as_passed(model: nn.Module, shapes: tuple[dict[int, Any], ...] | None) -> t
         return shapes
     first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
     return (*shapes[:first], shapes[first:])
+
+
+def _writes_buffers(exported: ExportedProgram) -> bool:
+    """Return True if an operator writes in place into a buffer or a part of one."""
+    for node in exported.graph_module.graph.nodes:
+        written = node.args[0] if _writes_in_place([node]) else None
+        while isinstance(written, torch.fx.Node) and (written.target is operator.getitem or is_view(written)):
+            written = written.args[0]
+        if isinstance(written, torch.fx.Node) and written.name in exported.graph_signature.inputs_to_buffers:
+            return True
+    return False
+
+
+def is_view(node: torch.fx.Node) -> bool:
+    """Return True for an operator whose result is its first argument, or a part of that."""
+    return isinstance(node.target, torch._ops.OpOverload) and any(
+        value.alias_info is not None for value in node.target._schema.returns
+    )
 
 
 def _writes_in_place(nodes: Iterable[torch.fx.Node]) -> bool:

@@ -41,6 +41,7 @@ from arclight.deploy.capture import (
     as_outputs,
     batch_size,
     capture,
+    copied_inputs,
     free_dimensions,
     free_sizes,
     frozen_copy,
@@ -507,6 +508,8 @@ def _check_names(
 ) -> None:
     """Raise ExportError for names that are too few or many, or that stand for two tensors."""
     for what, count, names in (("input", inputs, input_names), ("output", outputs, output_names)):
+        if names is not None and not all(names):
+            raise ExportError(f"{what}_names are {', '.join(map(repr, names))}: no name may be empty")
         if names is not None and len(names) != count:
             raise ExportError(
                 f"the model has {count} {what}s, and {what}_names are {len(names)}: {', '.join(names)}; give one for each"
@@ -774,7 +777,7 @@ def _parity(
     for (which, batch), outputs in zip(batches.items(), given):
         try:
             with torch.no_grad():
-                expected = as_outputs(module(*batch))
+                expected = as_outputs(module(*copied_inputs(batch)))
         except Exception as error:  # the model's own
             raise ExportError(
                 f"the model cannot be run at {which}: {error}; give comparisons= in sizes that it takes"

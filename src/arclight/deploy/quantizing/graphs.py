@@ -205,7 +205,10 @@ def fold_layer_weights(graph: GraphModule) -> GraphModule:
 
 
 def constant_sources(graph: GraphModule) -> dict[Node, Node]:
-    """Map each node that is computed of stored tensors alone, and writes into none, to the first of them."""
+    """Map each node that is computed of stored tensors alone to the first of them.
+
+    What writes into one is left out.
+    """
     sources: dict[Node, Node] = {}
     for node in graph.graph.nodes:
         inputs = node.all_input_nodes
@@ -218,7 +221,7 @@ def constant_sources(graph: GraphModule) -> dict[Node, Node]:
 
 
 def tensor_name(node: Node) -> str:
-    """Return the name in the model of the tensor that ``node`` reads, or of the first that it is computed of."""
+    """Return the name in the model of the tensor that ``node`` reads or, first, is computed of."""
     return str(node.meta.get(NAME, node.target))
 
 

@@ -283,7 +283,7 @@ def weighted(graph: GraphModule) -> list[tuple[Node, str]]:
 
 
 def stored_weights(graph: GraphModule) -> dict[str, bool]:
-    """Return for each layer whether its weight is computed of stored tensors alone, which are not written meanwhile."""
+    """Return, by layer, whether its weight is computed of stored tensors alone."""
     stored = constant_sources(graph)
     return {module_name(node): node.args[1] in stored for node in graph.graph.nodes if node.target in LAYERS}
 

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from arclight.deploy.capture import (
+    FreeDimensions,
     Inputs,
     as_inputs,
     as_outputs,
     capture,
+    copied_inputs,
     free_dimensions,
     frozen_copy,
     in_float32,
@@ -268,6 +270,7 @@ def quantize(
     as_outputs(trial_run(reference, batches[0] if batches else inputs, QuantizeError, _NOT_RUN))
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
+    _check_sizes(inputs, batches, free)
     graph = fold_layer_weights(capture(frozen_copy(reference), inputs, free=free).module())
     source = _Source(
         reference=reference, graph=graph, inputs=inputs, batches=batches, target=target, parts=parts,
@@ -704,7 +707,7 @@ def distances(
 
     Raises QuantizeError if one is NaN or infinite.
     """
-    wanted, given = as_outputs(reference(*inputs)), as_outputs(quantized(*inputs))
+    wanted, given = as_outputs(reference(*copied_inputs(inputs))), as_outputs(quantized(*inputs))
     try:
         return compare(wanted, given, parts)
     except ValueError as error:
@@ -744,6 +747,22 @@ def _batches(calibration: Iterable[Tensor | Sequence[Tensor]], most: int) -> lis
     if not batches:
         raise QuantizeError("calibration data holds no batch; ranges of activations need at least one")
     return batches
+
+
+def _check_sizes(example: Inputs, batches: Sequence[Inputs], free: FreeDimensions | None) -> None:
+    """Raise QuantizeError for a batch of other sizes than the example's, but for ``free`` ones."""
+
+    def fixed(inputs: Inputs) -> list[list[int | None]]:
+        freed = [{0}] * len(inputs) if free is None else free
+        return [[None if d in of else size for d, size in enumerate(value.shape)] for value, of in zip(inputs, freed)]
+
+    for i, batch in enumerate(batches):
+        if len(batch) != len(example) or fixed(batch) != fixed(example):
+            shapes, wanted = ([tuple(value.shape) for value in inputs] for inputs in (batch, example))
+            raise QuantizeError(
+                f"calibration batch {i} has inputs of shapes {shapes}, and the model is captured on {wanted}: give inputs that differ in the size of the "
+                "batch alone, or name other dimensions of any size with dynamic"
+            )
 
 
 def check_varied(names: Sequence[str], batches: Sequence[Inputs]) -> None:

@@ -30,6 +30,7 @@ from arclight.deploy.capture import (
     dimensions_to_export,
     frozen_copy,
     in_float32,
+    is_view,
     quiet,
     resized,
 )
@@ -569,7 +570,7 @@ def _write_out_of_place(graph: GraphModule, kind: str) -> None:
             continue  # running statistics
         plain = getattr(aten, node.target._schema.name.removeprefix("aten::").removesuffix("_"), None)
         assert isinstance(target, Node)
-        alone = target.op == "call_function" and set(target.users) == {node} and not _is_view(target)
+        alone = target.op == "call_function" and set(target.users) == {node} and not is_view(target)
         if not alone or plain is None or node.target._overloadname not in plain.overloads():
             where = module_name(node) or "the model itself"
             raise ExportError(
@@ -578,11 +579,6 @@ def _write_out_of_place(graph: GraphModule, kind: str) -> None:
             )
         node.target = getattr(plain, node.target._overloadname)
     graph.recompile()
-
-
-def _is_view(node: Node) -> bool:
-    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
-    return any(value.alias_info is not None for value in returns)
 
 
 def _tie_ranges(graphs: dict[str, GraphModule]) -> nn.ModuleDict:
