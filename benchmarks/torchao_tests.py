@@ -74,6 +74,7 @@ def main() -> None:
         only_ours = {test: error for test, error in ours.failed.items() if test in bare.passed}
         counts = (bare.passed, bare.failed, ours.passed, ours.skipped, only_ours)
         rows.append((name, *(str(len(tests)) for tests in counts)))
+        print(*rows[-1], file=sys.stderr, flush=True)  # the whole takes an hour
         kept, told = kept + len(ours.passed & bare.passed), told + len(bare.passed)
         lost.update(only_ours)
     publish(
@@ -116,7 +117,7 @@ def outcome(report: ElementTree.Element) -> Outcome:
         name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
         fault = next((one for one in case if one.tag in ("failure", "error")), None)
         if fault is not None:
-            made.failed[name] = fault.get("message", "").splitlines()[0][:160]
+            made.failed[name] = next(iter(fault.get("message", "").splitlines()), fault.tag)[:160]
         else:
             (made.passed if case.find("skipped") is None else made.skipped).add(name)
     return made
