@@ -301,7 +301,7 @@ def _without_writes(exported: ExportedProgram) -> ExportedProgram:
     if all(kept):
         return exported
     graph = exported.graph_module.graph
-    values = [value for value, keep in zip(graph.output_node().args[0], kept) if keep]  # type: ignore[arg-type,union-attr]
+    values = [value for value, keep in zip(graph.output_node().args[0], kept) if keep]
     reached = {value for value in values if isinstance(value, torch.fx.Node)}
     for node in reversed(graph.nodes):
         if node in reached:

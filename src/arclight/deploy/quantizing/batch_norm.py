@@ -210,7 +210,7 @@ def fold(graph: GraphModule) -> None:
             if BIAS in layer.meta:
                 _round_bias(graph, layer)
         elif (plain := _layer_before(norm, stored)) is not None:
-            weight, bias = (*plain.args, None)[1:3]  # type: ignore[assignment]
+            weight, bias = (*plain.args, None)[1:3]
             _fold(graph, plain, norm, weight, weight, bias)  # type: ignore[arg-type]
     graph.graph.eliminate_dead_code()
     graph.recompile()
