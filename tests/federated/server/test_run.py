@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,14 +12,18 @@ from tests.federated.fakes import CALM, Quadratic, ScriptedNode
 
 from arclight.federated.blobs import folder
 from arclight.federated.clients.client import Client
+from arclight.federated.clients.node import Node
 from arclight.federated.codecs.settings import Int8
 from arclight.federated.errors import FederatedError
+from arclight.federated.masks.settings import Masks
 from arclight.federated.protocol import Fit
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.published_weights import manifest_of
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedNesterov
+from arclight.federated.transports.http_client import HttpLink
+from arclight.federated.transports.http_server import HttpServer
 from arclight.federated.transports.link import InProcessLink
 
 START = {"w": torch.linspace(-1, 1, 12).reshape(3, 4), "b": torch.zeros(5)}
@@ -93,6 +99,46 @@ def test_a_run_that_was_stopped_goes_on_and_other_settings_are_refused(tmp_path:
     undisturbed.run(clients({"0": Quadratic(1.0), "1": Quadratic(-3.0)}))
     assert [here.base for here in server.history] == [here.base for here in undisturbed.history]
     assert all(12 <= learner.steps < 16 for learner in learners.values()), "a round that was broken off is begun anew"
+
+
+def test_a_server_that_left_serves_again(tmp_path: Path) -> None:
+    def join(http: HttpServer) -> None:
+        link = HttpLink(http.address, tmp_path / "cache")
+        threading.Thread(target=Node(link, clients(learners), tmp_path / "node", "node").run, daemon=True).start()
+
+    learners = {"0": Quadratic(1.0), "1": Quadratic(-3.0)}
+    server = Server(settings(rounds=1), START, folder=tmp_path / "run")
+    server.leave()
+    assert len(server.serve()) == 1
+    assert not server.over
+    assert len(server.serve(ready=join)) == 2
+    assert server.over
+
+
+@pytest.mark.parametrize(
+    ("weights", "masks", "message"),
+    [
+        (START, Masks(personal=("c",)), r"'c', which matches no parameter"),
+        (START | {"a#b": torch.zeros(1)}, Masks(), r"model/a#b cannot travel: '#' separates .*masks\.frozen"),
+        (START | {"b": torch.tensor([0.0, math.nan])}, Masks(), "b of the initial weights has values that are NaN"),
+    ],
+)
+def test_weights_that_cannot_start_a_run_are_refused_and_not_kept(tmp_path: Path, weights, masks, message) -> None:
+    with (
+        pytest.raises(FederatedError, match=message),
+        Server(settings(masks=masks), weights, folder=tmp_path / "run").opened(),
+    ):
+        pass
+    server = Server(settings(), {"w": torch.ones(2)}, folder=tmp_path / "run")
+    with server.opened():
+        assert list(server.weights()) == ["w"], "what was refused is not what a later start goes on from"
+
+
+def test_frozen_weights_may_have_any_name_and_value(tmp_path: Path) -> None:
+    frozen = {"mask#1": torch.tensor([0.0, -math.inf])}
+    server = Server(settings(masks=Masks(frozen=("mask#1",))), START | frozen, folder=tmp_path / "run")
+    with server.opened():
+        torch.testing.assert_close(server.weights()["mask#1"], frozen["mask#1"])
 
 
 @pytest.mark.parametrize(

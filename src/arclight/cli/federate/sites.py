@@ -130,16 +130,13 @@ def check_masks(recipe: FederatedRecipe) -> None:
     """Raise UsageError for masks that do not fit the model, before anything is built."""
     from arclight.federated.errors import SettingsError
     from arclight.federated.masks.settings import Masks
-    from arclight.federated.masks.transfer_mask import MODEL, ServerMasks
-    from arclight.federated.protocol import Entry, Manifest
+    from arclight.federated.masks.transfer_mask import ServerMasks
 
     shapes = getattr(recipe.task, "weight_shapes", None)
     if isinstance(recipe.task, Imported) or not callable(shapes) or recipe.federation.masks == Masks():
         return
-    entries = {f"{MODEL}{name}": Entry(blob="", dtype="F32", shape=shape) for name, shape in shapes().items()}
-    masks = ServerMasks(recipe.federation, recipe.seed, lambda client: None)
     try:
-        masks.whole(Manifest(kind="weights", tensors=entries, blobs={}))
+        ServerMasks(recipe.federation, recipe.seed, lambda client: None).check(shapes())
     except SettingsError as error:
         raise UsageError(f"federation.{error}") from error
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -89,9 +89,10 @@ class TransferMask:
         ``keys``: what the client has trained: its parameters and saved buffers, and the local moments that it can give.
         Stacked experts become one key for each expert that the client has.
         """
-        return [part for key in keys if self._sends(key) and self._due(key, round) for part in self._parts(key)]
+        return [part for key in keys if self.sends(key) and self._due(key, round) for part in self._parts(key)]
 
-    def _sends(self, key: str) -> bool:
+    def sends(self, key: str) -> bool:
+        """Return True if clients send this tensor in some round."""
         state, _, name = key.partition("/")
         masks = self.masks
         if state != "model" and state not in self.moments:
@@ -130,7 +131,7 @@ class TransferMask:
             return []
         from arclight.optim.outer import fragments_of
 
-        names = sorted((name for name in self.names if self._sends(MODEL + name)), key=_by_number)
+        names = sorted((name for name in self.names if self.sends(MODEL + name)), key=_by_number)
         try:
             return fragments_of(names, self.streaming.fragments)
         except ValueError as error:
@@ -176,7 +177,7 @@ class TransferMask:
             *(n for n in folded[: len(self._fragment_names) or 1] if n <= (len(self._fragment_names) or 1)),
         }
         taken = (key for key in keys if not matches(key.partition("/")[2], own))
-        return [key for key in taken if not self._sends(key) or any(self._due(key, number) for number in extra)]
+        return [key for key in taken if not self.sends(key) or any(self._due(key, number) for number in extra)]
 
     @cached_property
     def cycle(self) -> int:
@@ -203,10 +204,15 @@ class TransferMask:
             raise SettingsError(
                 f"{both[0]} is named by masks.experts.tensors and by masks.head_experts.tensors: name it in one"
             )
-        sent = [key for key in keys if self._sends(key)]
+        sent = [key for key in keys if self.sends(key)]
         if not sent:
             raise SettingsError(
                 "nothing would ever be sent: leave_out, frozen, personal and randomised cover all of masks.send"
+            )
+        if unusable := [key for key in sent if "#" in key]:
+            raise SettingsError(
+                f"{unusable[0]} cannot travel: '#' separates the parts of an encoded tensor in files; rename that weight, or keep it from being "
+                "sent (masks.frozen, leave_out, personal)"
             )
         turns = {(self.period(key), self._fragments.get(key.partition("/")[2])): key for key in sent}
         for (period, fragment), key in turns.items():
@@ -260,6 +266,11 @@ class ServerMasks:
         self._whole: TransferMask | None = None
         self._counts: dict[str, int] = {}
         """Experts of the model, or of each head, by the mask that splits them."""
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise SettingsError if the settings do not fit weights of these names and shapes."""
+        entries = {f"{MODEL}{name}": Entry(blob="", dtype="F32", shape=tuple(shape)) for name, shape in shapes.items()}
+        self.whole(Manifest(kind="weights", tensors=entries, blobs={}))
 
     def whole(self, weights: Manifest) -> TransferMask:
         """Return the mask of all clients together.

@@ -164,17 +164,23 @@ class Server:
         """
         from arclight.federated.transports.http_server import HttpServer
 
-        with self.opened() as run, HttpServer(run.service, listening, run.blobs, bound) as http:
-            log.info("run %s is served at %s", self.name, http.address)
-            ready(http)
-            if self._leaving.is_set():  # called before there was a run
-                run.runtime.leave()
-            run.wait_for_nodes()
-            self.over = run.runtime.ended is not None
+        try:
+            with self.opened() as run, HttpServer(run.service, listening, run.blobs, bound) as http:
+                log.info("run %s is served at %s", self.name, http.address)
+                ready(http)
+                if self._leaving.is_set():  # called before there was a run
+                    run.runtime.leave()
+                run.wait_for_nodes()
+                self.over = run.runtime.ended is not None
+        finally:
+            self._leaving.clear()  # it was for this call: the next one serves again
         return self.history
 
     def leave(self) -> None:
-        """End `serve` in order, from another thread: all is written, and the run can go on later."""
+        """End `serve` in order, from another thread: all is written.
+
+        The next call of `serve` goes on with the run. Called before `serve`, it ends that one at once.
+        """
         self._leaving.set()
         if (run := self._run) is not None:
             run.runtime.leave()

@@ -36,7 +36,7 @@ from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.run_database import Injection, RunDatabase, UnavailableError
 from arclight.federated.errors import BlobError, FederatedError, RefusedError
-from arclight.federated.masks.transfer_mask import ServerMasks, TransferMask
+from arclight.federated.masks.transfer_mask import MODEL, ServerMasks, TransferMask
 from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.secure_aggregation import Unmasking
 from arclight.federated.rounds.history import History, add_contributions, export_metrics
@@ -299,6 +299,7 @@ class ServerRun:
                 raise FederatedError(
                     "a federated run begins with weights: give it a module, its weights, or a checkpoint"
                 )
+            self._check_start(start.weights)
             self._carry(start.module, 0)
             write_first_round(
                 self.rounds, 0, start.weights, start.moments, self._trees(0, start.clock, {}, {}, {}, self._spent)
@@ -333,6 +334,24 @@ class ServerRun:
             )  # fmt: skip
 
     # -- work ----------------------------------------------------------------------------------------------------------
+
+    def _check_start(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Check initial weights before they are written.
+
+        A later start goes on from what is in the folder, whatever it is given.
+        Raises SettingsError if the masks do not fit, FederatedError for values that are NaN or infinite and that clients send.
+        """
+        self._masks.check({name: tensor.shape for name, tensor in weights.items()})
+        mask = TransferMask.of(self.federation, weights)
+        for name, tensor in weights.items():
+            value = (
+                tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+            )  # float8 has no isfinite
+            if mask.sends(MODEL + name) and not torch.isfinite(value).all():
+                raise FederatedError(
+                    f"{name} of the initial weights has values that are NaN or infinite: begin from others, or keep it from being sent "
+                    "(federation.masks)"
+                )
 
     def _check_masks(self, weights: Weights) -> Weights:
         """Check that the masks fit the weights; return the weights.
