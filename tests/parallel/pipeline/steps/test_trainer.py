@@ -159,6 +159,36 @@ def test_a_pipeline_trains_what_one_process_trains(tmp_path: Path, strategy: Any
     assert largest_difference(module, alone) < 1e-12
 
 
+class Trunk(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.c = layers
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.c(self.b(self.a(inputs).tanh()).tanh()).tanh()
+
+
+class Parts(Classifier):
+    """Has its layers itself, and some in a module of a user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for layer in self._modules.pop("model") if isinstance(layer, nn.Linear)]
+        self.first, self.trunk, self.last = layers[0], Trunk(*layers[1:4]), layers[4]
+        self.output = nn.Linear(8, 3).double()
+
+    def model(self, inputs: Tensor) -> Tensor:
+        return self.output(self.last(self.trunk(self.first(inputs).tanh())))
+
+
+def test_layers_that_are_the_modules_own_stay_on_their_stages(tmp_path: Path) -> None:
+    _, alone, whole = fit(tmp_path / "one", "auto", Parts())
+    run, watch, module = fit(tmp_path / "two", pipeline(2), Parts())
+    run.validate(module, points(20, 7, False), verbose=False)
+    assert largest_difference(whole, module) < 1e-9
+    assert watch.metrics == pytest.approx(alone.metrics, rel=1e-9)
+
+
 def test_the_pipeline_strategy_is_selected_by_name_and_refuses_invalid_options() -> None:
     chosen = select(strategy="pipeline", accelerator="cpu", devices=2)
     assert isinstance(chosen, Pipeline)

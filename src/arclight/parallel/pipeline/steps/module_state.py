@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from arclight.parallel.pipeline.splitting.sliced_module import AbsentModule
+
 _OURS = {*vars(nn.Module()), "_trainer", "_fabric", "_entries", "_fabric_optimizers", "log", "runner"}
 
 
@@ -41,7 +43,10 @@ def _holds_nothing(child: nn.Module) -> bool:
 
 def _lacks(child: nn.Module) -> bool:
     """Return True for children with parts of the model whose tensors other processes have."""
-    return any(isinstance(x, nn.Parameter) for part in child.modules() for x in vars(part).values())
+    return any(
+        isinstance(part, AbsentModule) or any(isinstance(x, nn.Parameter) for x in vars(part).values())
+        for part in child.modules()
+    )
 
 
 class _Pickler(pickle.Pickler):
