@@ -379,6 +379,9 @@ def test_files_in_toml_and_yaml_are_equivalent(tmp_path: Path) -> None:
     task = read(Plan, toml).task
     assert isinstance(task, Photos)
     assert (task.weights, task.optimizer) == (None, Adaptive(lr=3e-4))
+    for file in (toml, yaml):  # as editors of Windows save it
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
+        assert read(Plan, file).task == task
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def _load(schema: type, source: str) -> Any:
             raise RecipeError(f"{source} must return a {schema.__name__}, it returned {_shown(made)}")
         return _plain(made, schema)
     try:
-        text = Path(source).read_text(encoding="utf-8")
+        text = Path(source).read_text(encoding="utf-8-sig")
         return tomllib.loads(text) if suffix == ".toml" else _parse_yaml(text)
     except (OSError, ValueError) as error:
         raise RecipeError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from error

@@ -172,7 +172,7 @@ def test_an_upload_without_the_key_is_refused_before_it_is_kept(keyed):
 def test_wrong_settings_of_access_are_refused_in_one_line(tmp_path, monkeypatch, capsys, words, sentence):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("secret\n")
-    (tmp_path / "good.txt").write_text(KEY)
+    (tmp_path / "good.txt").write_text(f"\ufeff{KEY}\n", encoding="utf-8")
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "binary.txt").write_bytes(b"\xff" * 20)
     assert cli.main(["serve", "x.onnx", *words]) != 0

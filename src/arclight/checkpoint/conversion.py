@@ -153,6 +153,8 @@ def read_pickled(path: str | Path | IO[bytes], map_location: Any = "cpu") -> Any
             return torch.load(path, map_location=map_location, weights_only=True)  # written before torch 1.6
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if found is None and not _is_pickled(path):
+            raise CheckpointError(f"{path} is damaged or not a file of torch.save: fetch or write it again") from error
         what = f"objects of class {found[1]}" if found else "objects"
         raise CheckpointError(
             f"{path} holds {what} that only unpickling could restore, and unpickling runs code from the file. In the "
@@ -165,6 +167,17 @@ def read_pickled(path: str | Path | IO[bytes], map_location: Any = "cpu") -> Any
         raise CheckpointError(
             f"{path} is damaged or not a file of torch.save ({reason}): fetch or write it again"
         ) from error
+
+
+def _is_pickled(path: str | Path | IO[bytes]) -> bool:
+    """Return True for a whole zip archive, and for what begins as a pickle does.
+
+    Open files are not looked at.
+    """
+    if not isinstance(path, (str, Path)) or zipfile.is_zipfile(path):
+        return True
+    with Path(path).open("rb") as file:
+        return file.read(1) == pickle.PROTO
 
 
 def _with_model(path: Path, content: Any) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def check_no_data(source: str | None, verb: str) -> None:
     path = Path(source or "")
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
     if re.search(r"^names\s*:", text, re.MULTILINE) and re.search(r"^(train|val)\s*:", text, re.MULTILINE):
         raise UsageError(
             f"{source} describes a data set, not a run: give it to a recipe, as in {verb} detect-qris --task.data {source}"
@@ -152,7 +152,7 @@ def is_federated(source: str) -> bool:
     if Path(source).suffix != ".toml" or not Path(source).is_file():
         return False
     try:
-        return "federation" in tomllib.loads(Path(source).read_text(encoding="utf-8"))
+        return "federation" in tomllib.loads(Path(source).read_text(encoding="utf-8-sig"))
     except ValueError:  # the caller that reads it reports what is wrong
         return False
 
@@ -253,7 +253,7 @@ def looks_like_a_recipe(path: Path) -> bool:
     if path.suffix != ".toml":
         return True
     try:
-        return bool({"task", "federation"} & tomllib.loads(path.read_text(encoding="utf-8")).keys())
+        return bool({"task", "federation"} & tomllib.loads(path.read_text(encoding="utf-8-sig")).keys())
     except (OSError, ValueError):
         return False
 

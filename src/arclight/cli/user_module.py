@@ -128,7 +128,7 @@ def data_class(options: argparse.Namespace, table: dict[str, Any]) -> type | Non
 
 def load_config(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise UsageError(f"--config: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 

@@ -134,7 +134,7 @@ def hardware(name: str) -> Hardware:
         raise HardwareError(f"no figures are known of the GPU {name}; {advice}")
     path = Path(name)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise HardwareError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     base = dataclasses.asdict(hardware(str(table.pop("like")))) if "like" in table else {}

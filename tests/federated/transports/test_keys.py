@@ -248,6 +248,15 @@ def nodes(key: NodeKey, tmp_path: Path) -> Path:
     return path
 
 
+def test_a_file_of_nodes_may_have_a_byte_order_mark_and_must_be_text(nodes: Path) -> None:
+    whole = nodes.read_bytes().partition(b"\n\n")[2]
+    nodes.write_bytes(b"\xef\xbb\xbf" + whole.replace(b"\n", b"\r\n"))
+    assert list(Registry(nodes).nodes()) == ["a"]
+    nodes.write_bytes(b"\xff\xfe" + whole)
+    with pytest.raises(FederatedError, match="cannot be read"):
+        Registry(nodes).nodes()
+
+
 def test_a_registered_node_joins_and_others_do_not(
     key: NodeKey, nodes: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -103,7 +103,7 @@ def _parser() -> Parser:
 
 def _keys(file: Path) -> list[str]:
     try:
-        lines = file.read_text("ascii", errors="replace").splitlines()
+        lines = file.read_text("utf-8-sig", errors="replace").splitlines()
     except OSError as error:
         raise UsageError(f"the API key cannot be read: {error}") from None
     return [line.strip() for line in lines if line.strip()]

@@ -81,8 +81,8 @@ class Registry:
     def nodes(self) -> dict[str, RegisteredNode]:
         """Read the file: names to nodes. Raises FederatedError naming the line that is none."""
         try:
-            lines = self.path.read_text().splitlines()
-        except OSError as error:
+            lines = self.path.read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, ValueError) as error:
             raise FederatedError(f"the file of nodes {self.path} cannot be read: {error}") from error
         found: dict[str, RegisteredNode] = {}
         for number, line in enumerate(lines, 1):

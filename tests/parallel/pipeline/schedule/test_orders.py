@@ -15,7 +15,13 @@ from torch.distributed.pipelining import schedules as upstream
 
 from arclight.parallel import Plan, PlanError
 from arclight.parallel.pipeline.schedule.actions import Action, Order, read_csv, write_csv
-from arclight.parallel.pipeline.schedule.orders import check_order, held_at_most, shape_of, splits_backward
+from arclight.parallel.pipeline.schedule.orders import (
+    check_order,
+    held_at_most,
+    load_order,
+    shape_of,
+    splits_backward,
+)
 from arclight.parallel.pipeline.schedule.simulation import simulate
 from arclight.parallel.pipeline.schedule.step_trace import bubble
 from arclight.parallel.pipeline.schedule.table import SCHEDULES, check_pipeline, order_of, schedule_kind, that_fits
@@ -321,3 +327,13 @@ def test_orders_are_refused_where_torch_would_not_get_to_their_end() -> None:
             check_order(order)
             assert ends_though_sends_wait(rows_with_sends)
     assert trials // 10 < refused < trials - trials // 10
+
+
+def test_files_of_orders_with_a_byte_order_mark_are_read_and_others_explained(tmp_path: Path) -> None:
+    order = order_of("1F1B", 2, 4)
+    file = tmp_path / "mine.csv"
+    file.write_bytes(b"\xef\xbb\xbf" + write_csv(order).replace("\n", "\r\n").encode())
+    assert load_order(file) == order
+    file.write_bytes(b"\xff\xfe0\x00F\x00")
+    with pytest.raises(PlanError, match=r"mine\.csv cannot be read"):
+        load_order(file)

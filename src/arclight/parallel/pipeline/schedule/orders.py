@@ -22,9 +22,9 @@ def load_order(path: str | Path) -> Order:
     Raises PlanError that names the file and the first wrong action.
     """
     try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise PlanError(f"the schedule {path} cannot be read: {error.strerror}") from error
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise PlanError(f"the schedule {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     try:
         order = read_csv(text)
         check_order(order)
