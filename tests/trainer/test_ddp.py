@@ -81,6 +81,23 @@ def test_manual_optimization_shares_gradients() -> None:
     torch.testing.assert_close(by_hand.net.weight, automatic.net.weight)
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("64-true", torch.float64), ("bf16-true", torch.bfloat16)])
+def test_weights_and_metrics_come_back_in_the_type_of_training(precision: Any, dtype: torch.dtype) -> None:
+    first, data, found = Tiny().state_dict(), torch.randn(16, 2), []
+    for strategy in ("auto", "ddp_fork"):
+        model = Tiny()
+        model.load_state_dict(first)
+        trainer = al.Trainer(
+            max_epochs=1, accelerator="cpu", devices=1, strategy=strategy, precision=precision, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False,
+        )  # fmt: skip
+        trainer.fit(model, torch.utils.data.DataLoader(data, 4))
+        assert model.net.weight.dtype == dtype
+        found.append({**model.state_dict(), **trainer.callback_metrics})
+    assert len(found[0]) > len(first)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_processes_that_start_python_bring_their_result_back(tmp_path: Path, start_method: str) -> None:
     warm.context()  # a fork server that has imported torch

@@ -63,7 +63,11 @@ def restore_module(module: nn.Module, outcome: dict[str, Any]) -> None:
     ``module`` has all layers that it had there.
     """
     _give_memory(module, load_bytes(outcome["buffers"]))
-    module.load_state_dict({**load_bytes(outcome["weights"]), **outcome["extra"]})
+    weights = load_bytes(outcome["weights"])
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name in weights and weights[name].dtype != tensor.dtype:  # as of precision="64-true"
+            tensor.data = tensor.data.to(weights[name].dtype)
+    module.load_state_dict({**weights, **outcome["extra"]})
 
 
 def restore_state(run: RunState, outcome: dict[str, Any]) -> None:

@@ -90,16 +90,21 @@ class Metrics:
         self.bar_values()
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return the metrics as plain numbers, to be sent to another process."""
+        """Return the metrics as plain numbers with their types, to be sent to another process."""
         return {
-            "callback": {name: value.tolist() for name, value in self.callback.items()},
-            "logged": {name: value.tolist() for name, value in self.logged.items()},
+            "callback": {name: (value.tolist(), str(value.dtype)) for name, value in self.callback.items()},
+            "logged": {name: (value.tolist(), str(value.dtype)) for name, value in self.logged.items()},
             "bar": dict(self.bar_values()),
         }
 
     def load_state(self, state: dict[str, dict[str, Any]]) -> None:
-        self.callback = {name: torch.tensor(value) for name, value in state["callback"].items()}
-        self.logged = {name: torch.tensor(value) for name, value in state["logged"].items()}
+        self.callback, self.logged = (
+            {
+                name: torch.tensor(value, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                for name, (value, dtype) in state[which].items()
+            }
+            for which in ("callback", "logged")
+        )
         self.bar = dict(state["bar"])
 
 
