@@ -13,6 +13,7 @@ from tests import warm
 import arclight as al
 from arclight import checkpoint
 from arclight.fabric.strategies import DDPStrategy
+from arclight.trainer.callbacks import ModelCheckpoint
 
 SCRIPT = Path(__file__).parent / "ddp_script.py"
 
@@ -96,6 +97,22 @@ def test_weights_and_metrics_come_back_in_the_type_of_training(precision: Any, d
         found.append({**model.state_dict(), **trainer.callback_metrics})
     assert len(found[0]) > len(first)
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_processes_that_have_ended_leave_weights_to_be_saved_and_no_optimizers(tmp_path: Path, devices: int) -> None:
+    model, data = Tiny(), torch.randn(16, 2)
+    last = ModelCheckpoint(dirpath=tmp_path / "kept", save_last=True)
+    trainer = al.Trainer(
+        max_epochs=1, accelerator="cpu", devices=devices, strategy="ddp_fork", logger=False, callbacks=[last],
+        enable_progress_bar=False,
+    )  # fmt: skip
+    trainer.fit(model, torch.utils.data.DataLoader(data, 4))
+    assert checkpoint.load(last.last_model_path)["optimizers"]
+    with pytest.raises(RuntimeError, match=r"processes that have ended.*weights_only=True"):
+        trainer.save_checkpoint(tmp_path / "whole")
+    trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+    torch.testing.assert_close(Tiny.load_from_checkpoint(tmp_path / "weights").net.weight, model.net.weight)
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])

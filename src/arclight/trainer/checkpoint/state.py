@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from arclight import checkpoint as checkpoints
@@ -127,6 +128,14 @@ class CheckpointConnector:
     def _save(self, path: str | Path, weights_only: bool, storage_options: Any) -> None:
         trainer = self._trainer
         trainer.check_finite()
+        if not trainer.strategy.launcher.runs_in_this_process and not dist.is_initialized():  # the ranks have ended
+            if not weights_only:
+                raise RuntimeError(
+                    "the optimizers and positions of the run were in processes that have ended: save whole checkpoints from a hook or by "
+                    "ModelCheckpoint, and here the weights alone (weights_only=True)"
+                )
+            trainer.checkpoint_io.save_checkpoint(self.dump(weights_only), path, storage_options=storage_options)
+            return
         trainer.strategy.write_checkpoint(trainer.checkpoint_io, self.dump(weights_only), path, storage_options)
         # all ranks have the same CheckpointIO, though rank 0 alone may be writing
         if not isinstance(trainer.checkpoint_io, AsyncCheckpointIO):
