@@ -84,3 +84,11 @@ def test_two_demos_in_one_folder_are_refused_without_loss(
     monkeypatch.setattr(demo.Demo, "_run", lambda self: ran.append(str(self.folder)))
     assert main(["demo", "--root", str(tmp_path)]) == 0
     assert ran == [str(tmp_path / "demo")]
+
+
+def test_demos_without_epochs_are_refused_before_anything_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--root", str(tmp_path / "runs"), "--epochs", "0"]) == 2
+    assert "--epochs 0: train for 1 or more" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

@@ -58,6 +58,8 @@ def demo(arguments: list[str]) -> None:
         "--seed", type=int, default=0, metavar="N", help="seed of every random stream (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
+    if options.epochs < 1:
+        raise UsageError(f"--epochs {options.epochs}: train for 1 or more")
 
     Demo(options.root, scenes=options.scenes, epochs=options.epochs, seed=options.seed, console=console_of()).run()
 
