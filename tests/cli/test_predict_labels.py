@@ -80,7 +80,7 @@ def test_thresholds_of_a_run_as_it_is_do_not_label_with_other_confidences(photos
 
 
 def test_thresholds_of_another_step_do_not_label(photos: Path, typed: Typed) -> None:
-    """``arclight validate`` takes the newest checkpoint, and the best one predicts."""
+    """The run was trained on since, or another checkpoint was validated."""
     for step, status in ((0, 0), (40, 2), (None, 0)):
         numbers = {"checkpoint": "last.ckpt", "step": step, "classes": {"cat": {"confidence": 0.45}}}
         (photos / "validate.json").write_text(json.dumps(numbers))

@@ -155,13 +155,12 @@ def test_only_a_resumed_run_is_called_resumed(typed: Typed, tiny: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["validate", "test"])
 @pytest.mark.parametrize("place", ["runs/tiny/1", "runs/tiny/1/recipe.toml"])
-def test_a_run_folder_stands_for_its_recipe_and_its_newest_checkpoint(
+def test_a_run_folder_stands_for_its_recipe_and_its_best_checkpoint(
     ranked: Path, typed: Typed, verb: str, place: str
 ) -> None:
     status, out, err = typed(f"{verb} {place}")
     assert (status, err) == (0, "")
-    assert "checkpoint runs/tiny/1/checkpoints/" in out
-    assert ", the newest\n" in out
+    assert "checkpoint runs/tiny/1/checkpoints/epoch=0-step=4.ckpt, the best by val/loss\n" in out
 
 
 def test_checkpoint_verbs_take_the_best_checkpoint_of_a_run_folder(ranked: Path, typed: Typed) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from arclight._intervals import kind_of
 from arclight.cli.arguments import UsageError, check_writable, read_recipe, recipe_parser, write_json
 from arclight.cli.run_setup import build_task, evaluating_callbacks, make_trainer
-from arclight.cli.runs import checkpoint_note, checkpoint_of, newest_checkpoint, run_folder, step_of
+from arclight.cli.runs import best_checkpoint, checkpoint_note, checkpoint_of, run_folder, step_of
 from arclight.cli.schema import Recipe
 from arclight.cli.user_module import named_module
 
@@ -49,7 +49,7 @@ def evaluate(stage: str, arguments: list[str]) -> None:
         "--checkpoint",
         type=Path,
         metavar="PATH",
-        help="a checkpoint, or a run folder for its best one (default: the newest of the given run)",
+        help="a checkpoint, or a run folder for its best one (default: the best of the given run)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument(
@@ -63,7 +63,7 @@ def evaluate(stage: str, arguments: list[str]) -> None:
         run = run_folder(Path(options.source or ""))
         if run is None:
             raise UsageError("name a checkpoint with --checkpoint, or give a run folder instead of the recipe")
-        checkpoint = newest_checkpoint(run)
+        checkpoint = best_checkpoint(run)
     module, data = build_task(recipe)
     page = report_place(stage, options, checkpoint, recipe, module)
     parts = evaluating_callbacks(recipe, checkpoint)

@@ -392,7 +392,7 @@ def _check_measured(numbers: Path, run: Path) -> None:
     if measured.get("step") not in (None, step := step_of(used)):
         raise UsageError(
             f"--save-labels: the thresholds of {numbers} were measured on {measured.get('checkpoint')} (step {measured['step']}), and "
-            f"{used.name} (step {step}) predicts: run arclight validate {run_folder(run)} --checkpoint {run}, or give --thresholds of your own"
+            f"{used.name} (step {step}) predicts: run arclight validate {run}, or give --thresholds of your own"
         )
 
 
