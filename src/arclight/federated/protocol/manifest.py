@@ -1,8 +1,11 @@
 """Define manifests: named tensors in content-addressed files (blobs).
 
-A blob is a safetensors file and is called by its SHA-256. A tensor is one entry of a manifest: the blob that holds it, how it
-is encoded there, and what it is once decoded. An encoded tensor is one tensor of the blob or several: ``key`` itself and
-``key#part`` for each further part (scales, indices).
+A blob is a safetensors file and is called by its SHA-256. A tensor is one entry of a manifest: the blob that holds it, how it is encoded
+there, and its dtype and shape once decoded. It is stored in one or several parts: part "" under its own key, others (scales, indices) under
+``key#part``.
+
+`blobs.manifest_io`, `rounds.writer` and `server.published_weights` make manifests; messages and delta chains carry them. `Manifest.to_json`
+must go on giving the same text: its digest names weights and updates in journals, orders and folders.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 VERSION = 1
+"""Version of manifests; messages have their own."""
 Kind = Literal["weights", "delta", "update"]
 
 
@@ -39,14 +43,14 @@ class Entry:
     settings: dict[str, Any] = field(default_factory=dict)
     """What decoding needs besides, as the codec's block size; JSON values."""
     name: str | None = None
-    """What the tensor is called in the blob, if that is not the key: a checkpoint's file has no ``model/`` before its names."""
+    """Name of the tensor in the blob, if that is not the key: a checkpoint's file has no ``model/`` before its names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Set of named tensors: ``model/<parameter name>``, and ``<state>/<parameter name>``.
 
-    The latter are local moments (``exp_avg/...``).
+    States are local moments of clients' optimizers, as ``exp_avg``.
     """
 
     kind: Kind

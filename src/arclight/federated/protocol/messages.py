@@ -1,11 +1,11 @@
 """Define the messages between nodes and server as JSON; tensors travel as blobs beside them.
 
 A *node* is a process that trains for one or more *clients*, each the data of a site. A node joins, then requests work repeatedly (long
-polling: the server may hold an answer), sends updates, and heartbeats while it works; the server only answers. Messages of a node
-carry its session, orders of the server name the run. All durations are relative, in seconds: no two clocks need to agree.
+polling: the server may hold an answer), sends updates, and heartbeats while it works; the server only answers. All messages of a node but
+`Join` carry its session. All durations are relative, in seconds: no two clocks need to agree.
 
-This is a wire format, and updates are stored in it: a changed or removed field needs a new `VERSION`, and `read` must still accept
-`_STORED` ones. Every part of the room imports the names from `arclight.federated.protocol`.
+This is a wire format, and nodes store updates in it: a changed or removed field needs a new `VERSION`, and `read` must still accept
+`_STORED` ones. A new message of nodes needs a case in `server.service`. Import the names from `arclight.federated.protocol`.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ class Update(Message):
 class SecureSumRequest(Message):
     """Send a client's part in a round's secure sum, and request what it needs next.
 
-    Binary values are hexadecimal. A part may be sent again; the first counts. See `arclight.federated.privacy.secure_aggregation`.
+    Binary values are hexadecimal. A part may be sent again: the first counts, but keys may change until the cohort is settled.
+    See `arclight.federated.privacy.secure_aggregation`.
     """
 
     node: str
@@ -311,13 +312,14 @@ class Fit(Message):
     checkpoint_every_steps: int = 50
     """Steps between saves of a client's own progress."""
     local_policy: dict[str, Any] = field(default_factory=dict)
-    """What stays local to a client: reset_optimizer, personal, randomised and frozen layers."""
+    """``reset_optimizer``, and the client's masks (`TransferMask.to_table`): which tensors it loads, trains, sends and keeps."""
     privacy: dict[str, Any] = field(default_factory=dict)
+    """``noise`` to add and ``secure`` sum to mask for, if any; a node refuses other keys."""
     fragment: int | None = None
     overlap: int = 0
     """How many of the client's previous updates may still be on their way when this round begins."""
     attempt: int = 0
-    """How often aggregating the round has failed before; orders of different attempts are different orders."""
+    """How often updates of the round were discarded before; orders of different attempts are different orders."""
     redo: bool = False
     """True if the client must train again, even if it has a finished update of this round."""
     residual_slot: int = 0
@@ -336,7 +338,7 @@ class Evaluate(Message):
     changes: tuple[Manifest, ...] = ()
     deadline_s: float | None = None
     local_policy: dict[str, Any] = field(default_factory=dict)
-    """What stays local to a client, as in `Fit`; the weights are evaluated with it."""
+    """The client's masks, as in `Fit`: it evaluates the weights with its own personal and randomised tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
