@@ -1,7 +1,7 @@
 """Build answers to nodes (plans, receipts, the end of the run) and log lines for the rules.
 
-`coordinator`, `message_rules` and `round_rules` build what they send with these; nothing is changed here. Messages are part of the
-protocol; texts for logs may change.
+`message_rules` and `round_rules` build what they send with these, `coordinator` asks for `status`; nothing is changed here. Nodes react to
+the types and reasons of answers, which are part of the protocol; texts may change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Track connected nodes, their assignments and timers: in memory only, never in the journal.
 
-`coordinator` holds one `ClusterState`; the rules read it. After a restart it is empty and fills up as nodes join again, so nothing that
-must survive belongs here.
+`coordinator` holds one `ClusterState`; the rules read it, and return bound methods of it as changes, which `Coordinator.apply` calls. After a
+restart it is empty and fills up as nodes join again, so nothing that must survive belongs here. Queues keep the order in which work was
+added, and timers of one time the order in which they were set: simulations repeat runs by that.
 """
 
 from __future__ import annotations
@@ -53,9 +54,13 @@ class NodeState:
     lost: float | None = None
     """Time at which it was declared lost; None while it is here."""
     tasks: dict[Assignment, Task] = field(default_factory=dict)
+    """Work that it was given and has not finished."""
     queue: dict[Assignment, None] = field(default_factory=dict)
+    """Fits that wait to be given to it."""
     evaluations: dict[Assignment, None] = field(default_factory=dict)
+    """Evaluations that wait to be given to it; they come before fits."""
     asks: dict[str, None] = field(default_factory=dict)
+    """Its held work requests, by name."""
     cancelling: dict[Assignment, None] = field(default_factory=dict)
     """Work that the node is to stop, until it no longer reports it."""
 
@@ -83,7 +88,7 @@ class Timer(NamedTuple):
 
 
 _REMEMBERED_NODES = 100_000
-"""Clients whose last node is remembered."""
+"""Most clients whose last node is remembered."""
 
 
 class ClusterState:
@@ -108,6 +113,7 @@ class ClusterState:
         self.passed: set[tuple[str, int, int]] = set()
         """Deadlines and graces that are over: (kind, round, attempt)."""
         self.deadlines: dict[int, float] = {}
+        """Round to the time at which its newest attempt is late."""
         self.challengers: dict[str, tuple[str, float]] = {}
         """Node to a second process that wants to join under its name, and when it came."""
         self.aggregating: int | None = None

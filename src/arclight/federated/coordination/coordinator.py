@@ -1,7 +1,9 @@
 """Run rounds as a state machine without I/O or clock: decide, then apply.
 
 ``server.runtime`` drives it in real runs, ``simulation.simulator`` in simulated ones, by the contract in `events`. `message_rules` and
-`round_rules` decide, `cluster` is the state beside the journal. It must stay deterministic: a journal is replayed through it.
+`round_rules` decide, `run_state` is the journaled state, `cluster` the state that is not journaled (sessions, assignments, timers).
+A decision must depend on state, event and time alone, so that simulated and killed runs repeat. `replay` applies a journal's records and decides
+nothing; `settings_digest` must stay equal for the settings of old runs.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ _FREE = {
 def settings_digest(settings: Federation, roster: Roster, seed: int) -> str:
     """Return the SHA-256 of all settings that decide a run's result.
 
-    Defaults do not count, so that fields may be added.
+    Fields of `Federation` at their default do not count, so that it may get more. Of a nested setting that is not the default one, all
+    fields count.
     """
     parts = [f"{len(roster)} clients of {roster.name(0)} to {roster.name(len(roster) - 1)}, seed {seed}"]
     usual = Federation(clients=settings.clients)
@@ -118,7 +121,10 @@ class Coordinator:
         return frozenset(found - {""})
 
     def next_deadline(self) -> float | None:
-        """Return the time of the next `Tick`; minus infinity: now; None: no run, or an ended one."""
+        """Return the time of the next `Tick`; minus infinity: now; None: never.
+
+        Never before a run has begun, and after its end once no request is held.
+        """
         return float("-inf") if round_rules.is_urgent(self._situation) else self.next_alarm()
 
     def next_alarm(self) -> float | None:
@@ -135,7 +141,7 @@ class Coordinator:
     def decide(self, event: Event, now: float) -> Decision:
         """Decide what follows from an event, changing nothing.
 
-        Raises ProtocolError for an event that is not allowed now.
+        Raises FederatedError, mostly ProtocolError, for an event that is not allowed now.
         """
         return message_rules.decide(self._situation, event, now)
 
@@ -273,7 +279,8 @@ def run_to_quiescence(
 
     A step is the records that are on disk now and the commands to execute, in their order. append: the journal's; if it raises,
     the step has not happened. Run the iterator to its end under one lock, and again with `Tick` whenever
-    `Coordinator.next_deadline` has come. Raises BrokenError if a step is in the journal and could not be applied.
+    `Coordinator.next_deadline` has come. Raises BrokenError if a step is in the journal and could not be applied, FederatedError if
+    steps never end.
     """
     for number in range(_MAX_STEPS):
         decision = coordinator.decide(event if number == 0 else Tick(), now)

@@ -1,7 +1,7 @@
-"""Events, decisions and commands: the contract between the coordinator and its driver.
+"""Define events, decisions and commands: the contract of the coordinator and its driver.
 
-A driver has a clock, a journal and the connections; the coordinator has none of them. For every event the driver does, under
-one lock and in this order (`coordinator.run_to_quiescence` does all of it)::
+``server.runtime`` and ``simulation.simulator`` are drivers: they have a clock, a journal and the connections, the coordinator has none of them.
+For every event the driver does, under one lock and in this order (`coordinator.run_to_quiescence` does it, and yields the commands)::
 
     decision = coordinator.decide(event, now)      # nothing has changed yet
     journal.append(decision.records)               # on disk when this returns; if it raises, nothing has happened
@@ -71,8 +71,8 @@ class Tick(Event):
 class NodeMessage(Event):
     """Message from a node; ``to`` is the driver's name for the request, for the answer.
 
-    Answers are, to a `Join`: SessionGranted, Wait (another process of this name may still live: join again) or Close; to an
-    `WorkRequest`, perhaps later: FitPlan, EvaluatePlan, Wait or Close; to all others: a Receipt.
+    Answers are, to a `Join`: SessionGranted, Wait (another process of this name may still live: join again) or Close; to a
+    `WorkRequest`, perhaps later: FitPlan, EvaluatePlan, Wait or Close; to all others, and in an unknown session: a Receipt.
     """
 
     to: str
@@ -100,7 +100,7 @@ class UpdateValidated(NodeMessage):
 class UpdateRejected(NodeMessage):
     """Update that the driver's checks refuse.
 
-    "damaged" may be sent again; any other reason excludes the client from the round.
+    "damaged" may be sent again, up to ``waiting.attempts`` times; any other reason excludes the client from the round.
     """
 
     message: Update
@@ -212,8 +212,8 @@ class Aggregate(Command):
     """Aggregate a closed round's updates in this order, step, save, report `RoundStored`.
 
     The order is that of the clients, and what is saved is the round's checkpoint. Without updates the round is skipped:
-    write the former weights as its own. A failure is reported as `AggregationFailed`. Commanded once for each round and
-    again after `RunResumed`. Rounds are aggregated one at a time, each from the weights before.
+    write the former weights as its own. A failure is reported as `AggregationFailed`. Commanded once each time that a round is
+    closed, and again after `RunResumed`. Rounds are aggregated one at a time, each from the weights before.
     """
 
     round: int
@@ -236,9 +236,9 @@ class EvaluateOnServer(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLost(Command):
-    """Log that a node is lost: silent, without progress, or gone by itself.
+    """Log that a node is lost: silent, without progress, or gone by itself with a reason.
 
-    Its clients are looked after.
+    The rules reassign its work: what is queued at once, what it had started when its lease ends or it has left.
     """
 
     node: str

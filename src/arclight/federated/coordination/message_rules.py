@@ -1,6 +1,7 @@
 """Decide what follows from a node's message or a driver's event: pure rules.
 
-Only `coordinator` calls these. In: an event and the state; out: a decision. They change nothing themselves, and read no clock.
+Only `coordinator` calls these. In: a `Situation` and an event; out: a decision. They change nothing themselves, and read no clock. A new
+event needs a case in `decide`, a new message of nodes one in `_on_message`. Reasons of refusals are part of the protocol (`errors.Reason`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from arclight.federated.protocol import (
 )
 
 _FORGOTTEN = 10
-"""After so many times ``waiting.silence_s`` a node gets work again that it had confirmed and no longer reports."""
+"""A node gets work again that it confirmed, but has not reported for this many times ``waiting.silence_s``."""
 
 Refusal = tuple[Reason, str]
 
@@ -355,7 +356,7 @@ def _is_evaluated(s: Situation, round: int) -> bool:
 def _discard(s: Situation, event: ev.AggregationFailed, now: float) -> Decision:
     """Discard a closed round and ask its clients again, without those to blame.
 
-    Most have their training behind them.
+    Clients that have finished the round send their updates again, without training.
     """
     open = s.state.open.get(event.round)
     if open is None or open.closed is None:

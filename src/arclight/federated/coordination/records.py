@@ -1,7 +1,8 @@
 """Define the journal's records: applied in order they give a run's durable state.
 
-The rules return them, `run_database` stores them as JSON, `run_state` applies them. Stored journals must stay readable: a new field needs a
-default, and a record or field is never renamed. Connections and current assignments are not recorded: nodes report them when they join.
+The rules return them, `run_database` stores them as JSON, `run_state` applies them; `rounds.history` and progress displays read them.
+Stored journals must stay readable: a new field needs a default, a record or field is never renamed, and a new record needs a case in
+`RecordApplier.apply`. Connections, and which node has which work, are not recorded: nodes report it when they join.
 """
 
 from __future__ import annotations
@@ -105,7 +106,10 @@ class RoundClosed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundDiscarded(Record):
-    """A closed round could not be aggregated: its updates are discarded, and it is open again."""
+    """Updates of a round are discarded, and it is open again.
+
+    It could not be aggregated, or its masked updates fit no secure sum any more.
+    """
 
     round: int
     why: str

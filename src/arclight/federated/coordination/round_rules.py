@@ -1,8 +1,8 @@
 """Decide when rounds open, close, retry and end, and when work is assigned: pure rules.
 
-Pure, and one step at a time: the driver ticks until nothing follows.
-
-`coordinator` calls these after each event. A `Situation` comes in, a decision goes out; simulations run the same rules.
+`message_rules` calls `tick` for each `Tick`: one thing that is due, so the driver ticks until nothing follows. It also retries rounds that
+could not be aggregated by these; `coordinator` asks `is_urgent`. In: a `Situation`; out: a decision. Simulations run the same rules.
+A timer of a new kind needs a case in `_on_timer`.
 """
 
 from __future__ import annotations
@@ -149,12 +149,15 @@ def _close_if_ready(s: Situation, event: Event, open: RoundState, now: float) ->
 
 
 def _is_awaited(s: Situation, open: RoundState) -> bool:
-    """Return True while a connected client is at work for a round that has its quorum."""
+    """Return True while an update may still come for a round with a quorum.
+
+    Its client has a node, or has not left or been waited for in vain.
+    """
     return any(s.cluster.assignments.get(work) is not None or not s.cluster.is_away(work) for work in _fits_of(s, open))
 
 
 def _away(s: Situation, open: RoundState) -> tuple[Record, ...]:
-    """Exclude clients that are not waited for, with the reason."""
+    """Exclude clients whose node has left or never came, with the reason."""
     cluster = s.cluster
     gone = [x.client for x in _fits_of(s, open) if cluster.assignments.get(x) is None and cluster.is_away(x)]
     return tuple(ClientFailed(round=open.round, client=x, message=_why_away(s, x), lost=True) for x in gone)

@@ -1,6 +1,7 @@
 """Keep the journal and the history of a run in one SQLite database, ``run.db``.
 
-The server writes it, the report and ``arclight checkpoint`` read it, also while the run is served. Tables and columns are public.
+`server_run` opens it to write; the report, ``arclight checkpoint`` and ``arclight federate`` read it, also while the run is served. Tables
+and columns are public and stay; files of former layouts (``journal.jsonl``, ``history.jsonl``) are still read.
 
 Table ``journal`` holds the last saved state, if any, and the records since. A commit of records is synced to disk before
 it is acted on. Table ``history`` holds a row of JSON for each round; rows with ``open`` may still change. They follow from
@@ -39,6 +40,7 @@ RUN_FILES = (NAME, FORMER_JOURNAL)
 """An opened run has one of these files."""
 VERSION = 1
 _APPLICATION = 0x41726346
+"""SQLite's ``application_id``, by which a run's database is known."""
 _SCHEMA = (
     "CREATE TABLE journal (number INTEGER PRIMARY KEY, crc INTEGER NOT NULL, record TEXT NOT NULL)",
     "CREATE TABLE history (round INTEGER PRIMARY KEY, open INTEGER NOT NULL, entry TEXT NOT NULL)",
@@ -51,7 +53,7 @@ _RECORDS = "SELECT number, crc, record FROM journal ORDER BY number"
 _ROUNDS = "SELECT entry FROM history WHERE round >= ? ORDER BY round"
 _STATE = '{"is":"StateSaved"'
 _LOG_PAGES = 200
-"""Pages of 4 KiB to which the log grows before it begins again: a commit into a part that was written before waits less."""
+"""Pages of 4 KiB to which the write-ahead log grows before it is overwritten from its start: that is quicker than to append."""
 _LONG = 2
 """The records after a saved state may take this many times its size before a new state is saved."""
 
@@ -234,7 +236,7 @@ def has_journal(folder: Path) -> bool:
 def has_begun(folder: Path) -> bool:
     """Return True if the journal of the run in ``folder`` has a record.
 
-    One that cannot be read has.
+    A journal that cannot be read counts as begun.
     """
     try:
         return bool(read_journal(folder))

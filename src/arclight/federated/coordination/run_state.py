@@ -1,7 +1,8 @@
-"""Hold a run's durable state, a function of the journal's records alone.
+"""Hold a run's durable state, a function of the settings and the journal's records.
 
-Only `coordinator` applies records; the rules read the state. It is saved in ``run.db``, and a restart replays the journal of an older
-version: a new field needs a default, and applying a record must stay deterministic.
+`coordinator` applies records through the `RecordApplier`; rules, `runtime` and ``arclight federate`` read the state. It is saved in ``run.db``,
+and a restart replays the journal of an older version: a new field needs a default, no field is renamed, and applying a record must stay
+deterministic.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from arclight.federated.settings import Federation
 
 @dataclass
 class RoundState:
-    """A round that is not committed yet, or that updates may still begin from."""
+    """A round that is not committed yet, or that clients have started and not finished."""
 
     round: int
     base: str = ""
@@ -75,7 +76,7 @@ class RoundEvaluation:
 class RunState:
     """Durable state of a run, changed by `RecordApplier` alone.
 
-    Only `RecordApplier` changes it. Its size grows with the clients of a round, not of the run.
+    Its size grows with the clients of a round, not of the run.
     """
 
     run: str = ""
@@ -100,6 +101,7 @@ class RunState:
     recently_aggregated: dict[str, dict[int, str]] = field(default_factory=dict)
     """Client to round and digest of its newest aggregated updates, for as long as they may be sent again."""
     measuring: dict[int, RoundEvaluation] = field(default_factory=dict)
+    """Committed rounds whose evaluation is under way."""
     recent: list[tuple[float, float, float]] = field(default_factory=list)
     """Norm, samples per step and tokens per step of the newest accepted updates: the baseline of validation."""
     ended: str | None = None

@@ -1,8 +1,9 @@
-"""Sample the clients of a round, a function of (seed, round, attempt).
+"""Sample the clients of a round as a function of seed, round and attempt.
 
-Draws are without replacement and cost what is drawn, whatever the number of clients. Nothing is kept between rounds.
+Draws are without replacement and usually cost what is drawn, whatever the number of clients. Nothing is kept between rounds.
 
-The coordinator asks it for the clients of each round. A resumed server must draw the same: the order of draws stays.
+`round_rules` and `message_rules` draw a round's clients, `run_state` those that evaluate a first round, `server_run` to account privacy. A
+resumed server must draw the same: hash and order of draws stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Define settings of sampling, waiting, and buffered or streamed rounds, without torch.
 
-`Federation` (``federated.settings``) holds them, as tables of a recipe; the coordinator decides by them. Field names are recipe keys,
-and a resumed run must have the values it was begun with.
+`Federation` (``federated.settings``) holds them, as tables of a recipe; the coordinator decides by them, and masks by `Streaming`. Field
+names are recipe keys. A resumed run may have another `Waiting`, and must have the other settings it was begun with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from arclight._intervals import (
 )
 
 Seconds = Annotated[float, Interval(ge=0, le=1e9)]
-"""A wait: clocks and timers end somewhere."""
+"""A wait of at most 1e9 s, which every clock and timer can hold."""
 PositiveSeconds = Annotated[float, Interval(gt=0, le=1e9)]
 
 
@@ -113,7 +113,7 @@ class Waiting(Checked):
 class Buffered(Checked):
     """Settings of asynchronous rounds (FedBuff, Nguyen et al. 2022).
 
-    The server steps after every ``size`` updates; stale ones have less weight.
+    The server steps after every ``size`` updates; the change of one that is n steps stale is multiplied by 1 / sqrt(1 + n).
     """
 
     size: PositiveInt = 10

@@ -1,7 +1,7 @@
 """Hold all that a decision depends on (settings, run state, cluster), for the rules.
 
-`coordinator` makes one for each event and passes it to `message_rules` and `round_rules`. Rules read it, and give changes back as a
-decision.
+`coordinator` makes one and passes it to `message_rules`, `round_rules` and `answers` for each event. They only read it, and give changes back
+as a decision.
 """
 
 from __future__ import annotations
