@@ -1,7 +1,8 @@
 """Publish the weights of recent rounds to clients; delete blobs that no round references.
 
-`server_run` makes one `PublishedWeights` and calls ``publish`` after each round, ``restore`` after a restart; `service` looks weights up
-to offer and serve them. A resumed run must find the same manifest digests: what is written to ``chains/<round>.json`` stays readable.
+`server_run` makes one `PublishedWeights` and calls ``publish`` after each round, ``restore`` after a restart and ``collect_garbage``;
+`service` looks up the weights of orders. A resumed run must find the manifest digests of its journal: ``chains/<round>.json`` stays
+readable, and blobs that are written again must have the same bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from arclight.federated.settings import Federation
 ORPHAN_S = 3600.0
 """Seconds for which an unreferenced blob may be part of an update that is still being uploaded."""
 KEPT_SHARE = 1 / 8
-"""Smallest share of tensors that clients keep to get blobs of their own, for which the server writes all weights a second time."""
+"""Tensors that clients keep get blobs of their own if they are this share of the bytes or more: all weights are then written twice."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ class PublishedWeights:
     def publish(self, number: int, *, all_changed: bool = False) -> Weights:
         """Publish a round's weights as blobs, and append a link to the delta chain.
 
-        Files are linked as blobs without reading them. Nodes are offered the blobs of that chain alone: a round's own
-        files are put at no other address if a lossy chain leads past them. Tensors that each client initialises
-        itself are left out; the others of the same file are then written as blobs of their own. So are, where weights
-        come whole, tensors that clients keep after the first round: their blob stays the same, and nodes fetch it once.
+        Files are linked as blobs without reading them. Nodes are offered the blobs of the chain alone, so under a lossy codec
+        the round's own files are not put into an object store. Tensors that each client initialises itself are left out; the others
+        of the same file are then written as blobs of their own. If weights are sent whole, so are tensors that clients keep after the
+        first round, if large (`KEPT_SHARE`): their blob stays the same, and nodes fetch it once.
         all_changed: every tensor differs from the round before, so that they need not be compared.
         """
         own = self._rounds.weights(number)

@@ -1,9 +1,8 @@
 """Drive the coordinator: clock, journal, held requests, timer and aggregation threads.
 
-Every event goes through `Runtime.handle`: it is decided, journaled, then executed. Only that is under the lock; aggregation and
-checkpoints run beside it, one at a time, so that nodes are answered meanwhile.
-
-`server_run` owns one, `service` passes nodes' messages to it. Rules are those of ``coordination``; no decision is made here.
+`server_run` owns a `Runtime` and executes its tasks; `service` passes nodes' messages to `Runtime.request`. Every event is decided, journaled
+and applied, and its commands are executed, under one lock. Aggregations and evaluations run beside it on one thread, so that nodes are
+answered meanwhile. Rules are those of ``coordination``; no decision is made here.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _ANSWER_MARGIN_S = 30.0
 _STALL_S = 0.25
 """Seconds by which the clock may wake too late before that counts as a standstill of this process."""
 _MAX_STALLS = 10
-"""Standstills in a row that are compensated before an alarm."""
+"""Standstills of one alarm that are compensated; then time goes on."""
 T = TypeVar("T")
 
 
@@ -98,7 +97,7 @@ class Runtime:
             thread.start()
 
     def now(self) -> float:
-        """Return the run's time in seconds; it stops while the disk is full or after a suspension."""
+        """Return the run's time in seconds, without waits for a full disk and suspensions."""
         return time.monotonic() - self._paused_for
 
     def request(self, event: Callable[[str], events.NodeMessage], wait_s: float = 0.0) -> Plan:

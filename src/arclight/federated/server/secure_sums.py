@@ -1,7 +1,9 @@
 """Relay a round's secure sum: public keys and encrypted shares; unmask the sum.
 
-All that it holds is public or encrypted. It is kept in a file, so that a server that is killed after a round was closed can still
-unmask its sum; clients send their shares again on request.
+`server_run` makes the `SecureSumRelay` and, for each round, a `SecureFold`; `service` passes it the requests of ``clients.secure_sum_client``.
+It holds nothing but public keys, encrypted shares, and the shares that clients reveal to unmask the sum. They are kept in ``secure.json``, so
+that a server killed after a round was closed can still unmask its sum; clients whose shares are missing send them on request. Files of
+earlier versions are read (`_FORMER_FIELDS`).
 """
 
 from __future__ import annotations
@@ -44,10 +46,11 @@ from arclight.federated.settings import Federation
 log = logging.getLogger(__name__)
 
 _LONGEST_HELD = 60.0
+"""Seconds for which a request is held at most."""
 _SIGNATURE = 88
 """Characters of an Ed25519 signature in base64."""
 _LOOK = 0.5
-"""Seconds between checks of who has failed and how long others have waited."""
+"""Seconds between checks of which clients have failed, and of how long a stage has lasted."""
 
 
 @dataclass
@@ -134,7 +137,7 @@ class _SumFile:
 class SecureSumRelay:
     """Relay of a run's secure sums, one round at a time: keys, encrypted shares, survivors.
 
-    A message costs what it brings, whatever the number of clients, and its answer is held until there is one.
+    A request is held until what it waits for is settled.
     """
 
     def __init__(self, settings: SecureSum, run: str, path: Path, expected: Callable[[int], Collection[str]]) -> None:
@@ -271,7 +274,7 @@ class SecureSumRelay:
     def _settle(self) -> None:
         """Close the stage that all clients have reached, or that has timed out.
 
-        The time counts from the first client in it.
+        The time counts from the first client that reached it.
         """
         now, state, write = time.monotonic(), self._book.state, self._book.write
         if now < self._look_at or state.maskers is not None:
@@ -392,10 +395,10 @@ def _is_hex(text: str, size: int) -> bool:
 
 
 def _blamed(bad: Mapping[str, Collection[str]]) -> dict[str, str]:
-    """Choose the clients to drop if shares could not be decrypted; the words say why.
+    """Choose the clients to drop if shares could not be decrypted; return each with the reason.
 
-    One of each two. The client in most such pairs is excluded first: a malicious one disagrees with many, on either side of them. Of
-    two that have no others the one who wrote goes.
+    One client of each pair of reader and sender is dropped. The client in most pairs is dropped first: a malicious one disagrees with
+    many, as reader or sender. Of two clients in one pair only, the sender is dropped.
     """
     pairs = {(reader, writer) for reader, writers in bad.items() for writer in writers}
     found = {}
@@ -458,8 +461,9 @@ def _keys(client: str, keys: dict[str, str]) -> PublicKeys:
 class SecureFold(Fold):
     """Average of masked values, which `SecureSumRelay.open` unmasks.
 
-    Nothing is known of single changes.
-    held: what is to hold of a key's mean, which is made of it.
+    Nothing is known of single changes, so statistics have norms of the mean only.
+    opening: called with the clients' names; waits for their shares. held: maps a key and its mean to the mean that counts (with noise,
+    `noise.clamp_variance`).
     """
 
     def __init__(

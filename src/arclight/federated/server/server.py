@@ -1,7 +1,8 @@
 """Define the public ``Server``: initial weights, a run folder, clients here or over HTTP.
 
-Users make a `Server` and call `run`; ``arclight federate`` and the Flower app do the same. The run itself is a `ServerRun`. Arguments
-are public.
+Users make a `Server`. `Server.run` trains clients in this process, `Server.serve` answers nodes over HTTP (`transports.server_process` calls
+it, for Flower), and `Server.opened` yields the `ServerRun` to a caller's own transport (``arclight federate``, `simulation.server_costs`).
+Arguments are public and stay.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ class Server:
     come since; another run's folder is refused.
     clients: their names; by default "0", "1", ... as many as ``federation.clients``.
     evaluate: called with the weights of a round (by parameter name); gives metrics, or how many samples and metrics.
-    run: its name, by default the folder's. seed: of sampling, and of what clients draw.
-    observer: called with every record and notable command, for progress; it must be quick.
+    moments: local moments to begin with, by ``exp_avg/<parameter name>``; by default those of the checkpoint. recipe: tables that
+    nodes get when they join. run: its name, by default the folder's. seed: of sampling, and of what clients draw.
+    observer: called with every record and notable command, for progress; it must be quick. inject: for tests, see `Injection`.
     """
 
     def __init__(
@@ -160,7 +162,7 @@ class Server:
         bound: a socket that listens already, in the place of one at ``listening``'s host and port. ready: called once nodes can come, with
         the server that says its address. After `leave` it returns before the run is over.
 
-        Raises FederatedError if the run fails, OSError where the address is taken.
+        Raises FederatedError if the run fails, AddressError (an OSError) if the address is taken.
         """
         from arclight.federated.transports.http_server import HttpServer
 

@@ -1,11 +1,10 @@
 """Run a federation in a folder: start or resume it, aggregate, evaluate and commit rounds.
 
-The folder holds ``run.db`` (journal and history), ``rounds/<number>/``, ``blobs/``, and once the run is closed ``metrics.csv``.
+`Server.opened` makes a `ServerRun`, whose ``service`` a transport then serves. In: settings, initial weights, a folder; out: a run folder that
+a later process resumes: ``run.db`` (journal and history), ``identity``, ``rounds/<number>/``, ``blobs/``, ``chains/``, with secure sums
+``secure.json``, and ``metrics.csv`` once the run was closed. The journal decides what has happened.
 
-`Server` opens this for users, and ``arclight federate`` by it. In: a task with settings and initial weights; out: a run folder that a
-later process resumes. The journal decides what has happened; files of the folder are read by ``federated.rounds`` and `RunDatabase`.
-
-A resumed run must find what an earlier version wrote: tables and folders may be added, not renamed.
+A resumed run must find what an earlier version wrote: files, folders and the entries of ``_trees`` may be added, not renamed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Turn accepted updates into the next round's checkpoint, tensor by tensor.
 
-`ServerRun` calls this when a round closes. In: accepted updates; out: the next round's checkpoint, written before the journal commits
-it. A step repeated after a crash must give the same bytes.
+`server_run` calls it when the coordinator commands `Aggregate`, one round at a time; it feeds `StrategyStep` and `RoundWriter`. The checkpoint
+is written before the journal commits the round, so a step that is repeated after a crash must give the same tensors, bit for bit (unless the
+server adds noise).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class AcceptedUpdate:
     manifest: Manifest
     weight: float
     shrink: float = 1.0
-    """Factor of its change: 1 / sqrt(1 + age in rounds) for a stale one (FedBuff, Nguyen et al. 2022). Its weight in the divisor of the
+    """Factor of its change: 1 / sqrt(1 + staleness in rounds) for a stale one (FedBuff, Nguyen et al. 2022). Its weight in the divisor of the
     mean stays, so that a buffer of stale updates makes a smaller step."""
     samples: int
     largest: Mapping[str, float | None] | None = None

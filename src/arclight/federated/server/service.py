@@ -1,7 +1,8 @@
 """Answer nodes: validate their messages, ask the coordinator, turn its plans into orders.
 
-Transports call `Service.answer` with a message and return what it gives. A message of a new kind needs a case in ``_answer``, its
-check in `validation`, and a rule in `coordination.message_rules`; nothing here decides about clients or rounds.
+Transports call `Service.answer` with a message and return what it gives, and `Service.reserve_upload` before they receive a blob. A message of a
+new kind needs a case in ``_answer``, its check in `validation`, and a rule in `coordination.message_rules` unless, as with secure sums,
+another part answers it. Nothing here decides about clients or rounds.
 """
 
 from __future__ import annotations
@@ -74,10 +75,11 @@ log = logging.getLogger(__name__)
 _LONGEST_HELD_S = 60.0
 """Seconds for which a work request is held at most."""
 _LONGEST_TEXT = 4000
+"""Characters of a node's error or reason that are kept."""
 _SESSIONS = 10_000
 """Sessions whose last weights are remembered."""
 _SPARE = 2
-"""Times the room for the updates that a node may have under way: abandoned uploads lie there too."""
+"""Uploads of a node may take this many times the bytes of the updates that it may have under way: abandoned ones count too."""
 
 
 class Service:
@@ -107,7 +109,7 @@ class Service:
         self._validated, self._relay, self._recipe = validated, relay, recipe or {}
         self._lock = threading.Lock()
         self._validating = threading.BoundedSemaphore(os.cpu_count() or 1)
-        """Validations are no faster when more than the processors can do at once take memory each."""
+        """As many validations at a time as there are processors: more would take memory and be no faster."""
         self._sent: dict[str, tuple[str, Set[str]]] = {}
         """Session to the digest of the weights that it was sent and their blobs, the least recent session first."""
         self._limits: tuple[Manifest, int, int] | None = None
@@ -390,9 +392,9 @@ class _Upload:
 
 
 class UploadQuota:
-    """Quota of each node's blobs that no accepted update refers to.
+    """Limit the bytes of each node's blobs that no accepted update refers to.
 
-    Blobs of accepted updates are the server's own.
+    Blobs of accepted updates are the server's own and do not count.
     """
 
     def __init__(self, blobs: FolderStore) -> None:

@@ -1,7 +1,8 @@
 """Validate messages of nodes before the coordinator sees them, and the tensors of updates.
 
-`service` checks messages by this, `ServerRun` the tensors of uploads. Nodes are untrusted: every value that later code uses is checked
-here. Limits may be raised; reasons of refusals are part of the protocol.
+`service` calls `validate_message` for each message and `validate_update` for each update. Nodes are untrusted: a field that later code computes
+with, or writes down, needs a check here (evaluations are checked in `service`, secure sums in `secure_sums`). Limits may be raised; reasons
+of refusals are part of the protocol.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from arclight.federated.protocol.manifest import VERSION
 from arclight.federated.settings import Checks, Federation
 
 _SLACK = 1 << 20
+"""Bytes beyond the computed size that a message or update may have."""
 _ENTRY = 1 << 10
 """Upper bound of the bytes that a tensor takes in a manifest beside its name, or a client in a message of a secure sum."""
 _VALUES, _NAME = 1000, 200
+"""Metrics of a message, and characters of a metric's name."""
 _LEAST_SEEN = 1e-12
+"""Norms are not compared with a usual norm up to this."""
 MAX_COUNTED = 1 << 53
 """Largest count of samples, tokens and steps: float64 holds it exactly, and sums over all clients and rounds stay finite."""
 _LONGEST = 1e10
