@@ -1,7 +1,8 @@
 """Process tensors in chunks that fit a core's cache, bit-identically for any thread count.
 
-`fold`, `fixed_point`, `strategy_step` and ``federated.privacy`` compute by it. Tensors come in whole or as `StoredTensor` on disk. Size
-and order of chunks decide the bits of a sum: a change of them changes the results of every run.
+`fold`, `fixed_point`, `strategy_step` and ``federated.privacy`` compute by it. Tensors come in whole or as `StoredTensor` on disk. Norms and
+inner products are sums over chunks in float64: `CHUNK` decides their bits, and with them those of norm bounds and Krum. Means do not depend
+on it.
 """
 
 from __future__ import annotations

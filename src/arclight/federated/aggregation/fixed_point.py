@@ -1,14 +1,13 @@
-"""Sum exactly in fixed point, as 62-bit integers whose sum never overflows.
+"""Sum exactly in fixed point, as integers of at most 62 bits whose sum never overflows.
 
 A term of the mean is ``round(x * weight * 2^shift)``, an int64; the product is taken in float64. The shift follows from the
 largest ``|x|`` of all contributors and the sum of their weights, both known before the first term and the same in any
-order. Rounding a term moves it by at most half a unit, 2^-62 of the tensor's largest value times the sum of weights; all
+order. Rounding a term moves it by at most half a unit, which is at most 2^-60 of the tensor's largest value times the sum of weights; all
 else is exact, so sums of parts, in any order and by any number of processes, are the same integers. (Of float64 tensors that
-hold nothing above 2^-930, which no training makes, small values become zero: the factor itself must stay in range.)
+hold nothing above 2^-940, which no training makes, small values become zero: the factor itself must stay in range.)
 
-`fold` drives this for each tensor; ``server.validation`` measures updates with it, ``privacy`` and ``server.secure_sums`` add in the
-same integers. Shift and rounding decide the bits of every round: changing them changes seeded runs, and a secure sum is wrong unless
-all clients round alike.
+`fold` sums each tensor by it; ``server.validation`` and ``privacy`` measure updates with it, and ``server.secure_sums`` takes the mean of a
+secure sum by its `Scale`. Shift and rounding decide the bits of every round: changing them changes seeded runs.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ BITS = 61
 """Bits of the sum of all terms' sizes; one more holds what their rounding adds, the last is the sign."""
 
 LARGEST = 2.0 ** (BITS + 1)
+"""Largest size of a term that is not refused as larger than measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ A chunk of a key goes through all steps while it is in a core's cache: each cont
 compared with every part, and given away. If contributors are many, or must be decoded whole, they are processed one after the other, and
 the key's sums are kept meanwhile.
 
-`server_run` and `server_step` use a `Fold` for each round, or one of ``privacy`` in its place; `strategy_step` applies the mean. Updates
-come in as stored tensors, the mean goes out key by key. Its bits are compared by tests: a change of order or type changes results.
+`strategy_step` makes a `Fold` for each round, or what `server_run` puts in its place (``privacy``, `secure_sums`), and applies each mean.
+Decoded or stored tensors come in, the mean goes out key by key. Tests compare its bits with those of earlier versions: a change of
+dtype or rounding changes results.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ SinkFactory = Callable[[torch.dtype, tuple[int, ...]], Sink]
 """Makes the function that takes a mean, once type and shape of the mean are known."""
 
 _AT_ONCE = 16
-"""Contributors whose chunks are processed together, at least one: each thread keeps a chunk of terms and an open file for each."""
+"""Most contributors whose chunks are processed together: each thread keeps a chunk of terms and an open file for each."""
 
 _HELD = 2
-"""Number of these tensors that may be in memory as a whole."""
+"""Most contributors that are processed together if one of their tensors is in memory as a whole."""
 
 
 class WholeTensorSink:

@@ -1,7 +1,7 @@
 """Measure a round's updates: norms, cosines with the mean (client drift), noise scale.
 
-`fold` builds them while it reads updates; `server_step` passes them on and `server_run` records them. Only keys that begin with `PREFIX`
-count: parameters and buffers of the model, not states of optimizers.
+`fold` and robust means build them while they read updates, `strategy_step` and `server_step` pass them on, `server_run` records them. Only
+keys that begin with `PREFIX` count in totals: parameters and buffers of the model, not states of optimizers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PREFIX = "model/"
 class Statistics:
     """Statistics of one round; norms are L2.
 
-    Only ``model/`` keys of floating point count, but for ``norm_by_key``.
+    Only ``model/`` keys of floating point count, but for ``norm_by_key`` and ``norms_by_key``.
     """
 
     norm: float

@@ -1,7 +1,7 @@
 """Step the server optimizer over all tensors, streaming: one tensor in memory at a time.
 
-``server.server_step`` feeds it the sums of `fold`, tensor by tensor, and writes what it gives. Strategies (``federated.strategies``)
-are the update rules. Names of their states are in round checkpoints and stay.
+``server.server_step`` makes a `StrategyStep` for each round and writes what it yields; it takes the means from its own `Fold`. Strategies
+(``federated.strategies``) are the update rules. Names of their states are in round checkpoints and stay.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class SteppedTensor:
 class StrategyStep:
     """Server step of ``strategy``: an iterator over `SteppedTensor`, one key at a time.
 
-    It steps every key of ``order``. Keys of ``model/`` are stepped by the strategy, but for integers and ``buffers``,
-    which become the mean: no gradient moves them, and a step beyond the mean, or of a fixed size, could make a variance
+    It yields every key of ``order``; what no client sent stays as it is. Keys of ``model/`` are stepped by the strategy, but for integers and
+    ``buffers``, which become the mean: no gradient moves them, and a step beyond the mean, or of a fixed size, could make a variance
     negative. All other keys are local moments: their mean replaces them. No more is held than the tensors of one key.
 
     anchor: the weights before, by key; tensors that lie in files (`StoredTensor`) are read when their turn comes. It may lack moments
