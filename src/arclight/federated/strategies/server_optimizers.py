@@ -1,7 +1,8 @@
-"""Define server optimizers (FedAvg, FedAdam, ...), which step by the mean update (no torch).
+"""Define server optimizers (FedAvg, FedAdam, ...), which step by the mean update.
 
-A federation's ``strategy`` is one of these; `strategy_step` calls it tensor by tensor. Field names are recipe keys, names of states are
-in round checkpoints: both stay.
+A federation's ``strategy`` is one of these; `strategy_step` calls it chunk by chunk, or with whole tensors if not `Strategy.elementwise`. torch
+is imported by a step only. Names of classes and fields are recipe keys, names of classes and states are in round checkpoints: all stay. A
+new one also goes into `Strategies` (``strategies/__init__``).
 """
 
 from __future__ import annotations
