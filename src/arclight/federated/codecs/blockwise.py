@@ -1,6 +1,6 @@
 """Quantize tensors to 8 or 4 bits with a scale per block, and dequantize them.
 
-Called by `encoding` only. Layout of parts and the arithmetic of decoding are wire format: both sides must get the same bits.
+Only `encoding` calls it. Parts and the arithmetic of decoding are wire format: server, nodes and other versions must decode the same bits.
 """
 
 from __future__ import annotations

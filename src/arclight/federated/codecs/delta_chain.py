@@ -5,6 +5,9 @@ each change is encode(own - seen), and seen becomes seen + decode(change). The e
 next difference, which is error feedback without a stored residual (EF21, Richtarik et al. 2021). Server and nodes apply
 changes by the same arithmetic and write the result into the same blobs, so that its digest proves them equal.
 
+`server.published_weights` extends a `DeltaChain` by each round (`extend_chain`); a node (`clients.node`) fetches by a `WeightsReplica`. Chains are
+stored on the server and sent in orders, so arithmetic and order of tensors stay.
+
 In a manifest of kind "delta", tensors under a lossy codec are added, raw ones are the new values; what it lacks stays as it is.
 """
 
@@ -34,11 +37,11 @@ log = logging.getLogger(__name__)
 class DeltaChain:
     """Weights as clients see them, and the deltas that lead to them from older ones.
 
-    Lasts as JSON, and with its blobs.
+    Stored as JSON in the server's ``chains/<round>.json``; of use only while its blobs are kept.
     """
 
     weights: Manifest
-    """Whole."""
+    """All weights, as clients see them."""
     changes: tuple[Manifest, ...] = ()
     """Oldest first: each goes from its ``base`` to the next one's, the last to ``weights``."""
 
@@ -66,9 +69,9 @@ def extend_chain(
 ) -> DeltaChain:
     """Extend the chain by one delta to the server's new ``weights`` (whole, in ``store``).
 
-    At most ``longest`` changes are kept; 0 keeps none, so that all see the weights themselves. Nothing is added where `Raw`
-    would say most of them again (the weights' own blobs do, and no second copy is written), if nothing has changed, or
-    if names, shapes or types are others than before. Tensor by tensor; the same again after a crash in between.
+    At most ``longest`` changes are kept; 0 keeps none, so that all see the weights themselves. If nothing has changed, the chain is returned
+    as it is. A chain without deltas is returned for other names, shapes or dtypes than before, and if `Raw` would send more than
+    half of the bytes again (nodes then fetch the weights' own blobs). Tensor by tensor; the same again after a crash in between.
     """
     if chain is None or longest < 1 or not _alike(chain.weights, weights):
         return DeltaChain(weights=weights)
@@ -87,7 +90,7 @@ def extend_chain(
 def encode_change(key: str, weight: torch.Tensor, seen: torch.Tensor, codec: Codec) -> Encoded:
     """Encode the change from ``seen`` to ``weight``.
 
-    Local moments go as `encoding.for_moments` says.
+    Local moments go raw, whatever the codec, and so do tensors that `goes_raw` leaves unencoded.
     """
     if not isinstance(codec, Lossy) or goes_raw(weight, codec) or not key.startswith("model/"):
         return encode(key, weight, Raw())[0]
@@ -152,9 +155,9 @@ class WeightsReplica:
         return manifest if all(self._store.size(blob) == size for blob, size in manifest.blobs.items()) else None
 
     def _route(self, weights: Manifest, changes: Sequence[Manifest]) -> Sequence[Manifest]:
-        """Return the deltas to apply.
+        """Return the deltas to apply, oldest first.
 
-        None where what the weights lack here is fewer bytes, or no base is here.
+        Empty if the blobs of the weights that are missing here have fewer bytes, or if no base is here.
         """
         lacking = sum(size for blob, size in weights.blobs.items() if self._store.size(blob) is None)
         for first in reversed(range(len(changes))):

@@ -1,7 +1,8 @@
 """Apply error feedback in chunks: encode a tensor plus its residual, compute the new one.
 
-`encoding` makes one `ErrorFeedback` for each tensor; `blockwise` and `sparse` read its ``chunks`` and ``record`` what they encoded. Bits
-of encoded values are part of a run's reproducibility: constants here stay as they are.
+`encoding` makes one `ErrorFeedback` for each tensor that it encodes lossily; it, `blockwise` and `sparse` read its ``chunks`` and record what
+they encoded. Bits of encoded values are part of a run's reproducibility: `LARGEST`, `SMALLEST` and the order of operations stay; `CHUNK` may
+be tuned.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ class ErrorFeedback:
             torch.sub(chunk.view(-1)[:count], received, out=self.residual[where])
 
     def record_zeros(self, where: slice, chunk: torch.Tensor) -> torch.Tensor | None:
-        """Record that ``chunk`` is decoded as zeros; return its flat residual, for the sent values.
+        """Record that ``chunk`` is decoded as zeros; return its flat residual.
 
-        The encoder writes the values that it sends into it.
+        None without feedback. The encoder then writes the errors of the values that it sends into it.
         """
         if self.residual is None:
             return None

@@ -1,6 +1,7 @@
 """Define the wire layout of encoded tensors: raw or not, parts, entry settings (no torch).
 
-`encoding` writes by these rules and `simulation.sizes` counts bytes by them. They are wire format and stay as they are.
+`encoding` decides by `goes_raw` and writes `entry_settings`; `simulation.sizes` counts bytes by all three. `part_shapes` says what `blockwise`
+and `sparse` write (tests compare them). All is wire format and stays.
 """
 
 from __future__ import annotations

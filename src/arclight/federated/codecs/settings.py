@@ -1,7 +1,7 @@
-"""Settings of codecs (no torch here).
+"""Define the settings of codecs, without torch.
 
-A federation's settings hold a codec; `to_table` and `from_table` carry it in messages, `encoding` and `sizes` read it. Names of kinds and
-fields are in recipes and messages: they must stay.
+A federation's settings hold codecs (``up``, ``down``); `to_table` and `from_table` carry one in orders, `encoding`, `layout` and `sizes` read it.
+Names of kinds and fields are in recipes, messages and manifests: they stay. Defaults decide what old recipes do.
 """
 
 from __future__ import annotations
