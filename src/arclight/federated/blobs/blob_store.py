@@ -1,7 +1,7 @@
 """Define the `BlobStore` protocol, and check digests and contents.
 
-`FolderStore`, `ObjectStore` and `HttpBlobStore` are such stores; nodes, codecs and transports see the protocol only. A new store needs
-these methods, and must never show half a blob.
+`FolderStore`, `MirroredStore`, `ObjectStore` and `transports.http_client.HttpBlobStore` are such stores. Codecs and manifests read through the
+protocol; nodes and the server keep their own blobs in a `FolderStore`. A new store needs these methods, and must never show half a blob.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ class BlobStore(Protocol):
         """Yield part of a blob, piece by piece. Raises BlobError if it is missing."""
 
     def put(self, digest: str, source: Path | bytes) -> None:
-        """Keep a file or bytes, durably when this returns.
+        """Keep a file or bytes; they are in the store when this returns.
 
-        Resuming an earlier attempt is the store's business.
+        Whether it resumes an earlier attempt, and whether a power failure may lose it, is for the store to say.
 
         Raises BlobError if the content is not what ``digest`` says, OSError (ENOSPC) if there is no room.
         """
 
     def file(self, digest: str) -> Path:
-        """Return a local, complete and verified file, fetched first if need be. Raises BlobError."""
+        """Return a local, complete file that was verified when it came. Raises BlobError.
+
+        It is fetched first if need be.
+        """
 
     def forget(self, digest: str) -> None:
         """Free a local copy of a blob that stays elsewhere; do nothing if there is none."""

@@ -1,9 +1,9 @@
 """Store blobs in a folder as files ``<digest>``: the store of servers, nodes and caches.
 
-A blob is renamed to its digest once all bytes are there and hash to it. Any number of threads and processes may use one folder.
-An upload or download that broke off stays under ``.partial/``, and the next attempt resumes it.
+A blob is renamed to its digest once all bytes are there and hash to it (a file that is adopted was hashed when it was written). Any number of
+threads and processes may use one folder. An upload or download that broke off stays under ``.partial/``, and the next attempt resumes it.
 
-Names of files and ``.partial`` are found by later versions: they must stay.
+Names of blobs, ``.partial`` and ``.since`` (the boot in which blobs were last verified) are found by later versions: they stay.
 """
 
 from __future__ import annotations

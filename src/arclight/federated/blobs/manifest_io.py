@@ -1,7 +1,7 @@
 """Write tensors into blobs by manifest key, and read them back one at a time.
 
-Nodes and server call it for everything that travels. Blobs are a wire and disk format: keys, suffixes of parts and the order of tensors
-decide their digests.
+Nodes and server write and read all tensors that travel by it, except rounds' checkpoints, which `rounds.writer` writes as blobs. Blobs are a
+wire and disk format: keys, suffixes of parts, the order of tensors and `MAX_BLOB_BYTES` decide their digests, which delta chains compare.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Encoded:
 
     @classmethod
     def raw(cls, tensor: torch.Tensor) -> Encoded:
-        """Make a tensor as it is."""
+        """Return the encoding of a tensor that travels as it is."""
         return cls(
             parts={"": tensor}, dtype=NAMES.get(tensor.dtype, str(tensor.dtype)), shape=tuple(tensor.shape), codec="raw"
         )

@@ -1,7 +1,7 @@
 """Store blobs at an address (``s3://bucket/run/blobs``) through fsspec, with a local cache.
 
-The server mirrors published blobs there (`MirroredStore`), nodes read and write them (`ObjectStore`). Keys at the address are digests,
-as in every store: other versions read them.
+With ``federation.blobs_at`` the server's store is a `MirroredStore` (`server_run` makes it), and nodes put and get blobs by an `ObjectStore`
+(`HttpLink` makes it when the server names the address). Keys at the address are digests: other versions read them.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class ObjectStore:
 
 
 class MirroredStore(FolderStore):
-    """Mirror a folder at an address, where nodes put and get blobs without the server's line.
+    """Mirror a folder at an address, where nodes put and get blobs without passing the server.
 
     What is put here is put there, what is only there is fetched, what is removed here is removed there.
 

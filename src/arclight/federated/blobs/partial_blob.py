@@ -1,7 +1,7 @@
 """Receive a blob piece by piece, and resume where a broken attempt ended.
 
-Stores (`folder`), the HTTP client and the server's uploads receive blobs into this. A blob is visible under its name only whole and
-with the right SHA-256; the lock lets one process at a time write it.
+`FolderStore.receive` makes one: for the HTTP client, the object store and the server's uploads. A blob appears under its name only whole and
+with the right SHA-256; a lock on the partial file lets one attempt at a time write it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from arclight.federated.errors import BlobError
 
 
 class BusyError(BlobError):
-    """Another process is receiving the same blob; it may be complete soon."""
+    """Another thread or process is receiving the same blob; it may be complete soon."""
 
 
 class PartialBlob:
