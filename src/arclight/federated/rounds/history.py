@@ -1,7 +1,7 @@
 """Record each round's metrics in the run's database, and export them as ``metrics.csv``.
 
-`server` records and reads it, the report and ``arclight checkpoint`` read it. Entries are JSON in users' databases: names of fields stay,
-and unknown ones are ignored.
+`server_run` and `service` record it; `Server`, the report (`run_report`) and `tools` read it. Entries are JSON in users' databases and in round
+checkpoints: names of fields stay, new ones need a default, unknown ones are ignored.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ def _loss(
 _OF_UPDATES = ("samples", "tokens", "steps", "norms", "train")
 """Fields of a round about the updates that count."""
 _SEEN_HERE = ("bytes_down", "seconds", "noise_scale", "epsilon")
+"""Fields that no record has: after a restart they come from the round's checkpoint."""
 
 
 class History:

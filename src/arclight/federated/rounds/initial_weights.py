@@ -1,6 +1,7 @@
 """Read a run's initial weights: of a module, or of a centralised run with optimizer states.
 
-`Server` reads the first round by it: a module or a checkpoint comes in, entries and optimizer states by name go out.
+`Server` reads the first round by it: a module or a checkpoint comes in, entries about the module (`writer.MODULE_ENTRIES`) and optimizer states by
+``<kind>/<parameter name>`` go out. Those names are in rounds and stay.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def entries_of(module: nn.Module) -> dict[str, Any]:
 
 
 def entries_in(path: str | Path) -> dict[str, Any]:
-    """Return the entries of the module in a checkpoint, as far as it has them."""
+    """Return the entries of a checkpoint that rounds carry, as far as it has them.
+
+    See `writer.CARRIED_ENTRIES`.
+    """
     if not to_path(path).is_dir():
         return {}
     there = checkpoint.inspect(path).entries

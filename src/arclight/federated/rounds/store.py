@@ -1,7 +1,7 @@
 """List and read the rounds of a run, in a folder or at any address that fsspec knows.
 
-The server and ``arclight checkpoint`` and ``federate`` read runs through `Rounds`; `writer` writes one. Folder names are sorted as
-numbers and found by runs that resume: they stay.
+``server``, the Flower app, ``arclight checkpoint`` and ``arclight federate`` read runs through `Rounds`; `Rounds.write` gives the `RoundWriter`.
+Folder names are numbers of at least six digits and found by runs that resume: they stay.
 """
 
 from __future__ import annotations

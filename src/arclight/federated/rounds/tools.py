@@ -1,8 +1,7 @@
 """List, inspect, validate, edit, fork and prune rounds, for ``arclight checkpoint``.
 
-Nothing is changed before its replacement is complete, and ``dry_run`` changes nothing at all.
-
-``arclight checkpoint rounds`` (``cli.federate.rounds``) calls these on the folder of a run.
+`cli.federate.rounds` (``arclight checkpoint rounds|inspect|validate|edit|fork|prune``) calls these on the folder of a run. Nothing is replaced
+before its replacement is complete, and ``dry_run`` changes nothing at all.
 """
 
 from __future__ import annotations
@@ -205,7 +204,7 @@ def fork(
 
     Returns the path of the new run's round. A `Server` in the target's folder begins there, with the same or other
     settings: weights, moments, the strategy's states, history and clock are those of the round. Either may be at an
-    address. Raises FederatedError if the target has something.
+    address. Raises FederatedError if the target holds a run already.
     """
     source, new = Rounds(run), Rounds(target)
     number = _chosen(source, number)
@@ -220,7 +219,7 @@ def fork(
 
 
 def prune(run: str | Path, *, keep: int, dry_run: bool = True) -> list[int]:
-    """Remove all but the newest ``keep`` valid rounds, and damaged ones; return their numbers.
+    """Remove all rounds but the newest ``keep`` valid ones; return the numbers of those removed.
 
     What stays has been read in full. Raises ValueError for keeping none, FederatedError while a server has the run open, and
     if no round is valid.

@@ -1,12 +1,13 @@
-"""Write a round's checkpoint tensor by tensor, with one tensor in memory at a time.
+"""Write a round's checkpoint tensor by tensor, with few tensors in memory at a time.
 
 It is an ordinary checkpoint folder. Entries of tensors: ``model`` (by parameter name), ``moments`` (averaged local moments,
 ``exp_avg/<parameter name>``) and ``server`` (the strategy's states, ``<state>/<parameter name>``); all others are JSON. If the
 module keeps the arguments that it was built with, they are there as in a trainer's checkpoint, so that it can be built again. Its
-files of weights and moments are the blobs that nodes fetch: their SHA-256 comes out while they are written.
+files of weights and moments become the blobs that nodes fetch, unless `published_weights` writes others: their SHA-256 is computed as they
+are written.
 
-``server.server_step`` writes each round through `Rounds.write`, and `tools` rewrites edited and forked ones. Names and order of entries
-are in folders of runs that are resumed and in blobs of nodes: add, never rename.
+``server.server_step`` writes each round through `Rounds.write`, and `tools` rewrites edited and forked ones. Names of entries are in folders of
+runs that are resumed, and the order of tensors decides digests: add, never rename or sort otherwise.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ MODEL = "model"
 TENSOR_ENTRIES = (MODEL, "moments", "server")
 TREE_ENTRIES = ("round", "federation", "clients", "sampler", "history")
 MODULE_ENTRIES = ("buffers", "hyper_parameters", "hparams_name", "hparams_type")
-"""What a round may say of its module besides: names of weights that are no parameters, and the arguments that it is built with."""
+"""Entries about the module, which a round may lack: names of weights that are no parameters, and the arguments that it is built with."""
 CARRIED_ENTRIES = (*MODULE_ENTRIES, "privacy")
-"""What goes from round to round and into whatever begins with a round: besides, the noise of all rounds so far."""
+"""Entries that are copied from round to round, and into a run that begins with one: ``privacy`` is the noise of all rounds so far."""
 STATE_KEYS = (*TENSOR_ENTRIES, *TREE_ENTRIES)
 """What a round must have to count as complete."""
 
@@ -180,7 +181,7 @@ def weights_manifest(layout: Mapping[str, TensorLayout], records: Mapping[str, F
 
 
 _SETTLED = 1 << 26
-"""Bytes after which a file is on the disk so far, while the next tensors are made."""
+"""Bytes after which a file is synced to disk, while the next tensors are made."""
 _AHEAD = 2
 """Tensors that wait to be written, or are being written."""
 
