@@ -1,7 +1,8 @@
 """Assign experts (MoE) to clients, and address single experts within stacked tensors.
 
-`transfer_mask` assigns a round's experts with it; `round_callback`, `server_step` and `validation` split stacked tensors by it. A resumed
-server must assign the same experts: hash and order stay, and so do keys, which messages carry.
+`transfer_mask` assigns a round's experts with it; `executor`, `local_policy` and `round_callback` at the client, `server_step` and `validation`
+at the server split stacked tensors by it. A resumed server must assign the same experts: hash and order stay, and so do keys, which
+manifests carry.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ def assign_head_experts(experts: HeadExperts, count: int, seed: int, client: int
 
 
 class ExpertParts(Mapping[str, "torch.Tensor"]):
-    """Mapping of experts in stacked tensors to keys of their own, ``model/w1[3]``.
+    """Map keys of single experts (``model/w1[3]``) to their part of a stacked tensor.
 
-    Iterate over whole ones.
+    Whole keys are found, too; iteration and length are those of the whole ones.
     """
 
     def __init__(

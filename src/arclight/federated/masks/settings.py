@@ -1,7 +1,7 @@
 """Define the settings of masks, and patterns on names (no torch).
 
-They are the recipe's table ``[federation.masks]``: names of fields are public. `transfer_mask` applies them; `matches` decides what a pattern
-means.
+They are the recipe's table ``[federation.masks]``: names of fields are public, and orders carry them. `transfer_mask` applies them; `matches`
+decides what a pattern means, also for `local_policy` and `published_weights`.
 """
 
 from __future__ import annotations
@@ -117,9 +117,7 @@ class Masks(Checked):
 def half_life(beta: float) -> float:
     """Return the steps in which a running mean of decay ``beta`` in (0, 1) forgets half.
 
-    Ln 0.5 / ln beta.
-
-    A state need not be exchanged more often (DES-LOC, section 3): 6.6 steps for 0.9, 69 for 0.99, 693 for 0.999.
+    It is ln 0.5 / ln beta. A state need not be exchanged more often (DES-LOC, section 3): 6.6 steps for 0.9, 69 for 0.99, 693 for 0.999.
     """
     if not 0 < beta < 1:
         raise ValueError(f"a decay lies in (0, 1), got {beta}")

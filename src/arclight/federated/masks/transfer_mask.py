@@ -1,8 +1,11 @@
 """Compute which tensors a client uploads and downloads in a round, alike on both sides.
 
 Keys are those of manifests: ``model/<name>`` and ``<state>/<name>`` for local moments. The server aggregates what is uploaded;
-a client loads what it downloads. The two differ: frozen weights are only downloaded, private ones neither, and
-tensors with a period are downloaded in the round after they were uploaded.
+a client loads what it downloads. The two differ: frozen weights are only downloaded, personal and randomised ones neither after
+the first round, and tensors with a period are downloaded in the round after they were uploaded.
+
+`service` puts a client's mask into each order (``Fit.local_policy``), where `local_policy` reads it; `validation` checks updates by it. Fields
+of `TransferMask` are part of the protocol: clients refuse those that they do not know.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ class TransferMask:
 
     @classmethod
     def of(cls, federation: Federation, names: Iterable[str], experts: tuple[int, ...] | None = None) -> TransferMask:
-        """Make a federation's, for the model whose weights have these names."""
+        """Return a federation's mask for the model whose weights have these names."""
         return cls(
             masks=federation.masks,
             moments=federation.moments,
@@ -296,7 +299,10 @@ class ServerMasks:
         return {what: both for what, both in found.items() if both[0]}
 
     def of(self, client: str, round: int, weights: Manifest) -> TransferMask:
-        """Return a client's in a round."""
+        """Return the mask of a client in a round.
+
+        Raises FederatedError for a client that is not of this run.
+        """
         transfer_mask, masks = self.whole(weights), self._federation.masks
         if not masks.splits_experts:
             return transfer_mask
