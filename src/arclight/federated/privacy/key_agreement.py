@@ -1,7 +1,7 @@
 """Agree on pairwise secrets for a secure sum, split them among partners, encrypt the shares.
 
-`secure_aggregation` builds on it on the client's side, ``server.secure_sums`` relays its letters without reading them. Formats are part
-of the protocol.
+`secure_aggregation` builds both sides of a sum on it, ``server.secure_sums`` and ``clients.secure_sum_client`` compute the same `Cohort` by it.
+Key derivation, order of partners, and formats of keys and shares are part of the protocol.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ class Cohort:
         return min(count, max(count // 2 + 1, -int(-self.threshold * count // 1)))
 
     def about(self, what: str, first: str, second: str) -> bytes:
-        """Return the purpose of a key, so that it fits nothing else."""
+        """Return the purpose that a derived key is bound to.
+
+        It names what the key is for, the run, the round and the two clients.
+        """
         one, other = sorted((first, second))
         return repr(("arclight", what, self.run, self.number, one, other)).encode()
 
@@ -88,9 +91,9 @@ class PublicKeys:
     mask: bytes
     """Public key from which masks come, raw X25519."""
     cipher: bytes
-    """Public key under which others write to it."""
+    """Public key with which others encrypt shares for it."""
     seal: bytes
-    """SHA-256 of its own mask's seed: what parts of it must give."""
+    """SHA-256 of its own mask's seed, by which joined shares are checked."""
 
 
 class PrivateKey:

@@ -7,8 +7,9 @@ of many rounds is counted in Renyi's terms by Google's ``dp-accounting``.
 Noise comes from the operating system's randomness, by ChaCha20. It is added in floating point: an adversary who sees all bits
 of the weights could, in principle, use its gaps (Mironov 2012).
 
-`server_run` aggregates by it if the settings have noise; `executor` clips at the client. The accounting must never promise more privacy
-than there is.
+`server_run` aggregates and accounts by it if the settings have noise; `executor` clips at the client, and adds noise there with
+``by = "clients"`` (`service` orders it). The accounting must never promise more privacy than there is; what rounds have spent is in
+their checkpoints (`Ledger.to_table`) and stays readable.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def noisy_fold(settings: Noise, secret: bytes | None = None, former: Former | No
 
     secret: 32 bytes for tests; the system's randomness otherwise.
 
-    former: with it variances stay variances, see `held`.
+    former: with it variances stay variances, see `clamp_variance`.
     """
     return partial(NoisyFold, settings, secret, former)
 
@@ -72,7 +73,7 @@ class NoisyFold(Fold):
     """Average clipped changes; noise of deviation ``multiplier * clip`` is on their sum.
 
     With ``by="clients"`` the noise is in the changes already, which are summed as they are. Tensors of integers get none, and
-    variances do not go below zero (see `held`).
+    variances do not go below zero if ``former`` is given (see `clamp_variance`).
     Statistics are those of the changes without the server's noise: what is shown of them is not protected.
     Raises FederatedError if clients weigh differently, send weights, or send anything but ``model/`` tensors.
     """
@@ -161,7 +162,7 @@ class Release:
     clients: int = 0
     """Clients that the round's were sampled from, if sampling amplifies privacy."""
     drawn: int | None = None
-    """How many were drawn, all of whom are in the mean; None: chance does not count."""
+    """How many were drawn, all of whom are in the mean; None: sampling does not amplify privacy."""
 
 
 class Ledger:
@@ -260,15 +261,15 @@ class Budget:
     noise: Noise
     clients: int
     per_round: int
-    """Clients of each round; of chance only if a round takes all those that it draws."""
+    """Clients that each round is to take."""
     by_chance: bool = True
-    """Whether those of a round are a sample of the fixed size ``per_round``; not so if the first to answer are taken."""
+    """Whether a round's clients are a sample of the fixed size ``per_round``; they are not if the first to answer are taken."""
 
     def release(self, multiplier: float, drawn: int, *, all_drawn: bool) -> Release:
         """Return the release of a round.
 
-        all_drawn: just those that chance drew first are in it. If others answered in their place, who took part
-        hangs on who could be reached, and chance does not count.
+        all_drawn: just the clients that were drawn first are in it. If others took part in their place, that depends on who could be
+        reached, and sampling does not amplify privacy.
         """
         if all_drawn and self.by_chance and self.per_round < self.clients:
             return Release(multiplier=multiplier, clients=self.clients, drawn=drawn)

@@ -3,7 +3,7 @@
 Masks of two clients cancel only if both draw the same numbers, also with different versions of the package: the numbers of a seed must
 never change.
 
-`secure_aggregation` masks with it, `noise` draws from it, `key_agreement` derives seeds for it.
+`secure_aggregation` masks with it (seeds that two clients share come from `key_agreement`), `noise` draws from it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Each stands where a `Fold` stands and, like it, has the same bits for any order 
 Median and trimmed mean hold one key's tensors of all clients at a time, and of tensors that lie in files only parts of 2 MB;
 Krum reads every tensor once more, and compares each pair of clients: its time grows with the square of their number.
 
-`server_run` makes one of these in place of a `Fold` if the settings ask for it.
+`server_run` lets `StrategyStep` make one of these in place of a `Fold` if the settings ask for it; `noise` clips by `bounded`. A new one needs
+a class in `settings.Robust` and a case in `fold_maker`.
 """
 
 from __future__ import annotations

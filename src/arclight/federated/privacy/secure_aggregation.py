@@ -1,6 +1,6 @@
 """Sum masked updates by secure aggregation, hiding single clients' updates from the server.
 
-The server learns the sum modulo 2^64, and of a single client only that it took part.
+The server learns the sum modulo 2^64, and nothing of a single client's values. (Weights, metrics and who took part are not hidden.)
 
 After Bonawitz et al. (2017, "Practical Secure Aggregation", protocol for a server that is curious but follows the protocol)
 with the sparse partners of Bell et al. (2020). A round goes:
@@ -12,8 +12,11 @@ with the sparse partners of Bell et al. (2020). A round goes:
 4. The server names the clients whose masked values it has. Each reveals its shares of these clients' own seeds, and of the mask
    keys of those that dropped out (`reveal`), never both of one client. From enough shares the server unmasks the sum (`MaskedSum`).
 
-Values are terms as in `aggregation.fixed_point`, of a shift that is fixed in advance (`fixed_point_shift`); their sum has the
-bits of a plain fold's.
+Values are terms as in `aggregation.fixed_point`, of a shift that is fixed in advance (`fixed_point_shift`), so a mean is as exact as that shift
+allows.
+
+``clients.secure_sum_client`` runs a `Participant`, ``server.secure_sums`` a `MaskedSum`. Masks, labels and shift must be the same on
+both sides: they are part of the protocol.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ _BITS = 62
 OWN_MASK = "own"
 
 ENCRYPTED_SHARE_BYTES = NONCE + 2 * key_agreement.SHARE_BYTES + TAG
-"""Bytes of what a client writes to a partner."""
+"""Bytes of a client's encrypted shares for one partner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,7 @@ class Participant:
         """Yield every key's int64 values with the masks added modulo 2^64, flat, one at a time.
 
         received: what partners wrote to this client; those that are not among them have left and share no masks.
-        Raises FederatedError if a letter was changed on its way, or too few partners are left for anything to be hidden.
+        Raises FederatedError if an encrypted share was changed on its way, or too few partners are left for anything to be hidden.
         """
         for sender, sealed in received.items():
             if sender not in self._keys:
@@ -197,8 +200,8 @@ class Participant:
 class MaskedSum:
     """The server's side of a secure sum: the survivors, and the shares that remove their masks.
 
-    here: clients whose masked values are in the sum. sharers: those who sent encrypted shares, `here` among them: their partners masked
-    for them. Raises FederatedError naming a client too few of whose partners are left.
+    here: clients whose masked values are in the sum. sharers: those who mask with each other, `here` among them: they have sent encrypted
+    shares that their partners could read. Raises FederatedError naming a client too few of whose partners are left.
     """
 
     def __init__(

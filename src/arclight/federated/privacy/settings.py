@@ -1,7 +1,7 @@
-"""Settings of robust means, secure sums and noise (no torch here).
+"""Define the settings of robust means, secure sums and noise, without torch.
 
-A federation's settings hold these; `robust`, `noise` and `secure_aggregation` carry them out. Names of kinds and fields are in recipes:
-they must stay. A changed default changes what a run protects.
+A federation's settings hold these; `robust`, `noise` and `secure_aggregation` carry them out. Names of kinds and fields are in recipes, orders
+and checkpoints: they stay. A changed default changes what a run protects.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Noise(Checked):
     delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
     """Probability with which epsilon may not hold; below one over the number of clients."""
     epsilon: PositiveFloat | None = None
-    """Budget: no round starts that would exceed it. None: no bound, epsilon is only reported."""
+    """Budget: no round is published that would exceed it. None: no bound, epsilon is only reported."""
     by: str = "server"
     """Place where noise is added: "server" (which sees the updates), or "clients", each a share of the variance of their sum."""
 
@@ -91,7 +91,7 @@ class SecureSum(Checked):
     """
 
     threshold: Annotated[float, Interval(gt=0.5, le=1)] = 0.67
-    """Share of a client's partners that must survive the round, in (0.5, 1]: with fewer the sum cannot be unmasked."""
+    """Share of a client and its partners that must survive the round, in (0.5, 1]: with fewer the sum cannot be unmasked."""
     partners: Annotated[int, Interval(ge=2)] | None = None
     """Number of clients with which each client shares masks; none: all of the round. An even number of about 2 log2 of the clients is enough for thousands."""
     largest: PositiveFloat = 8.0
