@@ -1,7 +1,7 @@
 """Describe one site for a user: its module, its data, its trainer.
 
-A public class: users give clients to `Server.run` or to a `Node`, and ``arclight federate`` makes them of a recipe. It only holds what the
-user gave; `executor` and `trainer_learner` train with it.
+A public class: users give clients to `Server.run` or to a `Node`; ``arclight federate`` and the Flower app make them of a recipe. It holds what
+the user gave, and makes the `Learner` that `executor` or a worker process asks for (by default a `TrainerLearner`). Arguments stay.
 """
 
 from __future__ import annotations

@@ -7,8 +7,11 @@
 
 The executor puts a finished round there with all its files by one rename: it is there or it is not, and nothing
 else has to be written down. From then on the node owns it, sends and removes it, maybe while the next round is trained.
-``states/`` are synced to disk. An update is not, unless it leaves residuals or the next round has begun: one that a power
+``states/`` are synced to disk. An update is not, unless its codec may leave residuals or rounds overlap: one that a power
 failure has damaged is computed again from the client's state when the server asks for it.
+
+`node`, `job_queue` and `reporter` use a `ClientStore`, `executor` `FinishedUpdates` and `Residuals`. A node that is updated and started again finds
+these files: names stay, or `VERSION` rises, which refuses older folders.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ log = logging.getLogger(__name__)
 VERSION = 2
 _FILE, _UPDATE, _TAKEN = "client.json", "update.json", "taken"
 _STARTED = "begun"
-"""The key of `ClientRecord.started_rounds` in the file."""
+"""Key of `ClientRecord.started_rounds` in ``client.json``."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class ClientRecord:
 class FinishedUpdates:
     """Keep a client's finished rounds, each in a folder.
 
-    Used by who trains the client and by its node, each of which touches its own.
+    The process that trains the client adds them, its node sends and removes them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -123,9 +126,9 @@ class FinishedUpdates:
         return (self._place(round) / _TAKEN).exists()
 
     def is_in_doubt(self, round: int, session: str) -> bool:
-        """Return True if the server may have lost an accepted update on which later ones build.
+        """Return True if the server may have lost an accepted update whose residuals later ones add.
 
-        It said so in another session.
+        It may have, if it acknowledged the update in another session than ``session``.
         """
         try:
             return (self._place(round) / _TAKEN).read_text() != session and any(
@@ -147,7 +150,7 @@ class FinishedUpdates:
             (place / _TAKEN).write_text(session)
 
     def drop(self, round: int) -> None:
-        """Delete an update, which the server does not want."""
+        """Delete an update that the server does not want, and the residuals that it has left."""
         for slot in self._slots():
             slot.revert(round)
         self._remove(round)

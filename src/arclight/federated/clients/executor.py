@@ -1,7 +1,8 @@
 """Run orders of a node's clients and write their updates, in this process.
 
-`Executor` is the Protocol that a node calls; `worker_processes` has the one with processes of its own. A `ClientRunner` turns one
-order into an update on disk.
+`Executor` is the Protocol that a node calls: `InProcessExecutor` here trains in the node's process, `worker_processes` in others. Both hold
+`ClientRunners`; a `ClientRunner` has the learner train one order, and writes the update where `client_store` expects it. Clipping, noise,
+residual and codec come in this order; a resumed client must write the same bytes (noise aside).
 """
 
 from __future__ import annotations
@@ -132,8 +133,6 @@ class ClientRunner:
         """Train a round, leave its update in the client's folder, return it on the leading process.
 
         The update is without node and session. ``order.weights`` lie in ``store``. What was finished before is not trained again.
-
-        ``order.weights`` lie in ``store``. What was finished before is not trained again.
         """
         if unknown := sorted(set(order.privacy) - {"noise", "secure"}):
             raise ProtocolError(
@@ -264,8 +263,8 @@ def _changes(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of the update: values, or the values before minus those after training.
 
-    Differences are taken in float32 at least: those of 16-bit weights would lose what is small beside the weight. Local states
-    are sent as they are: small values beside large ones count in them.
+    Floating point differences are taken in float32 or float64: those of 16-bit weights would lose what is small beside the weight.
+    Local states are sent as they are: small values beside large ones count in them.
     """
     for key in after:
         value = after[key]

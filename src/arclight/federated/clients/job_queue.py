@@ -1,11 +1,11 @@
 """Queue a node's jobs: orders on their way in to the executor, results on their way out.
 
-Three kinds of threads share one `JobQueue`: one requests orders and downloads, some train, some report results. What each may
-take next is decided here, by orders and rounds alone: a client is trained by one thread at a time, its rounds in order; its
+A node's threads share one `JobQueue`: one requests orders and downloads, some train, some report results, one sends heartbeats. What each
+may take next is decided here, by orders and rounds alone: a client is trained by one thread at a time, its rounds in order; its
 results are reported in order, too; and a round starts when the server has all of the client's updates but the newest
 `Fit.overlap`, because their residuals are part of its own update.
 
-`node` and `reporter` use it; nothing else knows its states.
+`node` and `reporter` use it; nothing else knows its states, and nothing of it is on disk.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Requeued:
 
     after: int
     asked: float = math.inf
-    """Asks up to this one may still be answered with what was given before."""
+    """Number of the newest work request that may still be answered with what was given before."""
 
 
 class JobQueue:

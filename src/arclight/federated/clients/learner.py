@@ -1,7 +1,7 @@
 """Define the `Learner` protocol: a client's own training code, as federation calls it.
 
-An executor calls it for each round; `TrainerLearner` implements it for Modules, users for code of their own. It is public: methods may
-get defaults, not further required arguments.
+`ClientRunner` (`executor`) calls it for each round; `TrainerLearner` implements it for Modules, users for code of their own. It is public:
+methods may get defaults, not further required arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Outcome:
     """The result of training for a round, or of an evaluation."""
 
     tensors: Tensors = field(default_factory=dict)
-    """Weights after training, and local moments if they were asked for, by manifest key (``model/...``); empty for measurements.
+    """Weights after training, and local moments if they were asked for, by manifest key (``model/...``); empty for evaluations.
     With masks or streaming those that ``LocalPolicy.of(order).transfer_mask.up(keys, order.round)`` lets through (`arclight.federated.clients.local_policy`).
     They may be read until the learner is asked for something else; if several processes train together, all of them read
     alike."""

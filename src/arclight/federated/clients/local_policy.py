@@ -1,7 +1,8 @@
 """Apply a client's local policy: which weights it loads, trains, sends or keeps private.
 
-`round_callback` and `trainer_learner` apply it when a round is loaded, trained and sent. The fields of ``Fit.local_policy`` are part of
-the protocol: a field that this version does not know is refused.
+`round_callback` applies it when a round is loaded, trained and sent, `trainer_learner` to a first fit, to results and to evaluations. The fields of
+``Fit.local_policy`` are part of the protocol: a field that this version does not know is refused. `reset_randomised` depends on seed and module
+name alone, so that a killed round repeats.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ class LocalPolicy:
 def weights_to_measure(
     module: nn.Module, weights: Mapping[str, torch.Tensor], policy: LocalPolicy
 ) -> dict[str, torch.Tensor]:
-    """Return a round's weights by parameter name, without personal ones and others' experts."""
+    """Return a round's weights by parameter name, without private ones and others' experts.
+
+    Private are personal and randomised weights.
+    """
     own = (*policy.masks.personal, *policy.masks.randomised)
     keys = [key for key in weights if key.startswith(MODEL) and not matches(key.removeprefix(MODEL), own)]
     return {

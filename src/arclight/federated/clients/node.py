@@ -1,10 +1,11 @@
 """Run a site's node: request orders, train its clients, report results, survive crashes.
 
 Connection and workers are busy at the same time. One thread requests orders and downloads weights while workers train earlier
-orders; each worker has a thread; and as many report results. `JobQueue` decides which job may start when.
+orders; each worker has a thread; as many report results, and one sends heartbeats. `JobQueue` decides which job may start when.
 
-``arclight federate join``, simulations in one process and Flower's client app start a `Node`. It takes a `Link` and the clients to train;
-nothing leaves the site but what the protocol names.
+``arclight federate`` (in one process, and ``join``), `Server.run` and Flower's client app start a `Node`. It takes a `Link` and the clients to
+train; nothing leaves the site but what the protocol names. A node that is started again resumes from its folder: ``node.json`` and
+``<run>/clients/<client>/`` stay readable.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _THREAD_TIMEOUT_S = 30.0
 _MAX_WAITING = 8
-"""Orders of a node's own clients that may wait for its workers. Of clients that other nodes may take, as many as it has workers."""
+"""Most orders of a node's own clients that wait for its workers; a node that takes any client lets as many wait as it has workers."""
 
 
 @former_names(patience="retry_timeout_s")
@@ -49,8 +50,8 @@ class Node:
 
     clients: what is trained here, or a `Executor` that trains it. folder: where clients' states, weights and unsent updates lie; a
     node that is started again with it goes on where it was. name: the same after a restart. retry_timeout_s: how long a server
-    that is away is tried again. hold_s: seconds for which the server may hold a request for work. identity: with which clients of secure sums know each
-    other, whatever the server passes on.
+    that is away is tried again. hold_s: seconds for which the server may hold a request for work. identity: signs its
+    clients' keys of secure sums, and verifies those of others.
     """
 
     def __init__(

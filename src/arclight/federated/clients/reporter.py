@@ -1,7 +1,8 @@
 """Report results of a node's jobs: upload blobs, then send the message until acknowledged.
 
 `node` has one `ResultReporter` for all of its threads. An update counts as delivered only with a receipt, and may be lost again with a
-server that crashes before it commits: until then it is kept, and the server is asked about it.
+server that crashes before it commits: until then it is kept, and a node in a new session asks the server about it. Residuals become the
+client's only with the receipt: keep that order.
 """
 
 from __future__ import annotations

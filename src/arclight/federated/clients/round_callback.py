@@ -1,7 +1,7 @@
 """Run one federated round within a fit: load the server's weights, save, stop, give results.
 
-`trainer_learner` adds a `RoundCallback` to the client's Trainer for each round (`EvaluationCallback` for measurements). In: the
-server's weights by parameter name; out: trained weights, moments and metrics. It uses the Trainer's public hooks alone.
+`trainer_learner` gives its Trainer one `RoundCallback`, and begins each round on it (an `EvaluationCallback` for each evaluation). In: weights by
+manifest key; out: keys to send, `ModuleTensors` of them, counts. `Position` is in the client's checkpoints under `ENTRY`: its fields stay.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 ENTRY = "federated"
-"""What a checkpoint calls the round that it was made in."""
+"""Entry of a client's checkpoint: the `Position` at which it was saved."""
 _LOSS_INTERVAL_S = 0.5
 
 
@@ -88,7 +88,7 @@ class Position:
 class RoundCallback(Pause):
     """Run one client's rounds as a callback.
 
-    It is given each round before the fit that trains it.
+    `begin` sets the round of the next fit, `end` releases it.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Run a client's part in a secure sum, so that its update leaves the node only masked.
 
-`reporter` makes one for each update of a secure run; the server's side is ``server.secure_sums``. A secret is used for one sum only:
-keep that in any change.
+`reporter` makes a `SecureSumClient` for each update of a secure run, and ``arclight federate join`` and the Flower app the node's `Identity`; the
+server's side is ``server.secure_sums``. A secret is used for one sum only: keep that in any change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keep a node's session with its server: join, rejoin after a loss, retry while it is down.
 
-`node` and `reporter` send all messages through one `Session`. The link retries single
-messages, a lost session is restored here; what may be sent twice is decided by the protocol.
+`node`, `reporter` and, through it, `secure_sum_client` send all messages through one `Session`. The link retries single messages, a lost session
+is restored here. A message may arrive twice: the protocol makes that harmless, and must.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ _RETRY_PAUSE_S = 1.0
 
 
 _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+"""Errors of the system with which a client may be tried again."""
 
 
 class ClosedError(FederatedError):
-    """The server has ended the run for this node."""
+    """The run is over for this node.
+
+    The server has ended it or is at another run, or the node was told to stop.
+    """
 
 
 class Session:
@@ -153,7 +157,7 @@ class Session:
                 self._pause(_RETRY_PAUSE_S, until, str(error))
 
     def try_to_send(self, make: Callable[[str], Message]) -> Message | None:
-        """Send once what can be sent later too; None if it failed."""
+        """Send without waiting for an absent server or a new session; None if it failed."""
         if self._welcome is None:
             return None
         try:

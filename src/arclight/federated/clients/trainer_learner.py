@@ -1,7 +1,8 @@
 """Train clients with a Trainer: each round is a fit that resumes where the last one ended.
 
-`Client` and recipes' sites make a `TrainerLearner`; the node's executor calls `fit` and `evaluate`. In: weights and a number of steps;
-out: trained weights and metrics. State between rounds is an ordinary checkpoint in the client's folder.
+`Client` and recipes' sites make a `TrainerLearner`; `executor` calls `fit` and `evaluate`. In: weights and a number of steps; out: trained
+weights and metrics. Between rounds the state stays in memory; ordinary checkpoints in ``states/`` of the client's folder are what a restarted
+node resumes from. Tests compare a client's rounds with one fit, bit for bit: load, freeze and save in the same order.
 """
 
 from __future__ import annotations
@@ -220,7 +221,7 @@ _KEPT = 2
 class TrainingCheckpoints:
     """Keep a client's checkpoints ``<number>-<what>`` in ``folder``.
 
-    The newest complete one counts.
+    The newest intact one counts.
 
     Numbers count saves. (Steps would not do: a client that is set back to the run's clock has fewer later than before.)
     """

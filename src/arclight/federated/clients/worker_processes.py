@@ -43,11 +43,13 @@ _POLL_S = 0.1
 _STOP_TIMEOUT_S = 20.0
 """Seconds a worker gets to stop cancelled work or exit before it is killed."""
 _FREE_TIMEOUT_S = 3600.0
+"""Seconds to wait for a free worker."""
 _ATTEMPTS = 3
 """Attempts at one request before its client is reported as failed."""
 _PROGRESS_INTERVAL_S = 0.1
 """Seconds between two reports of progress."""
 _NODE_DIED_STATUS = 3
+"""Exit status of a worker whose node has died."""
 
 
 class WorkerDiedError(FederatedError):
@@ -155,7 +157,7 @@ class WorkerGroup:
         self._ranks, self._number = ranks, number
         self._resident, self._start_timeout_s = resident, start_timeout_s
         self.clients: set[str] = set()
-        """Clients that it has trained last, of all workers."""
+        """Clients whose newest order was run by this worker."""
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._opened: tuple[Path, str] | None = None
@@ -173,7 +175,7 @@ class WorkerGroup:
     def run(self, order: Fit | Evaluate, weights: Path, progress: Progress) -> Message:
         """Run an order in the group's processes, restarting them if they die.
 
-        Raise what it raised. Raises what the order raised.
+        Raises ClientError for an error of the client's code and after `_ATTEMPTS` deaths, CancelledError if ``progress`` said so.
         """
         message = {"do": order.kind, "client": order.client, "order": order.to_json(), "weights": str(weights)}
         for attempt in range(1, _ATTEMPTS + 1):
