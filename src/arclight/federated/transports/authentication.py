@@ -1,7 +1,7 @@
 """Authenticate nodes: which node a request comes from, and whether it may send that message.
 
-`http_server` checks each request by an `Authenticator`; `http_client` signs `signed_text` with the node's key. The signed text is part
-of the protocol: nodes of other versions must produce the same.
+`http_server` checks each request but that for a challenge by an `Authenticator`; `http_client` signs `signed_text` with the node's key. The
+signed text is part of the protocol: nodes of the same protocol version must produce the same.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _CHALLENGE_LIFETIME_S = 60.0
 _MAX_SESSIONS = 100_000
+"""Sessions that are known; the oldest nodes must join again."""
 _NONCE_BYTES, _TIME_BYTES = 16, 8
 """Bytes of a challenge, beside its seal."""
 

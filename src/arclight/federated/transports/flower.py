@@ -1,14 +1,11 @@
-"""Launch a federation through Flower; tensors travel beside it.
-
-Flower knows the sites, starts the processes and restarts them.
+"""Launch a federation through Flower, which starts the processes; tensors travel beside it.
 
 The ServerApp starts the server in a process of its own, asks each SuperNode for its public key (the private one is made at the site and
 stays there), and sends it one long message with the server's address; the ClientApp is a `Node` until the run is over. If the
 SuperLink dies, Flower ends the ServerApp, and the run goes on between server and nodes. Decision 022 says what Flower carries.
 
-Checked with Flower 1.41. This file alone imports it. FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 keep Flower from calling home.
-
-Apps that ``arclight federate flower`` writes call it; nothing else in Arclight does.
+Checked with Flower 1.41. In this package this file alone imports it. FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 keep Flower from
+calling home. Apps that ``arclight federate flower`` wrote call `server_app` and `client_app`: these names and the run config stay.
 """
 
 from __future__ import annotations
@@ -99,10 +96,11 @@ class Sessions:
     server: ServerProcess
     ttl_s: float
     queries: dict[str, int] = field(default_factory=dict)
-    """Question for a key to the SuperNode that has it."""
+    """Message that asks for a key, to its SuperNode."""
     open: dict[str, int] = field(default_factory=dict)
-    """Message to the SuperNode that has it."""
+    """Message that keeps a node running, to its SuperNode."""
     failures: dict[int, int] = field(default_factory=dict)
+    """Failed sessions by SuperNode; one that has reached `_ATTEMPTS` gets no other."""
     keys: dict[str, str] = field(default_factory=dict)
     """Node name to its line in the file of nodes."""
 

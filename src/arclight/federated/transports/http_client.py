@@ -1,7 +1,7 @@
 """Connect a node to its server over HTTP: messages are retried, transfers resume.
 
 A node (``clients.node``) sends its messages by an `HttpLink`; ``arclight federate join`` and the Flower app make one. The other side is
-`http_server`. Paths and headers are the protocol: both sides change together, with its version.
+`http_server`. Paths and headers are the protocol: both sides change together, with `protocol.VERSION`.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@
     HEAD /v1/blobs/<digest>    200 with Content-Length, or 404 with X-Arclight-Received: bytes of it that came already,
                                and X-Arclight-Busy while more are coming
     GET  /v1/blobs/<digest>    the blob, or the Range of it that is asked for
-    PUT  /v1/blobs/<digest>    the blob, or with Content-Range the rest of it
+    PUT  /v1/blobs/<digest>    the blob, or with Content-Range the next part of it (202 until the last)
 
 All but the first, and joining, need ``Authorization: Bearer <session>``. What is refused is answered with ``{"error": text}``.
-A digest is the right to read the blob: nobody can guess one.
+A node may read any blob whose digest it knows: nobody can guess one.
 
-`Server` and ``arclight federate serve`` start it. Paths, headers and status codes are the protocol: `http_client` and older nodes rely on
-them.
+`Server.serve` and ``arclight federate serve`` start it. Paths, headers and status codes are the protocol: `http_client` and nodes of the same
+`protocol.VERSION` rely on them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Make and register the Ed25519 keys of nodes.
 
-``arclight federate keys node`` writes them, `authentication` checks them. Formats of key files and of the lines of ``nodes.txt`` are
-public; the text that a node signs is part of the protocol.
+``arclight federate keys node`` and the Flower app make them; `authentication` and nodes in secure sums check signatures by a `Registry`.
+Formats of key files and of the lines of a file of nodes are public and stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Define the `Link` protocol of a node to its server, and the link within one process.
 
-`node`, `reporter` and `session` talk through a `Link`; transports and ``arclight federate`` serve a `ServerApi`. HTTP and this process
-are the two links. Another transport needs these methods and nothing else.
+`node`, `reporter` and `session` reach the server through a `Link`: `HttpLink`, or `InProcessLink` here. A link ends at a `ServerApi`, which
+`server.service` implements (``arclight federate`` wraps both to show progress). Another transport needs these methods and nothing else.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ServerApi(Protocol):
 
     @property
     def run(self) -> str:
-        """Return the name of the run that is served."""
+        """Return the identity of the run that is served, as nodes know it."""
 
     @property
     def largest_message(self) -> int:

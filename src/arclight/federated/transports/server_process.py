@@ -1,10 +1,8 @@
 """Run a `Server` in a process that outlives the one that started it.
 
-`ServerProcess` starts it by ``python -m`` this module.
-
-Other processes of this package end with the one that starts them: ranks (`arclight.fabric.launchers`) fail together, and a node's workers
-(`clients.worker_processes`) take its orders through a pipe. This one gets nothing but its socket and its arguments, calls `Server.serve`, and
-reports its end by its exit status.
+`transports.flower` makes a `ServerProcess`, which starts this module by ``python -m``. A node's workers end with their node, whose orders they
+take through a pipe; this process gets its socket and one text at its start and nothing after, calls `Server.serve`, and reports its end by
+its exit status: 0 if the run is over, `STOPPED` if it can go on.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class ServerProcess:
     build: ``module:function``, called with folder and config, returns the `Server`. config: see `FLOWER_DEFAULTS`. The socket listens
     before it starts, so nodes may be sent to ``address`` at once: in the clear on loopback, elsewhere with a certificate of the folder; only nodes
     in the file ``nodes`` may join. The log is ``<folder>/server.log``. SIGTERM ends the process once all is written, with
-    status 0 where the run is over and `STOPPED` where it can go on later.
+    status 0 if the run is over and `STOPPED` if it can go on later.
     """
 
     def __init__(self, build: str, folder: str | Path, config: Config | None = None) -> None:

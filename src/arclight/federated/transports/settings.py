@@ -1,7 +1,7 @@
-"""Define settings of a server's address, limits and Flower apps, without imports.
+"""Define settings of a server's address, limits and Flower apps, without torch or a server.
 
-``arclight federate serve`` and `Server` make a `Listening`; `http_server` and `uploads` enforce its `Limits`. Field names and
-`FLOWER_DEFAULTS` are configuration keys of users and stay. Reading them must import neither torch nor a server.
+``arclight federate serve``, `server_process` and users of `Server.serve` make a `Listening`; `http_server` and `uploads` enforce its `Limits`.
+`flower`, `server_process` and ``arclight federate flower`` read `FLOWER_DEFAULTS`. Field names and its keys are configuration of users: they stay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from arclight._intervals import Checked, Interval, PositiveFloat, PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Checked):
-    """The most that one node can ask of the server."""
+    """The most that nodes can ask of the server.
+
+    ``uploads``, ``held`` and ``connections`` count those of all nodes together.
+    """
 
     message_bytes: PositiveInt = 64 << 20
     """Largest message, if the run's model does not need less; an update's manifest has some 250 bytes for each tensor."""

@@ -1,7 +1,7 @@
 """Check certificates and private keys, and explain why one side does not trust the other.
 
-`http_client` and `http_server` check their files by it before they start; ``arclight federate`` prints what `explain_link_error` adds.
-TLS 1.3 only. Texts may change; what is refused may not.
+`http_server` checks its certificate by it before it starts, `http_client` its file of authorities; ``arclight federate join`` prints what
+`explain_link_error` adds. TLS 1.3 only. Texts may change; what is refused may not.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def explain_link_error(error: LinkError, address: str) -> LinkError:
 
 
 def speaks_tls(host: str, port: int) -> bool | None:
-    """Return True if the listener answers a TLS greeting in kind.
+    """Return True if the listener answers a TLS greeting, False if it answers otherwise.
 
-    None if nobody can be reached, or it says neither.
+    None if it cannot be reached, or if its answer does not tell.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -1,7 +1,7 @@
 """Receive uploads of blobs within limits of size, time and memory.
 
-`http_server` gives it the bodies of uploads. Clients are untrusted: nothing is kept in memory beyond a part, and a blob counts once its
-hash is right. Status codes and headers are the protocol.
+`http_server` gives it requests that put a blob, and reads messages by `whole_body`; `http_client` sends parts of `PART` bytes. Clients are untrusted:
+of a blob no more than a piece or two is kept in memory, and it counts once its hash is right. Status codes and headers are the protocol.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NOTHING = re.compile(r"bytes \*/(\d{1,15})")
 PART = 32 << 20
 """Bytes of a blob that nodes send in one request: a refusal is read after at most so many, and a slow connection blocks nothing."""
 _MEMORY_BYTES, _LEAST_BYTES = 4 << 20, 1 << 16
-"""Bytes of memory for all blobs that come in at the same time, and for each of very many."""
+"""Bytes of memory for all blobs that come in at the same time, and the least for each if they are very many."""
 RECEIVED, BUSY = "x-arclight-received", "x-arclight-busy"
 
 
