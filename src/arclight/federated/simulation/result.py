@@ -69,7 +69,7 @@ class SimulationResult:
     weights_bytes: int
     clients: int = 0
     messages: tuple[str, ...] = field(default=())
-    """What the coordinator had to say."""
+    """The first hundred log lines of the coordinator."""
 
     @property
     def round_seconds(self) -> float:
@@ -129,7 +129,7 @@ class _Round:
 
 
 class SimulationRecorder:
-    """Count events by round. Names are kept for rounds that are under way."""
+    """Count events by round; the names of a round's clients are kept, too."""
 
     def __init__(self) -> None:
         self._rounds: dict[int, _Round] = {}

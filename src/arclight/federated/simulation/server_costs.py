@@ -1,7 +1,7 @@
 """Measure a server's costs on this machine, by rounds of a real server without training.
 
-A tool for people who plan a federation: its result is the ``costs`` of a `Fleet`, which `simulate` takes. It runs a real server, so its
-code changes with ``server``.
+People who plan a federation call `measure_costs`, nothing in Arclight does: its result is the ``costs`` of a `Fleet`, which `simulate` takes. It
+runs a real server through `Server.opened` and `Service.answer`, and changes with them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Simulate a federation of any size without training: the public function ``simulate``.
 
-Public as ``arclight.federated.simulate``. It drives `Simulator` with sizes from `sizes`; the rules are those of ``coordination``, so a
+Public as ``arclight.federated.simulate``: its arguments stay. It runs a `Simulator` with `Sizes`; the rules are those of ``coordination``, so a
 changed rule changes forecasts with it.
 """
 

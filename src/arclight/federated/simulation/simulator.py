@@ -1,6 +1,7 @@
 """Simulate clients and network links as discrete events around the coordinator of real runs.
 
-`simulate` runs it. It drives the real `coordinator`, so that rules cannot differ; only times, sizes and losses of nodes are models.
+`simulate` runs it. It drives the real `coordinator` by the contract in `events`, so that rules cannot differ; only times, sizes and losses of
+nodes are models. The same seed gives the same result: events of one time happen in the order in which they were planned.
 """
 
 from __future__ import annotations

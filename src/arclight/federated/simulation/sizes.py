@@ -1,7 +1,7 @@
 """Compute the size of uploads and downloads from shapes, exactly as encoding gives.
 
-`simulate` and `simulator` ask it for the bytes of each message. It must give what ``codecs`` write, byte for byte: tests encode both
-ways.
+`simulate` makes the `Sizes` of a run, `simulator` asks it for the bytes of each transfer. It must give what ``codecs`` and `manifest_io` write,
+byte for byte: tests encode both ways.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from arclight.federated.settings import Federation
 Shapes = Mapping[str, Sequence[int]]
 _WIDTH = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
 _LARGEST = 256 << 20
+"""Must equal `manifest_io.MAX_BLOB_BYTES`, whose module imports torch."""
 
 
 def message_bytes(shapes: Shapes, codec: Codec, *, dtype: str = "F32") -> int:
