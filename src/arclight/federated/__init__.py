@@ -1,10 +1,10 @@
-"""Many sites, one model: each trains on its own data, and only changes of weights travel.
+"""Train one model on the data of many sites; only weights and their changes travel.
 
 A server samples clients, sends weights, folds what comes back in fixed point and steps (`Server`); a client trains with
-its own `Trainer` and keeps its data (`Client`). One protocol runs inside one process, over HTTPS, and under Flower. `simulate`
-predicts how long rounds will take. Open `server.server` and `clients.client` first, what users make; then
-`coordination.coordinator`, which decides each round. What travels is chosen by `masks`, encoded by `codecs`, kept in `blobs`, carried by
-`transports` and protected by `privacy`; `aggregation` sums it, `strategies` step by the mean, and `simulation` predicts the time.
+its own `Trainer` and keeps its data (`Client`). One protocol runs inside one process, over HTTPS, and under Flower. Open `server.server` and
+`clients.client` first, what users make; then `coordination.coordinator`, which decides each round. What travels is chosen by `masks`, encoded
+by `codecs`, kept in `blobs`, carried by `transports` and protected by `privacy`; `aggregation` sums it, `strategies` step by the mean, `rounds`
+keeps checkpoints and history, and `simulation` predicts the time. The names here are public and stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Errors of a federation, one class for each way to react to one.
+"""Define the errors of a federation, one class for each way to react to one.
 
-All of ``federated`` raises these, ``arclight federate`` shows them. Callers choose by class whether to retry, to join again or to give
-up: a new class needs a reaction of its own. `Reason` travels in messages: its values stay.
+All of ``federated`` raises these, ``arclight federate`` shows them. Callers choose by class whether to retry, to join again or to give up: a
+new class needs a reaction of its own. `Reason` travels in messages and is kept in journals: its values stay.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ Reason = Literal[
 
 
 class FederatedError(RuntimeError):
-    """Error of a federated run that cannot continue; it says why and what to do."""
+    """Base of a federation's errors, raised itself if a run cannot continue.
+
+    It says why and what to do.
+    """
 
 
 class SettingsError(FederatedError):
@@ -34,7 +37,7 @@ class BlobError(FederatedError):
 
 
 class RefusedError(FederatedError):
-    """Error of a refused update; ``reason`` is for programs, the message for people.
+    """Error of a refused update or upload; ``reason`` is for programs, the message for people.
 
     clients: whose updates these are, if the error is raised where several are together, as in a fold.
     """
