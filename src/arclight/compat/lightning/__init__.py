@@ -1,10 +1,9 @@
-"""Offer Lightning's names: replace ``import lightning`` and keep the rest.
+"""Offer Lightning's names to scripts that import ``arclight.compat.lightning`` instead.
 
-Import ``arclight.compat.lightning`` instead.
-
-``import arclight.compat.lightning as L``, ``import arclight.compat.lightning.pytorch as pl``, ``.fabric`` and their public
-submodules are all here, and hold our own classes: ``L.LightningModule is arclight.Module``. Only the ``Trainer`` differs: a
-subclass of ours that keeps Lightning's habits. :mod:`arclight.compat.lightning.names` is the list of every name.
+``import arclight.compat.lightning as L``, ``import arclight.compat.lightning.pytorch as pl``, ``.fabric`` and the public submodules that
+:mod:`arclight.compat.lightning.names` lists hold our own classes: ``L.LightningModule is arclight.Module``. Where Lightning's habits or
+signatures differ, they hold what this folder defines: the ``Trainer``, a subclass of ours, Fabric's loggers, the command line.
+The import also shows log messages of level INFO, unless logging is configured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Define Lightning's ``BoringModel`` and its like: minimal models and data for bug reports.
 
-User code gets these as ``lightning.pytorch.demos.boring_classes``, by the table in `names`; nothing here calls them. Names, shapes and
-hooks are Lightning's.
+User code imports these as ``pytorch.demos.boring_classes``, by the table in `names`; nothing in Arclight calls them. Names, shapes and
+hooks are Lightning's and stay.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Net(nn.Module):
 
 
 class DemoModel(Module):
-    """Linear layer over vectors of ``out_dim`` ones, with a learning rate as argument."""
+    """Linear layer from 32 to ``out_dim`` with ReLU, and a learning rate as argument."""
 
     def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
 """Run a Trainer from a command line: Lightning's ``LightningCLI``, on jsonargparse.
 
-Our own command line is ``arclight``, with recipes; this one is for scripts that have theirs already.
-
-User code gets `LightningCLI` as ``lightning.pytorch.cli``, by the table in `names`. Arguments, flags and the files it writes are
-Lightning's.
+Users' scripts import it as ``pytorch.cli``, by the table in `names`; Arclight's own command line is ``arclight``, with recipes. Arguments,
+flags and the files it writes are Lightning's. Checkpoints of modules that it has built name `instantiate_module` by path: that and
+``_PACKAGES`` stay.
 """
 
 from __future__ import annotations
@@ -545,6 +544,6 @@ def instantiate_module(class_type: type[Owner], config: dict[str, Any]) -> Owner
 
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning", "arclight.compat.lightning.pytorch", "arclight.compat.lightning")
-"""Packages by which checkpoints of modules that a command line has built name `instantiate_module`."""
+"""Packages by whose ``cli.instantiate_module`` a checkpoint may say that a command line has built its module."""
 
 register_instantiator(instantiate_module, [f"{package}.cli.instantiate_module" for package in _PACKAGES])

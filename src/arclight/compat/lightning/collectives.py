@@ -1,6 +1,7 @@
 """Define Lightning Fabric's collectives, each with a process group and its operations.
 
-Only for user code that imports them; our loops use the collectives of a Fabric or strategy. Names and arguments are Lightning's.
+User code imports them as ``fabric.plugins.collectives``, by the table in `names`; nothing in Arclight calls them: our loops use the collectives
+of a strategy. Names and arguments are Lightning's and stay.
 """
 
 from __future__ import annotations

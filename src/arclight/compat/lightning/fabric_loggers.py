@@ -1,7 +1,7 @@
 """Define loggers with the signatures of Lightning Fabric, ``root_dir`` first.
 
-User code gets these as ``lightning.fabric.loggers.CSVLogger`` and ``TensorBoardLogger``, by the table in `names`. Signatures and file
-layout are Lightning's; what is logged is the base classes'.
+User code imports these as ``fabric.loggers.CSVLogger`` and ``TensorBoardLogger``, by the table in `names`. Signatures and layout of files are
+Lightning's and stay; what is logged is the base classes' (``trainer.loggers``).
 """
 
 from __future__ import annotations

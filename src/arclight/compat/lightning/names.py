@@ -1,11 +1,12 @@
 """Map each of Lightning's public names to ours; list the refused ones with reasons.
 
 A row is (Lightning's modules below ``lightning``, our module, names); ``Theirs=ours`` is a name that differs. A name is
-in the table only when it exists, which a test checks by fetching each. Below it are the names that are refused: they can be
+in the table only if it exists, which a test checks by fetching each. `_NOT_OFFERED` has the names that are refused: they can be
 imported and asked about, and say why when they are used.
 
 `modules` makes Lightning's import paths from the table; stubs (``tests/compat/write_stubs.py``) and the guide in ``docs`` are written
-from it too. To offer another name, add it to a row. A name that users import today must stay.
+from it too. To offer another name, add it to a row and write the stubs again. A name that users import today must stay; our modules may
+move if their rows follow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Define Lightning's distributed samplers, for user code that imports them.
 
-Names, arguments and error texts are Lightning's and stay.
-
-Nothing in Arclight calls it: `names` lists the classes for users' imports.
+Nothing in Arclight calls them: `names` lists the classes for users' imports. Names, arguments and error texts are Lightning's and stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Define Lightning's demo language models, on a text file of the user's.
 
-User code gets these as ``lightning.pytorch.demos``, by the table in `names`; nothing here calls them. Names, sizes and shapes are
-Lightning's.
+User code imports these as ``pytorch.demos``, by the table in `names`; nothing in Arclight calls them. Names, sizes and shapes are Lightning's
+and stay.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Define ``lightning.Trainer``: our Trainer with Lightning's defaults and its loop objects.
 
-The loops (``trainer.fit_loop`` and its like) are views of the integers in our trainer's progress.
-
-User code gets this class as ``lightning.Trainer``, by the table in `names`. Argument names, defaults and loop attributes are Lightning
-2.x's and stay; training itself is our Trainer's.
+User code gets this class as ``Trainer``, by the table in `names`, and `cli` builds it. The loops (``trainer.fit_loop`` and its like) are views
+of our trainer's progress and state; training itself is our Trainer's, by the `TrainerBehavior` `LIGHTNING`. Argument names, defaults and
+loop attributes are Lightning 2.x's and stay.
 """
 
 from __future__ import annotations

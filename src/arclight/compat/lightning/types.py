@@ -1,8 +1,7 @@
 """Define Lightning's type aliases and Protocols, for annotations in user code.
 
-User code gets these as ``lightning.pytorch.utilities.types`` and ``lightning.fabric.utilities.types``, by the table in `names`; nothing
-in this package calls them. Names and fields are Lightning 2.x's and stay; annotations may become stricter if user code still
-type-checks.
+User code imports these as ``pytorch.utilities.types`` and ``fabric.utilities.types``, by the table in `names`; nothing in Arclight uses them.
+Names and fields are Lightning 2.x's and stay; annotations may become stricter if user code still type-checks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Define Lightning's public utility functions that Arclight itself does not need.
 
-Users' code imports them under Lightning's paths, which `names` lists; of Arclight, only ``compat.lightning.cli`` uses one
+User code imports them under Lightning's paths, which `names` lists; of Arclight, only ``compat.lightning.cli`` uses one
 (`is_overridden`). Names, arguments and results are Lightning's and stay; the code behind them may change.
 """
 
@@ -272,7 +272,7 @@ def is_shared_filesystem(strategy: Strategy, path: str | Path | None = None, tim
 
     By default below the working directory.
 
-    Rank 0 puts a file there for ``timeout`` seconds and the others look for it, so the place must be writable; every rank must
+    Rank 0 puts a file there and the others look for it for up to ``timeout`` seconds, so the place must be writable; every rank must
     call this. With one process, and for addresses such as ``s3://...``, the answer is yes.
     Raises FileNotFoundError if the path does not exist on every rank.
     """
