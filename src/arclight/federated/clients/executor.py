@@ -101,22 +101,6 @@ class InProcessExecutor:
         return self._made[client].learner(folder)
 
 
-class AnyClientExecutor(InProcessExecutor):
-    """Train any client of a run whose data every node can read.
-
-    ``make`` gives the client of a name when it is first needed.
-    """
-
-    def __init__(self, make: Callable[[str], Client], *, resident: int | None = None) -> None:
-        super().__init__([], resident=resident)
-        self._make = make
-
-    def _learner(self, client: str, folder: Path) -> Learner:
-        if client not in self._made:
-            self._made[client] = self._make(client)
-        return super()._learner(client, folder)
-
-
 log = logging.getLogger(__name__)
 
 

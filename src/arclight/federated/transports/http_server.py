@@ -149,7 +149,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=1024,
+            backlog=_BACKLOG,
             limit_concurrency=self._listening.limits.connections,
             timeout_keep_alive=_IDLE_TIMEOUT_S,
             timeout_graceful_shutdown=_GRACE_S,

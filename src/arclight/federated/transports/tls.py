@@ -11,7 +11,6 @@ import ssl
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from arclight.fabric import signing
 from arclight.fabric.extras import require
 from arclight.fabric.serving import certificates
 from arclight.federated.errors import FederatedError, LinkError, UntrustedError
@@ -23,14 +22,6 @@ _EXPIRED, _NOT_YET, _OTHER_NAME, _OTHER_ADDRESS = 10, 9, 62, 64
 
 
 # -- files ---------------------------------------------------------------------------------------------------------
-
-
-def check_private(path: str | Path) -> None:
-    """Raise FederatedError for a private key of ours that others on this machine can read."""
-    try:
-        signing.check_private(path)
-    except signing.SigningError as error:
-        raise FederatedError(str(error)) from error
 
 
 def check_certificate(certificate: str | Path, private_key: str | Path) -> None:
