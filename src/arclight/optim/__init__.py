@@ -1,9 +1,9 @@
-"""Optimizers, learning-rate schedules and parameter groups.
+"""Build optimizers, parameter groups and learning-rate schedules from settings.
 
 In: settings and named parameters; out: one :class:`MixedOptimizer` and a schedule. Open ``settings`` first: what a recipe may say, and
-which rule steps which parameter. ``optimizer`` steps them (``elementwise_rules``, ``adopt``, ``muon``; ``stochastic_rounding`` for
-weights and states in bfloat16). ``schedules`` are curves of the learning rate and the scheduler that the fit loop steps by them, as
-``schedule_settings`` say; ``outer`` is the optimizer of federated rounds and DiLoCo.
+which rule updates which parameter. ``optimizer`` runs the rules (``elementwise_rules``, ``adopt``, ``muon``; ``stochastic_rounding`` for
+weights and states in bfloat16). ``schedules`` has the curves of the learning rate and the scheduler that the fit loop steps,
+``schedule_settings`` their settings; ``outer`` is the optimizer of federated rounds and DiLoCo. Optimizer states are in checkpoints.
 """
 
 from __future__ import annotations

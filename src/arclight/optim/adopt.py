@@ -1,6 +1,6 @@
 """Define the rule ADOPT of `optimizer`, and its quasi-hyperbolic form (QHADOPT).
 
-ADOPT: Taniguchi et al. 2024, arXiv 2411.02853. `MixedOptimizer` calls ``new_state`` and ``step`` for groups with rule ``adopt`` or
+ADOPT: Taniguchi et al. 2024, arXiv 2411.02853. `MixedOptimizer` calls ``new_state`` and ``step`` for groups of kind ``adopt`` or
 ``qhadopt``. Keys of the state are in checkpoints and stay.
 """
 
@@ -21,15 +21,13 @@ _CACHED_ELEMENTS = 1 << 18
 
 
 class AdoptRule:
-    """ADOPT rule: Adam with gradients normalised by earlier steps' second moment.
-
-    They are clipped before they enter the first moment.
+    """Update by Adam with gradients normalised by earlier steps' second moment, and clipped.
 
     At step t = 0, 1, ... with gradient g: n = clip(g / max(sqrt(v), eps), t^(1/4)); m = beta1 m + (1 - beta1) n;
     w -= lr ((1 - v1) n + v1 m), where ADOPT is v1 = 1; v = beta2 v + (1 - beta2) g^2. At t = 0, v becomes g^2 and weights stay.
 
-    Each rank updates its own shards, in float32 (float64 for float64 weights) whatever is stored. ``step`` is counted on the host;
-    once a step may be skipped it moves to the device, which alone knows whether it was.
+    Each rank updates its own shards, in float32 (float64 for float64 weights) whatever is stored. ``step`` is a CPU tensor until `skip`
+    (a boolean tensor on the device) is passed; from then on it lives on the device, so that skipping needs no host synchronisation.
     """
 
     def new_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:

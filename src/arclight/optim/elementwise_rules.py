@@ -1,8 +1,7 @@
 """Define the elementwise rules of `optimizer`: AdamW, and SGD with momentum.
 
-AdamW has moments in float32 or bfloat16.
-
-Each rule has ``new_state`` and ``step``, as `optimizer` documents. State keys and dtypes are torch's, so that checkpoints load either way.
+`MixedOptimizer` calls ``new_state`` and ``step`` (protocol `Rule` of `optimizer`); `adopt` takes `decay_of` and `is_half`. State keys are
+those of torch's AdamW and SGD and stay: they are in checkpoints, and states of torch's optimizers load into these rules.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from arclight.optim.stochastic_rounding import DTYPES, Owned, aligned_gradients,
 
 
 class AdamWRule:
-    """AdamW rule (Loshchilov and Hutter 2019, algorithm 2), on each rank's shards.
+    """Update by Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2).
 
-    It is Adam with decoupled weight decay.
-
-    If moments have the parameter's dtype and are not rounded stochastically this is torch's fused step; else the step is
-    computed in float32 here. ``step`` counts in float32 on the device, as torch's does, so that states are interchangeable.
+    Each rank updates its own shards. Moments are float32 or bfloat16 (``state_dtype``) for weights of these dtypes, else of the weight's
+    dtype. If they have the parameter's dtype and nothing is rounded stochastically this is torch's fused step; else the step is computed
+    in float32 here. ``step`` counts in float32 on the device, as torch's fused step does.
     """
 
     def new_state(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -64,9 +62,9 @@ def is_half(tensor: torch.Tensor) -> bool:
 
 
 def decay_of(group: Mapping[str, Any]) -> Any:
-    """Return the weight decay to multiply by the rate.
+    """Return the factor that, times the rate, is the decay of one step.
 
-    Under ``decay_scale="lr/peak"`` it is divided by the peak rate.
+    It is ``weight_decay``; under ``decay_scale="lr/peak"`` ``weight_decay`` divided by the peak rate (unless that is 0).
     """
     decay, peak = group["weight_decay"], group.get("initial_lr", group["lr"])
     if group.get("decay_scale", "lr") == "lr" or not decay or (not isinstance(peak, torch.Tensor) and not peak):
@@ -100,7 +98,7 @@ def _step_in_float32(
 
 
 class SGDRule:
-    """SGD with momentum by torch's fused step, on each process's shard of the tensors."""
+    """Update by torch's fused SGD with momentum; each rank updates its own shards."""
 
     def new_state(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}

@@ -1,9 +1,8 @@
-"""Define an optimizer with a rule per group and state keyed by parameter name.
-
-Rules: AdamW, ADOPT, Muon, SGD.
+"""Define an optimizer with an update rule per group and state keyed by parameter name.
 
 `settings` builds a `MixedOptimizer`, the fit loop steps it. Its state is in checkpoints, keyed by parameter name, and opens on any mesh:
-names of states and options stay. A new rule implements `Rule` and is added to `RULES`.
+names of states and options stay. A new rule implements `Rule`, is added to `RULES` and gets a class in `settings`. `restore_optimizer`
+loads the state of any torch optimizer (``trainer.checkpoint.state``, the tuner's trials, `DiLoCo`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from arclight.optim.stochastic_rounding import Owned
 
 _NOT_OPTIONS = ("params", "param_names")
 _OF_THIS_RUN = (*_NOT_OPTIONS, "state_dtype", "stochastic_rounding", "precision")
-"""Options that a checkpoint does not restore: how numbers are stored."""
+"""Entries of a group that keep this run's values when a checkpoint is loaded: its parameters, and how numbers are stored and rounded."""
 
 
 class Rule(Protocol):
@@ -50,7 +49,7 @@ _OPTIONS: dict[str, Any] = {
     "momentum": ProperFraction, "betas": tuple[ProperFraction, ProperFraction], "beta2": ProperFraction | None, "ns_steps": PositiveInt,
     "v1": Fraction,
 }  # fmt: skip
-"""Numbers of a parameter group; a rate may be a tensor, whose value only its device knows."""
+"""Allowed values of a group's options. Tensors (a rate may be one) are not checked: reading them would wait for the device."""
 
 
 def _blame_sparse(owned: list[Owned], error: Exception) -> None:
@@ -73,22 +72,20 @@ def _check_dtype(kind: str, name: str, parameter: torch.Tensor) -> None:
 
 
 class MixedOptimizer(Optimizer):
-    """Optimizer whose groups are each updated by a rule of their own.
-
-    A group's ``kind`` names it (one of :data:`RULES`).
+    """Optimizer whose groups are each updated by the rule that their ``kind`` names, of :data:`RULES`.
 
     ``groups`` are as torch's, with ``params`` a list of ``(name, parameter)`` and the options of their rule.
     ``known`` has all of the model's parameters, trained or not, by which parameters that are added later get their names.
 
-    ``state_dict`` has state and groups under names, so that it fits another order of groups, another mesh (tensors in it are
-    whole once they are written) and a part of the model. ``load_state_dict`` takes that, and torch's own form by position.
+    ``state_dict`` keys state and groups by name, so that it fits another order of groups, another mesh (checkpoints gather or
+    reshard its tensors) and a part of the model. ``load_state_dict`` takes that, and torch's own form by position.
     """
 
     knows_names = True
-    """Takes states of any order of parameters, by name."""
+    """Tell `fabric.distributed.optimizer_names` that states are loaded by name, in any order of parameters."""
 
     skip: torch.Tensor | None = None
-    """A truth value on the device (0-dim): if it is true the next step changes nothing. Nobody waits for it. Used once."""
+    """Boolean tensor (0-dim) on the device: if it is true the next step changes nothing. `LossGuard` sets it before a step, which clears it."""
 
     def __init__(self, groups: list[dict[str, Any]], known: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in known}
@@ -164,9 +161,8 @@ class MixedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return state, options and groups, keyed by parameter name.
 
-        ``{"state": {name: entries}, "options": {name: options}, "param_groups": [{"params": names, ...}]}``.
-
-        Options are there by name too, so that the states of a pipeline's stages can be merged.
+        ``{"state": {name: entries}, "options": {name: options}, "param_groups": [{"params": names, ...}]}``. Options are also listed by
+        name, so that the states of a pipeline's stages can be merged.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -218,7 +214,7 @@ class MixedOptimizer(Optimizer):
             )
 
     def _in_own_order(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``saved`` with this optimizer's groups, and by name."""
+        """Return ``saved`` keyed by name, with the options that it has for this optimizer's groups."""
         if "options" in saved:
             return self._with_options(saved["options"], saved["state"])
         keys = [key for group in saved["param_groups"] for key in group["params"]]
@@ -241,7 +237,7 @@ class MixedOptimizer(Optimizer):
 
 
 def _options_of(group: Mapping[str, Any], homes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the options saved for a group's parameters; its own if they differed."""
+    """Return the options saved for a group's parameters; the group's own, with a warning, if they differ from each other."""
     found: list[dict[str, Any]] = []
     for name in group["param_names"]:
         if name not in homes:
@@ -279,7 +275,7 @@ def _options_of(group: Mapping[str, Any], homes: Mapping[str, Mapping[str, Any]]
 def _restored(
     name: str, parameter: torch.Tensor, group: Mapping[str, Any], entries: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Return ``entries`` in this process's place, precision and memory layout."""
+    """Return ``entries`` sharded, stored and laid out as this run has the state."""
     from arclight.fabric.distributed.sharding import shard_like
 
     made = RULES[group["kind"]].new_state(parameter, group)

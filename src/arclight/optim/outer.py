@@ -1,13 +1,11 @@
-"""Step the outer optimizer of DiLoCo, local SGD and federated averaging.
+"""Step weights by pseudo-gradients: the outer optimizer of DiLoCo and federated averaging.
 
-It steps on pseudo-gradients.
+Federated averaging (McMahan et al. 2017), DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1) and its streaming form in
+fragments (Douillard et al. 2025, arXiv 2501.18512). Weights are dicts from parameter name to tensor; nothing here communicates or
+changes what it is given.
 
-Local SGD and federated averaging (McMahan et al. 2017), DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1) and its
-streaming form in fragments (Douillard et al. 2025, arXiv 2501.18512). Weights are dicts from parameter name to tensor;
-nothing here communicates or changes what it is given.
-
-Server strategies (``federated.strategies``) and the callback `DiLoCo` step with `Outer`; masks deal fragments with `fragments_of`. A
-change here changes both.
+``federated.strategies.server_optimizers`` and the callback `DiLoCo` step with `Outer` and must agree; `fragments_of` also divides the
+weights of ``federated.masks.transfer_mask`` and ``federated.simulation.sizes``. Fields of `Outer` are recipe keys and stay.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ class Outer(Checked):
 
         v <- momentum v + g; anchor <- anchor - lr (g + momentum v), or lr v without ``nesterov``.
 
-        ``velocity`` may lack names, which then begin at zero; it stays empty without momentum. Raises KeyError for a gradient
-        without an anchor. What the gradient does not name stays as it is.
+        ``velocity`` may lack names, which then start at zero; without momentum it is returned as it is, and so is every anchor that the
+        gradient does not name. Raises KeyError for a gradient without an anchor.
         """
         anchors, velocities = dict(anchor), dict(velocity)
         for name, push in gradient.items():
@@ -55,11 +53,10 @@ class Outer(Checked):
 
 
 def pseudo_gradient(anchor: Tensors, local: Tensors, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return ``anchor - local`` of all or the given names, one precision wider.
+    """Return ``anchor - local`` of all or the given names.
 
-    A step of rate 1 from ``anchor`` comes back to ``local`` exactly unless their sizes are 2^29 apart. Raises
-    ValueError if
-    names or shapes differ.
+    Float32 and float64 are subtracted in float64, narrower types in float32: for float32, a step of rate 1 from ``anchor`` then comes
+    back to ``local`` exactly unless the two are a factor of 2^29 apart. Raises ValueError if names or shapes differ.
     """
     chosen = list(anchor) if names is None else list(names)
     if missing := [name for name in chosen if name not in local or name not in anchor]:
@@ -74,12 +71,11 @@ def pseudo_gradient(anchor: Tensors, local: Tensors, names: Iterable[str] | None
 
 
 def fragments_of(names: Iterable[str], count: int) -> list[list[str]]:
-    """Divide names into ``count`` fragments by block, blocks in turn.
+    """Divide names into ``count`` fragments of whole blocks, dealt in turn.
 
-    Names that agree up to their first number are one block.
-
-    Blocks far apart in one fragment spread what each exchange changes over the depth of the model (streaming DiLoCo, 2.1).
-    Raises ValueError if there are fewer blocks than fragments.
+    A block is the names that agree up to their first ``.number.`` (``layers.0.``); names without one form one block together. Dealing in
+    turn spreads what each exchange changes over the depth of the model (streaming DiLoCo, section 2.1). Raises ValueError if there are
+    fewer blocks than fragments.
     """
     blocks: dict[str, list[str]] = {}
     for name in names:
@@ -94,5 +90,5 @@ def fragments_of(names: Iterable[str], count: int) -> list[list[str]]:
 
 
 def due(step: int, sync_every: int, fragments: int = 1) -> list[int]:
-    """List the fragments to exchange after ``step`` steps, each every ``sync_every``."""
+    """List the fragments to exchange after ``step`` steps: each every ``sync_every``, evenly staggered."""
     return [f for f in range(fragments) if step > 0 and (step - f * sync_every // fragments) % sync_every == 0]

@@ -1,7 +1,8 @@
 """Define settings of learning-rate schedules, without importing torch.
 
-A recipe's table ``[task.schedule]`` is one of these classes; the task's ``configure_optimizers`` calls `build` on it. Field names are
-recipe keys and stay, and their docstrings are texts of ``arclight train --help``. The curves are in `schedules`.
+A recipe's table ``[task.schedule]`` is one of these classes; ``text.language_model``, ``text.heads`` and ``vision.tasks.module`` call
+`build` on it. Field names are recipe keys and stay, their docstrings are texts of ``arclight train --help``. Recipes in checkpoints name
+the classes by module: a move needs an entry in ``_stored_names``. The curves are in `schedules`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _Schedule(Checked):
         """Return a scheduler to be stepped after each of ``total_steps`` optimizer steps.
 
         counts_tokens: whether the caller reports tokens to `FactorSchedule.advance`. Raises ValueError for a run without an end
-        (infinitely many steps), for phases that do not fit, and for a schedule over tokens that nobody counts.
+        (``total_steps`` infinite), for phases that do not fit, and for a schedule over tokens in a task that counts none.
         """
         from arclight.optim import schedules
 
@@ -111,7 +112,7 @@ class WSD(_Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class InverseSqrt(_Schedule):
-    """Linear warm-up, then falling as 1 / sqrt(step); good for runs without a known end."""
+    """Linear warm-up, then falling as 1 / sqrt(step): after the warm-up, independent of the length of the run."""
 
     timescale: NonNegativeInt = 0
     """Steps after the warm-up until the rate has fallen to 1 / sqrt(2) of the peak; 0: as long as the warm-up."""

@@ -1,13 +1,11 @@
-"""Define learning-rate schedules as functions of the step, and their scheduler.
+"""Define learning-rate schedules as factors of the peak rate by step, and their scheduler.
 
-They are pure, and factors of the peak rate.
-
-`schedule_settings` builds a `FactorSchedule` of one of these functions; the fit loop steps it. Its state is in checkpoints, and a LambdaLR's
-state loads into it: keys and meaning of `state_dict` stay.
+`schedule_settings` builds a `FactorSchedule` of one of these functions; the fit loop steps it (``trainer.loop.schedulers``). Its state is
+in checkpoints, and a LambdaLR's state loads into it: keys and meaning of `state_dict` stay.
 
 The steps of a run are 0 to ``total_steps - 1``. A decay ends at ``total_steps``, one step after the last, so that the last
-step still learns if ``final`` is 0. A phase's length is a number of steps (an int) or a share of ``total_steps`` (a float).
-Tokens, or ticks of a clock, may be counted instead of steps.
+step still learns if ``final`` is 0. A phase's length is a number of steps (an int) or a fraction of ``total_steps`` (a float).
+Tokens, or ticks of a clock (1 / `TICKS_PER_SECOND`), may be counted instead of steps. ``vision.tasks.module`` takes `phase` alone.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 
 def phase(length: float, total_steps: int) -> int:
-    """Convert a phase's length to steps, from a number or a share of them.
+    """Convert a phase's length to steps: an int is their number, a float a fraction of ``total_steps``.
 
     Raises ValueError for lengths out of range.
     """
@@ -90,11 +88,9 @@ def wsd(step: int, *, total_steps: int, warmup: float, decay: float, final: floa
 
 
 def inverse_sqrt(step: int, *, total_steps: int, warmup: float, timescale: int = 0) -> float:
-    """Return the factor of a linear warm-up and a decay as ``sqrt(t / (t + steps since))``.
+    """Return the factor of a linear warm-up, then a decay as ``sqrt(t / (t + steps since))``.
 
-    Vaswani et al. 2017; Zhai et al. 2022.
-
-    ``timescale`` t is in steps, by default those of the warm-up and one more.
+    ``timescale`` t is in steps; 0: the steps of the warm-up and one more. Vaswani et al. 2017; Zhai et al. 2022.
     """
     warmup_steps = phase(warmup, total_steps)
     if step < warmup_steps:
@@ -120,13 +116,12 @@ Unit = Literal["steps", "tokens", "seconds"]
 class FactorSchedule(LambdaLR):
     """Schedule that multiplies each group's peak rate by ``factor(step)``.
 
-    With ``rewarm`` it warms up again over so many steps after a resume.
+    With ``rewarm`` it warms up again over so many steps after each resume. With ``unit`` "tokens" ``factor`` takes the tokens counted by
+    `advance`; with "seconds" the ticks since `start_clock` (or since the first step), without the time between a checkpoint and its
+    resume. All ranks use the clock of rank 0.
 
-    With ``unit`` "tokens" ``factor`` takes the tokens counted by `advance`; with "seconds" the ticks since `start_clock` (or since the first
-    step), without the time between a checkpoint and its resume. All ranks use the clock of rank 0.
-
-    Peak rates are restored from the optimizer's groups (``initial_lr``), which are matched by names of parameters; torch's class saves
-    them by position. So restore the optimizer first.
+    Restore the optimizer first: peak rates are taken from its groups (``initial_lr``), which `MixedOptimizer` matches by parameter
+    name, where torch's class saves them by position.
     """
 
     def __init__(

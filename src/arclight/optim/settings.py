@@ -1,7 +1,8 @@
-"""Define optimizer settings and build parameter groups from them, without importing torch.
+"""Define optimizer settings and build parameter groups from them; importing it needs no torch.
 
-A recipe's table ``[task.optimizer]`` is one of these classes; the task calls ``build`` on it. Field names are public, and their docstrings
-are texts of ``arclight train --help``. Weight matrices decay, biases and normalisation do not.
+A recipe's table ``[task.optimizer]`` is one of these classes; ``text.language_model``, ``text.heads`` and ``vision.tasks.module`` call
+``build`` on it. Field names are recipe keys and stay, their docstrings are texts of ``arclight train --help``. ``options`` become the
+groups of `MixedOptimizer`, which checkpoints hold. Parameters of two or more dimensions decay; biases and normalisation do not.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Scale:
     weight_decay: float = 1.0
     eps: float = 1.0
     width: float = 1.0
-    """Divisor due to the width that ``lr`` already contains; rules with updates of fixed spectral norm undo it."""
+    """The part of ``lr`` that is a division by the width; Muon, whose updates keep their spectral norm at any width, undoes it."""
     sgd_lr: float = 1.0
     """Replaces ``lr`` for rules whose updates are proportional to gradients (SGD); their decay is ``weight_decay / sgd_lr``."""
 
@@ -124,9 +125,9 @@ class AdamW(_Rule):
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of stored moments; arithmetic is float32."""
     stochastic_rounding: bool = True
-    """Round bfloat16 moments stochastically: rounded to the nearest, a second moment can never shrink."""
+    """Round bfloat16 weights and moments stochastically: rounded to the nearest, a second moment can never shrink."""
     seed: int = 0
-    """Seed of the rounding, a function of it, parameter name, step and element index, independent of the mesh."""
+    """Seed of the rounding, which depends on it, the parameter's name, step and element index, and not on the mesh."""
 
     def options(self) -> dict[str, Any]:
         return {
@@ -209,11 +210,9 @@ class Muon(_Rule):
         }  # fmt: skip
 
     def scaled(self, scale: Scale, weight_decay: float) -> dict[str, Any]:
-        """Remove the rate's factor for the width, as orthogonal updates do not need it.
+        """Undo the rate's factor for the width: orthogonal updates have the same spectral norm at any width.
 
-        They have the same spectral norm at any width.
-
-        With ``scale="rms"`` that norm grows with the square root of the width.
+        With ``scale="rms"`` that norm grows with the square root of the width, of which the factor then keeps the square root.
         """
         undo = scale.width if self.scale == "spectral" else scale.width**0.5
         return super().scaled(replace(scale, lr=scale.lr * undo, weight_decay=scale.weight_decay / undo), weight_decay)
@@ -284,11 +283,10 @@ def build_optimizer(
     default: _Rule, rules: Sequence[_Rule], parameters: Iterable[Pair], all_names: Iterable[str] = (),
     scale_of: ScaleOf | None = None,
 ) -> MixedOptimizer:  # fmt: skip
-    """Build an optimizer of the trainable ``parameters``, with a rule for each.
+    """Build an optimizer of the trainable ``parameters``.
 
-    It is the first of ``rules`` whose pattern its name contains, or ``default``.
-
-    Raises ValueError if nothing is trainable, and for a pattern without a parameter among these and ``all_names``.
+    Each is updated by the first of ``rules`` whose pattern is found in its name, or by ``default``. Raises ValueError if nothing is
+    trainable, and for a pattern that gets no parameter among these and ``all_names``.
     """
     from arclight.optim.optimizer import MixedOptimizer
 
@@ -304,7 +302,10 @@ def build_optimizer(
 
 
 def assign(names: Sequence[str], patterns: Sequence[str], all_names: Iterable[str] = ()) -> list[int]:
-    """Return each name's index of the first pattern it contains, ``len(patterns)`` for none."""
+    """Return for each name the index of the first pattern found in it, ``len(patterns)`` for none.
+
+    Raises ValueError for a pattern that gets no name.
+    """
     everything = list(dict.fromkeys((*names, *all_names)))
     homes = {
         name: next((n for n, pattern in enumerate(patterns) if re.search(pattern, name)), len(patterns))

@@ -1,9 +1,8 @@
 """Round float32 to bfloat16 stochastically, with the same bits on every mesh.
 
-Also holds `aligned_gradients`, which gives gradients the parameters' strides and dtype.
-
-The update rules (`elementwise_rules`, `adopt`, `muon`) call this. Random numbers depend on seed, name, step and element index only, and are
-part of exact resuming: `draws` and `round_stochastically` must not change between versions.
+`elementwise_rules` and `adopt` round with this, and take gradients in their parameters' layout from `aligned_gradients`; `muon` takes
+`store` alone and rounds to the nearest. Random numbers depend on seed, name, step and element index only, and are part of exact resuming:
+`draws` and `round_stochastically` must not change between versions.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def aligned_gradients(own: list[Owned]) -> list[torch.Tensor]:
-    """Return this rank's gradients in the memory layout of their parameters."""
+    """Return this rank's shards of the gradients, with the strides and dtype of their parameters."""
     return [
         _like(local_tensor(parameter), local_tensor(parameter.grad))
         for _, parameter, _ in own
