@@ -1,11 +1,10 @@
 """Save and load checkpoints: a folder of safetensors and JSON, atomic, never unpickled.
 
 In: a tree of tensors and plain values; out: a folder, and the same tree back, bit for bit. Open ``store`` first: save, load, verify.
-``tree`` encodes values as JSON, ``tensorfile`` writes safetensors, ``stored_tensor`` reads them when they are
-needed, ``manifest`` names files and hashes, ``files`` and ``remote`` are the
-calls to the file system. ``sharded`` does it from several ranks, ``async_saver`` in the background, ``conversion`` (with ``dcp``) from and
-to other formats; ``filters`` and ``retention`` select and prune. ``inspection`` reads step and entries of a manifest, for ``arclight
-checkpoint``, for resuming and for the first weights of federated runs; ``pickled_modules`` opens other projects' pickles as inert tensors.
+``tree`` encodes values as JSON, ``tensorfile`` writes safetensors, ``stored_tensor`` reads tensors when they are used, ``manifest`` names
+files and hashes, ``files`` and ``remote`` call the file system. ``sharded`` saves and loads on several ranks, ``async_saver`` saves in
+the background, ``conversion`` (with ``dcp`` and ``pickled_modules``) reads and writes other formats. ``filters`` selects entries,
+``retention`` finds and removes checkpoints, ``inspection`` summarises a manifest. What is on disk must stay readable.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,8 @@
 """Save in the background: copy tensors to host memory, and write them from a thread.
 
-`AsyncSaver` is public (``arclight.checkpoint``); the Trainer's `AsyncCheckpointIO` uses it. What is written is `store`'s or
-``sharded``'s format. When `save` returns, the caller may change its tensors: the copy must be complete by then.
+`AsyncSaver` is public (``arclight.checkpoint``); the Trainer's `AsyncCheckpointIO` uses it. `save` and `save_shards` write the formats of
+`store` and ``sharded``; `submit` runs a writer of another. When `save` returns, the caller may change its tensors: by then they must be
+copied (or, from CUDA, the copy enqueued on the current stream).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class AsyncSaver:
     """Write checkpoints in one background thread, one at a time.
 
     `save` returns as soon as the state is copied to buffers in CPU memory (pinned, for tensors of a CUDA device), which
-    are kept and used again. An error in the background is raised by the next `save`, `wait` or `close`, with the path.
+    are kept and used again. An error in the background is raised by the next call, `wait` and `close` among them, with the path.
     Use it as a context manager, or `close` it: the process waits for the save in flight before it ends either way.
     """
 
@@ -50,7 +51,7 @@ class AsyncSaver:
         self._exchange: StoreGather | None = None
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Allocate buffers for such a state in the background, which slows a first save."""
+        """Allocate buffers for such a state in the background, as the first save would otherwise have to."""
         self._ready()
         encoded = tree.encode(state)
         self._in_flight = self._thread.submit(self._allocate, encoded.files)
@@ -69,12 +70,11 @@ class AsyncSaver:
         return self._in_flight
 
     def save_shards(self, path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Future[Path]:
-        """Save shards in the background, as `arclight.checkpoint.save_shards`; on every rank.
+        """Save shards in the background, as `arclight.checkpoint.save_shards`; every rank must call this.
 
-        Which rank writes what is agreed on at once.
-
-        Nothing in the background is a collective. The result of rank 0's future comes when the checkpoint is complete, that of
-        another rank's when its own part is written. Raises the error of a save before on every rank.
+        The ranks agree on who writes what before this returns; nothing in the background is a collective. The result of rank 0's future
+        comes when the checkpoint is complete, that of another rank's when its own part is written. Raises the error of a save before on
+        every rank.
         """
         _, problem = capture_error(self._ready)
         if self._sharded is None or self._sharded.processes is not processes:

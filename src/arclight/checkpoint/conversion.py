@@ -1,9 +1,9 @@
 """Convert checkpoints from and to .pt, .ckpt, safetensors and torch.distributed.checkpoint.
 
-``arclight.checkpoint.convert``, ``arclight checkpoint convert`` and tasks that start from other projects' weights call this. Files are
-untrusted: nothing is ever unpickled.
-
-Formats may be added to `convert`. Layouts that are read now must stay readable.
+`convert`, `load_weights` and `read_pickled` are public (``arclight.checkpoint``): ``arclight checkpoint convert``, the Trainer's
+checkpoint IO and federated servers call them; ``vision.tasks.detection`` calls `read_foreign`. Files are untrusted: no class of a file is
+imported or called; torch's ``weights_only`` reader or `pickled_modules` reads pickles. A new format goes into `read_foreign` and
+`convert`; layouts that are read now must stay readable.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from arclight.checkpoint.store import load, save
 from arclight.checkpoint.tensorfile import METADATA, NAMES, write_tensors
 
 _WEIGHTS = ("state_dict", "model_state_dict", "model", "module", "weights", "net")
+"""Keys under which other projects keep a state dict, in the order in which they are tried."""
 _PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 
 
@@ -64,9 +65,8 @@ def convert(src: str | Path, dst: str | Path) -> Path:
 def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
     """Load a model's tensors by name from a checkpoint or any file of `convert`.
 
-    Averaged ones are preferred, if there is an entry `ema`.
-
-    Raises CheckpointError if there are none, or reading them would need unpickling.
+    Averaged ones replace the others if there is an entry `ema`. Raises CheckpointError if there are none, or reading them would need
+    unpickling.
     """
     path = Path(path)
     state = (
@@ -181,7 +181,7 @@ def _is_pickled(path: str | Path | IO[bytes]) -> bool:
 
 
 def _with_model(path: Path, content: Any) -> dict[str, Any]:
-    """Return `content` with its state dict, wherever it is, as the entry `model`."""
+    """Return `content` with its state dict (itself, or under a key of `_WEIGHTS`) as the entry `model`."""
     if _is_state_dict(content):
         return {"model": dict(content)}
     if isinstance(content, Mapping):

@@ -1,8 +1,8 @@
 """Read and write folders of torch.distributed.checkpoint (DCP), in one process.
 
 DCP describes a checkpoint in a pickle, ``.metadata``. It is read here as data: opcodes are walked with `pickletools`, the classes that it
-names become `Record`, and nothing is imported or called. Values that are not tensors are read as any file of ``torch.save`` is,
-with ``weights_only``. For ``arclight checkpoint convert``, through `conversion`.
+names become `Record`, and nothing is imported or called. Chunks of tensors and other values are read as any file of ``torch.save`` is,
+with ``weights_only``. The only caller is `conversion`. The entry ``.arclight`` of folders written here must stay readable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DCP_SUFFIX = ".dcp"
 """Suffix of folders that are written in this format."""
 
 _OWN = ".arclight"
-"""Entry of a folder that was written here: how the tensors fit together, as in a ``state.json``."""
+"""Entry of a folder that was written here: the encoded state that refers to the tensors, as in a ``state.json``."""
 
 
 def is_dcp(path: Path) -> bool:
@@ -77,11 +77,9 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> Path:
 
 
 def read_dcp(path: Path, load: Callable[[io.BytesIO], Any]) -> tuple[dict[str, Any], bool]:
-    """Read a DCP folder of any number of ranks; return its state and if it is our own.
+    """Read a DCP folder of any number of ranks; return its state and whether `write_dcp` wrote it.
 
-    It is our own if `write_dcp` wrote it. Tensors are on the CPU.
-
-    What another project wrote is nested as it was if the folder says how.
+    Tensors are on the CPU. Items of another project's folder are nested if the folder says how (DCP's planner data).
     load: reads the bytes of a ``torch.save`` without unpickling. Raises CheckpointError for a folder that is damaged, or holds classes
     that only unpickling could restore.
     """
@@ -186,7 +184,7 @@ def _nested(flat: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]])
 
 
 def _with_lists(node: Any) -> Any:
-    """Convert dicts with the keys 0, 1, 2, ... back to lists."""
+    """Convert dicts with integer keys, by which DCP's paths mean lists, back to lists."""
     if type(node) is not dict:
         return node
     parts = {key: _with_lists(value) for key, value in node.items()}

@@ -1,7 +1,7 @@
 """Define the error of checkpoints.
 
-``checkpoint`` raises it, ``federated`` catches it; `CheckpointError` is public in ``arclight.checkpoint``. A message names the file and
-the remedy.
+``checkpoint`` raises it; the Trainer, ``federated`` and the commands catch it. It is public in ``arclight.checkpoint`` and stays a
+ValueError.
 """
 
 

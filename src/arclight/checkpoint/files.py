@@ -1,9 +1,10 @@
-"""Write files durably, hash them on reading, replace a checkpoint's folder in one step.
+"""Write files durably with their hashes, and replace a checkpoint's folder in one step.
 
-How a local folder is replaced stands in `arclight.fabric.atomic_replace`; at an address the manifest is what is replaced.
+How a local folder is replaced is in `arclight.fabric.atomic_replace`; at an address `remote` replaces the manifest.
 
-`store`, `retention` and ``sharded`` write through this, as do programs, federated rounds and token corpora. The order (staging folder,
-sync, manifest, rename) keeps an interrupted save from being read as a checkpoint: ``tests/checkpoint/test_faults.py`` kills it midway.
+Every module of this room that touches files does so through this, as do ``deploy.formats.export``, federated rounds and blobs,
+``text.data.corpus`` and `ModelCheckpoint`. The order (staging folder, sync, manifest, rename) must stay: it keeps an interrupted save
+from being read as a checkpoint; ``tests/checkpoint/test_faults.py`` kills it midway.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def make_staging(path: Path) -> Path:
 
 
 def data_folder(staging: Path) -> str:
-    """Return the folder below the checkpoint's name for its files; "" if all of it moves."""
+    """Return `Manifest.data` for files in ``staging``: its name at an address, "" locally, where it is renamed."""
     return staging.name if remote.is_remote(staging) else ""
 
 
@@ -148,7 +149,7 @@ def is_there(path: Path) -> bool:
 
 
 def is_empty(path: Path) -> bool:
-    """Return True for a folder that is empty, or holds only remains of interrupted saves."""
+    """Return True for a folder that is empty or, at an address, holds only remains of interrupted saves."""
     if not path.is_dir():
         return False
     return all(remote.is_remote(path) and entry.name.startswith(remote.PREFIX) for entry in path.iterdir())

@@ -1,7 +1,7 @@
 """Select a checkpoint's entries by name or pattern (``only=``, ``exclude=``); find NaN.
 
-`store` and ``sharded.reader`` select with this what ``load`` returns; `store` and the Trainer's resume refuse NaN weights by it.
-Patterns are public API.
+`store.load` and ``sharded.reader`` call `select_entries`; `store.load` and ``trainer.checkpoint.state`` refuse weights with NaN.
+The meaning of patterns is public and stays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Summarise a checkpoint from its manifest, without reading tensors.
 
-`inspect` is public (``arclight.checkpoint``) and behind ``arclight checkpoint inspect``; resuming and federated runs read steps by it.
-Fields of `Inspection` are keys of its JSON: add, do not rename.
+`inspect` is public (``arclight.checkpoint``): ``arclight checkpoint inspect``, ``trainer.checkpoint.loading``, the run report and
+federated rounds call it. Fields of `Inspection` are the keys of ``--json``: add, do not rename.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Summary of a checkpoint, which ``rich.print`` shows as a table.
-
-    Fields are the keys of ``--json``.
-    """
+    """Summary of a checkpoint, which ``rich.print`` shows as a table."""
 
     path: str
     step: int | None

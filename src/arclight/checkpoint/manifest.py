@@ -1,7 +1,8 @@
 """Define the manifest of a checkpoint, ``manifest.json``: files, hashes and tensors.
 
-Every reader and writer of checkpoints and of federated rounds goes through it. It is a file format: fields may be added with a default;
-anything else needs a new `VERSION`, and old manifests must stay readable.
+`store`, ``sharded``, `retention`, `inspection` and the writer and reader of federated rounds call it. It is a file format: fields may be
+added with a default (releases without them then call the file damaged); anything else needs a new `VERSION`, and old manifests must stay
+readable.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Manifest:
     tensors: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     """File -> tensor name -> [dtype, shape]; not of the files that hold parts of tensors."""
     data: str = ""
-    """Folder below the checkpoint where the files are; itself where empty."""
+    """Folder below the checkpoint where the files are; empty for the checkpoint's own folder."""
     processes: int = 1
     """How many processes wrote it."""
     meshes: list[dict[str, int]] = field(default_factory=list)

@@ -1,15 +1,11 @@
 """Read modules that others pickled with ``torch.save``, without running their code.
 
-Their tensors are named; no class of the file is imported, nothing in it is called.
-
-The pickle machine runs with a table of its own: tensors are rebuilt by functions of this module, containers are plain
-ones, and every
-other class or function is an inert :class:`Record` that keeps its arguments. Of the records, those that look like
-a
-``torch.nn.Module`` are walked for parameters and buffers.
+The unpickler runs with a table of its own: tensors are rebuilt by functions of this module, containers are plain ones, and every other
+class or function is an inert :class:`Record` that keeps its arguments. Records that look like a ``torch.nn.Module`` are walked for
+parameters and buffers, by the names of a state dict.
 
 `conversion` calls `read_modules` for files that hold a module instead of a state dict, such as YOLOv5's. Files are untrusted: the
-limits may be raised, but no name of a file may ever be imported.
+limits may be raised, but no class or function that a file names may ever be imported or called.
 """
 
 from __future__ import annotations
@@ -148,10 +144,8 @@ class PickledModule(NamedTuple):
 def read_modules(path: Path) -> dict[str, PickledModule]:
     """Read the modules in a file of ``torch.save``, by their keys in its dict.
 
-    If it is a module itself, the key is ``model``.
-
-    Returns an empty dict if there is none. Raises CheckpointError for a file that is damaged or describes tensors that are
-    not in it.
+    The key is ``model`` if the file is a module itself. Returns an empty dict if there is none. Raises CheckpointError for a file that
+    is damaged, beyond the limits, or describes tensors that are not in it.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -1,11 +1,11 @@
 """Store checkpoints at addresses such as ``s3://bucket/runs/1``, through fsspec.
 
-An object store cannot rename a folder. Files are put below the checkpoint's name in a folder of their own, ``data-<number>``, and
-the manifest, which names that folder, is put last in one piece: until then whatever was there before is whole, and after it
-the former files go. Options of a file system are fsspec's own (its configuration files, its environment variables).
-Whatever goes wrong there, whichever library it comes from, is raised as an OSError that says where and what to do.
+An object store cannot rename a folder. Files are put below the checkpoint's name in a folder of their own, ``data-<hex digits>``, and
+the manifest, which names that folder, is put last in one piece: until then what was there before is whole, afterwards its files are
+removed. Options of a file system are fsspec's own (its configuration files, its environment variables). Its errors, whichever library
+raises them, become an OSError that says where and what to do.
 
-`files` calls this for remote paths; trainer, commands and federation take `to_path` for every checkpoint path that a user gives.
+`files` calls this for remote paths; the Trainer, the commands and federated rounds pass checkpoint paths of users through `to_path`.
 `RemotePath` has the part of ``pathlib.Path`` that these use. The layout may not change: checkpoints that were written before must open.
 """
 
@@ -27,7 +27,7 @@ COMING = ".coming-"
 """Prefix of files under upload in places where a partial file would be visible."""
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "r2"})
-"""File systems without folders: a call to make one could create a bucket under a mistyped name."""
+"""File systems without folders, where a call to make one could create a bucket of a mistyped name; an upload appears there when complete."""
 
 _OF_CONTENT = (CheckpointError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError)
 """Errors of the content that was read, not of reading."""
@@ -45,7 +45,7 @@ def to_path(path: str | Path) -> Path:
 
 
 def to_absolute_path(path: str | Path) -> Path:
-    """Make `place` independent of the working directory, which may change before it is used."""
+    """Make `path` independent of the working directory, which may change before it is used."""
     found = to_path(path)
     return found if is_remote(found) else found.absolute()
 

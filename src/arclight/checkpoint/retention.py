@@ -1,9 +1,10 @@
 """Find the last or best checkpoint of a folder; prune, remove and copy checkpoints.
 
 `find_last`, `prune` and `remove` are public (``arclight.checkpoint``). `ModelCheckpoint` calls `copy` for ``last`` at remote addresses,
-which have no links; the commands and distillation call `recorded_best` to open a run's best checkpoint.
+which have no links; ``cli.runs`` and ``vision.tasks.distillation`` call `recorded_best` to open a run's best checkpoint.
 
-Links are never followed, and nothing that is not a checkpoint is removed: keep both, since folders hold users' files.
+Links are never followed, and only checkpoints, links to them and leftovers of killed saves are removed: keep both, since folders hold
+users' files.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
 def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | None:
     """Return the checkpoint in `folder` with the highest step whose files are all intact.
 
-    Of equal steps it is the latest written.
-
-    Warns of each newer one that is damaged, with the reason. None if no checkpoint is complete. Links are not
-    followed: what they point to is found under its own name or lies elsewhere. With `processes`, all of which must call
-    this, each reads a part of the files.
+    Of equal steps it is the latest written; None if none is intact. First removes what killed saves left in `folder`. Warns, with the
+    reason, of each newer one that is damaged, and of those whose manifest is unreadable, whatever their age. Links are not followed:
+    what they point to is found under its own name or lies elsewhere. With `processes`, all of which must call this, each reads a part of
+    the files.
     """
     folder, candidates = to_path(folder), list[Path]()
     if processes is None or processes.is_global_zero:
@@ -54,9 +54,8 @@ def find_recorded(recorded: Path, folder: Path) -> Path | None:
 def recorded_best(checkpoint: str | Path) -> tuple[Path | None, str]:
     """Return the best checkpoint by the record in `checkpoint`, and the monitored value's name.
 
-    None and "" without a record.
-
-    Each checkpoint of a run has the record of itself and those before it, so the newest has the whole record.
+    None and "" without a record. Each checkpoint of a run has the record of itself and those before it, so the newest has the whole
+    record.
     """
     checkpoint = to_path(checkpoint)
     if "callbacks" not in read_manifest(checkpoint).entries:
@@ -69,12 +68,10 @@ def recorded_best(checkpoint: str | Path) -> tuple[Path | None, str]:
 
 
 def prune(folder: str | Path, *, keep: int, protect: Iterable[str | Path] = ()) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints of `folder`, and what killed processes left.
+    """Remove all but the newest `keep` checkpoints of `folder`, and what killed saves left.
 
-    Those that are unreadable or cut off count as oldest.
-
-    protect: paths that stay whatever their age, and do not count. Returns the checkpoints removed, oldest first.
-    Folders that are not checkpoints are never touched. Raises ValueError for a negative `keep`.
+    Those that are unreadable or cut off count as oldest. protect: paths that are kept whatever their age, and do not count. Returns the
+    checkpoints removed, oldest first. No other folder is touched. Raises ValueError for a negative `keep`.
     """
     if keep < 0:
         raise ValueError(f"keep={keep}: the number of checkpoints to keep cannot be negative")
@@ -105,9 +102,9 @@ def _all_but(keep: int, ordered: list[Path], unreadable: list[Path]) -> list[Pat
 
 
 def remove(path: str | Path) -> None:
-    """Remove one checkpoint, or a link to one; at no time is half of it there under its name.
+    """Remove one checkpoint, or a link (to anything); at no time is half of it there under its name.
 
-    Raises CheckpointError for anything that is not a checkpoint: it is left as it is.
+    Raises CheckpointError for anything else, which is left as it is.
     """
     path = to_path(path)
     if path.is_symlink():
@@ -121,9 +118,8 @@ def remove(path: str | Path) -> None:
 def copy(source: str | Path, target: str | Path) -> None:
     """Copy the checkpoint at `source` to `target`, both in one remote file system.
 
-    The file system copies by itself if it can.
-
-    What was at `target` stays complete until the copy is. Raises CheckpointError if that cannot be.
+    The file system copies by itself if it can. What was at `target` stays complete until the copy is. Raises CheckpointError if it
+    could not be copied.
     """
     source, target = to_path(source), to_path(target)
     manifest = read_manifest(source)

@@ -1,7 +1,8 @@
-"""Save, load and verify a checkpoint.
+"""Save, load and verify a checkpoint in one process.
 
-These are ``arclight.checkpoint.save``, ``load`` and ``verify``; the Trainer's checkpoint IO and the command call them too. What they write
-is described in `manifest`, `tree` and `tensorfile`, and must stay readable.
+`save`, `load` and `verify` are public (``arclight.checkpoint``): the Trainer's checkpoint IO, the commands and federated rounds call them.
+`async_saver`, `conversion`, `retention` and ``sharded.reader`` call the parts. What is written is described in `manifest`, `tree` and
+`tensorfile`, and must stay readable; its steps are in an order (see `files`) that a kill at any time survives.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _ATTEMPTS = 20
 """Attempts to read a checkpoint that others are replacing."""
 
 _WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors that malformed values of a file can cause. Other subclasses of RuntimeError come from the device."""
+"""Errors that malformed values of a file can cause. RuntimeErrors other than RecursionError come from the device and are passed on."""
 
 
 def save(path: str | Path, state: Mapping[str, Any]) -> Path:
@@ -170,11 +171,10 @@ def _wanted(
 
 
 def verify(path: str | Path, processes: Strategy | None = None) -> list[str]:
-    """List all that is wrong with the checkpoint at `path`, one sentence each.
+    """List all that is wrong with the checkpoint at `path`, one sentence each; empty for an intact one.
 
-    Empty for an intact one.
-
-    With `processes`, all of which must call this, each reads its part of the files, and all get the same answer.
+    Every file is read and its SHA-256 compared. With `processes`, all of which must call this, each reads its part of the files, and all
+    get the same answer.
     """
     if processes is not None and processes.world_size > 1:
         found = processes.all_gather_object(_problems(to_path(path), processes.global_rank, processes.world_size))

@@ -1,7 +1,8 @@
-"""Represent tensors still in a checkpoint's files, so that each rank reads its shards.
+"""Represent tensors that are still in their files, so that each rank reads only its shards.
 
-An operation on a StoredTensor reads it whole, and none may change it in place; ``read`` gives a slice. Loading of sharded checkpoints and
-aggregation in federated runs rely on both.
+Any torch operation on a StoredTensor reads the whole tensor first; in-place operations raise CheckpointError; ``read(offset, shape)``
+reads that box alone. ``sharded.reader`` and ``federated.blobs.manifest_io`` make them, ``federated.aggregation`` reads them by parts.
+`tree` finds the methods ``read`` and ``joined`` by name: they stay.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class Piece:
 
 
 class StoredTensor(torch.Tensor):
-    """A tensor whose values are in a checkpoint; shape, dtype and device (the CPU) are known.
+    """A tensor whose values are in a file; shape, dtype and device (the CPU) are known.
 
-    `read` gives it, or a box of it. Any operation on it reads all of it first and works on that; what would change it in place
-    is refused with CheckpointError.
+    `read` returns it, or a box of it, as a plain tensor. Any other operation reads all of it first; in-place operations raise
+    CheckpointError.
     """
 
     _pieces: tuple[Piece, ...]
@@ -131,9 +132,8 @@ class StoredTensor(torch.Tensor):
     ) -> torch.Tensor:
         """Read the box of `shape` at `offset` (default: everything) as a plain tensor.
 
-        Only its bytes are read, if they lie together.
-
-        into: a tensor of that shape and dtype on the CPU, which is filled. Raises CheckpointError if the file cannot be read.
+        Runs of at least 64 KiB are read by themselves, shorter ones with what lies between them. into: a tensor of that shape and dtype
+        on the CPU, which is filled. Raises CheckpointError if the file cannot be read.
         """
         offset = tuple(offset) if offset is not None else (0,) * self.ndim
         shape = tuple(shape) if shape is not None else tuple(self.shape)

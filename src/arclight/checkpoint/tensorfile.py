@@ -5,7 +5,8 @@ the tensors' bytes without gaps; see https://github.com/huggingface/safetensors.
 files. The library's own writer would need a second pass over the data for the hash, and tensors of its reader become
 invalid when the file changes.
 
-Checkpoints, federated blobs and rounds are written by this: the format on disk is fixed, and files are untrusted when they are read.
+`store`, ``sharded``, `conversion`, and federated blobs and rounds write by this; the names in `DTYPES` are also in federated manifests.
+The format on disk is fixed, and files are untrusted when they are read.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+"""The format's names of data types; tensors of others cannot be written."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = "__metadata__"
 """Name of the header's entry that is no tensor."""
@@ -93,9 +95,7 @@ class Slot:
 def read_header(file: HashedFile, size: int) -> dict[str, Slot]:
     """Read the header of a file of `size` bytes: its tensors in order of position.
 
-    The file is then at the first tensor.
-
-    Raises ValueError, KeyError or EOFError for a malformed file.
+    Leaves the file at the first tensor. Raises ValueError, KeyError, TypeError, AttributeError or EOFError for a malformed file.
     """
     length = int.from_bytes(file.read(8), "little")
     if length > min(_MAX_HEADER, size):

@@ -1,11 +1,10 @@
-"""Encode a state dict as JSON and named tensors, and decode it.
+"""Encode a state dict as JSON and named tensors, and decode it: the format of all checkpoints.
 
-This is the format of all checkpoints.
+JSON holds ``None``, booleans, integers, finite floats, text, lists and dicts with text keys as they are. Enum members are stored as
+their value. Other supported types become ``{"$": kind, ...}``, with the kinds in `_KINDS`, which may only grow; all else raises
+CheckpointError. (Writers use ``spread`` and ``bits`` for shards alone, see ``sharded.plan``.)
 
-JSON holds ``None``, booleans, integers, finite floats, text, lists and dicts with text keys as they are. All else is an
-object ``{"$": kind, ...}``: see `Encoder` for the kinds. A kind that was ever written must stay readable.
-
-`store`, ``sharded``, `dcp` and the writer of federated rounds encode by this; everything that opens a checkpoint decodes by it.
+`store`, `async_saver`, ``sharded``, `dcp` and the writer of federated rounds encode by this; whatever opens a checkpoint decodes by it.
 """
 
 from __future__ import annotations
@@ -26,12 +25,14 @@ from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.tensorfile import METADATA, NAMES, as_bytes, check_shape, from_bytes
 
 REST = "state.safetensors"
+"""File of the tensors of entries that have no file of their own."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _RESERVED = {"state", "manifest"}
+"""Names of entries that get no file of their own, as its name would be taken."""
 _LONGEST_NAME = 200
 """Most characters in the name of an entry with its own file; file systems take 255 bytes."""
 _LONGEST_INT = 14_000
-"""Bits of an integer that is written in decimal: Python reads and writes at most 4,300 digits."""
+"""Most bits of an integer that is written in decimal; longer ones are written in hexadecimal: Python converts at most 4,300 digits."""
 _STEP_NAMES, _EPOCH_NAMES = ("step", "global_step", "steps"), ("epoch", "current_epoch")
 
 

@@ -1,12 +1,11 @@
 """Plan which rank writes which part of a sharded state.
 
 Every rank encodes its own state: values become JSON, tensors stay where they are and are described by the boxes
-that this rank holds. One all-gather of the descriptions, and every rank computes the same plan: each box is
-written by one of the ranks that hold it, the one with least to write so far. States may differ in which entries they have
-(a pipeline's stages have different layers): their dicts are united.
+that this rank holds. `writer`, the only caller, gathers the descriptions, and every rank computes the same plan: each box is
+written by one of the ranks that hold it (of the leading replica, if one of them holds it), the one with least to write so far. States
+may differ in which entries they have (a pipeline's stages have different layers): their dicts are united.
 
-The only caller is `writer` beside it. In: a rank's state; out: the boxes that the rank writes, and the JSON that ``sharded.reader``
-follows. How boxes are balanced may change; the plan must be the same on every rank.
+The JSON is on disk and stays readable (`tree` decodes it). How boxes are balanced may change; the plan must be the same on every rank.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class TensorShards:
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     same_as: Path | None = None
-    """The tensor whose memory this is: it is written once."""
+    """Path of an earlier tensor of the entry with the same memory, which alone is written."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +140,8 @@ class ShardPlan:
 def make_plan(everyones: list[dict[Path, TensorShards]], leading: Collection[int] = ()) -> ShardPlan:
     """Plan which rank writes which shard, from what each rank has.
 
-    A box that one of ``leading`` holds is written by one of these: they have one replica of a model, and others may
-    differ
-    from it. Raises CheckpointError for a tensor that all parts together do not make up.
+    ``leading``: ranks of one replica of the model, from which other replicas may differ; a box that some of them hold is written by one
+    of these. Raises CheckpointError for a tensor whose dtype or shape differs between ranks, or that all parts together do not make up.
     """
     places: dict[Path, TensorShards] = {}
     holders: dict[Path, dict[Box, list[int]]] = {}

@@ -1,6 +1,7 @@
 """Load a checkpoint on any number of ranks, each of which reads only its shards.
 
-`load_shards` of strategies with sharded weights and of federated rounds; it reads every checkpoint, also one of a single process.
+The Trainer's checkpoint IO calls `load_shards` for strategies with sharded weights, ``federated.rounds.store`` calls `open_state`. They
+open every checkpoint, also one of a single process: each rank reads ``state.json`` and the headers, and tensors when they are used.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def load_shards(
     that a strategy has sharded do so in `load_state_dict`. The checkpoint may be from any number of processes.
     only, exclude: as `arclight.checkpoint.load` has them. stored: those whose tensors stay in the files, by default all; the others' are read.
     check: compare the SHA-256 of every file: each is read once, by one of the processes.
-    Raises CheckpointError on every process where any of them finds the checkpoint missing, damaged or unreadable.
+    Raises CheckpointError on every process if any of them finds the checkpoint missing, damaged or unreadable.
     """
     path = to_path(path)
     if processes.is_global_zero and not is_remote(path) and not path.exists() and path.parent.is_dir():
@@ -65,7 +66,7 @@ def open_state(
     exclude: Iterable[str] | None = None,
     stored: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """Open a checkpoint as `load_shards`, in one process and without comparing hashes.
+    """Open a checkpoint as `load_shards` in one process, without comparing hashes of tensor files.
 
     Raises CheckpointError.
     """

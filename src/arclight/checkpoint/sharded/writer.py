@@ -1,9 +1,9 @@
 """Save a sharded state: each rank writes its shards, rank 0 the manifest that names them.
 
-Strategies with sharded weights call `save_shards`; `async_saver` calls `ShardedSaver.begin`, and ``write`` in the background. The result is
-a checkpoint like any other (a format on disk), which loads on any number of processes: `arclight.checkpoint.load` gathers the
-shards, `load_shards` reads only this rank's. All processes must see the same folder. No tensor is gathered: a process holds its own
-shards, and a copy of one of them while it is written.
+The Trainer's checkpoint IO calls `save_shards` for strategies with sharded weights; `async_saver` calls `ShardedSaver.begin`, and ``write``
+in the background. The result is a checkpoint like any other (a format on disk), which loads on any number of processes:
+`arclight.checkpoint.load` joins the shards, `load_shards` reads only this rank's. All processes must see the same folder. No tensor is
+gathered: a process holds its own shards, and a copy of one of them while it is written.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ GatherToRankZero = Callable[[Any], list[Any]]
 
 
 def save_shards(path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Path:
-    """Save `state` as the checkpoint folder `path` by all processes; each must call this.
-
-    See `arclight.checkpoint.save`.
+    """Save `state` as the checkpoint folder `path`, as `arclight.checkpoint.save`; each process must call this.
 
     Of DTensors (on any mesh) each shard is written by one of the processes that hold it. Entries that only some processes have, such as
     the layers of one pipeline stage, are merged; of an entry that several have, tensors must be equal in shape and dtype, and other
@@ -102,9 +100,9 @@ class ShardedSaver:
         return ShardedSave(path, to_path(reports[0][3]), own, encoded)
 
     def _merge(self, shards_here: EncodedShards, structures: list[str]) -> tuple[dict[str, Any], list[dict[str, int]]]:
-        """Merge the entries of all processes on rank 0.
+        """Merge the entries of all processes.
 
-        Only a rank whose structure no lower rank has sends its own.
+        Only ranks whose structure no lower rank has send theirs; rank 0's result is the one that is written.
         """
         rank = self.processes.global_rank
         meshes, entries = list(shards_here.meshes), shards_here.entries
