@@ -1,7 +1,7 @@
 """Export and run embedding programs: texts in, unit vectors out.
 
-A vector is the normalised mean of a text's last hidden states. ``arclight export`` of a recipe's task
-(`LanguageModel.configure_deployment`) and `export_embedding_model` write one; ``arclight serve`` runs it through
+A vector is the normalised mean of a text's last hidden states. ``arclight export --embedding`` writes a program
+(`LanguageModel.configure_embedding`), and so does `export_embedding_model`; ``arclight serve`` runs it through
 `Embedder`. Names and shapes of inputs and outputs and ``metadata["task"]`` are stored in exported files and stay.
 """
 
@@ -31,7 +31,7 @@ TASK = "embedding"
 DYNAMIC = {"tokens": {0: "batch", 1: "time"}, "lengths": {0: "batch"}}
 """Dynamic dimensions of the program's inputs."""
 BATCH = 8
-"""Most texts in one call."""
+"""Most texts that the server passes to `Embedder.embed` at once."""
 Array = np.ndarray[Any, Any]
 
 

@@ -1,10 +1,8 @@
-"""Generate text token by token with a KV cache, greedily or by sampling, or streamed.
+"""Generate text token by token with a KV cache, greedily or by sampling, or as a stream.
 
-``arclight.text.generate`` is public; evaluation calls it too. The server's scheduler batches many texts by itself and shares `choose`,
-`AnswerText`, `GenerationSettings` and `check_lengths`, so that a text is the same by either. In: a `Decoder` or a language program, and
-prompts.
-
-Seeded answers stay the same for a seed: the order of random draws in `choose` and `generate` may not change.
+`generate` is public as ``arclight.text.generate``; `LanguageModel.generate`, ``arclight predict`` and `evaluation.suite` call it with a
+`Decoder` or a language program. The server's scheduler batches requests by itself and shares `choose`, `AnswerText`,
+`GenerationSettings` and `check_lengths`. A seed gives the same answer after an update: the order of random draws must stay.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ class Options(TypedDict, total=False):
     """Options of :func:`generate`: how tokens are chosen, and when generation ends."""
 
     temperature: float
-    """What logits are divided by; 0 takes the likeliest token."""
+    """Divides the logits; 0 takes the likeliest token."""
     top_k: int | None
     """Choose among this many of the likeliest tokens."""
     top_p: float | None
@@ -38,7 +36,7 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]
     """Texts that end an answer and do not belong to it."""
     seed: int | None
-    """The same seed gives the same answers; None: others each time."""
+    """Seed of the random draws; None: other answers each time."""
     bos: bool
     """Whether prompts begin with the token that begins documents."""
     inputs: dict[str, Any]
@@ -63,12 +61,12 @@ def generate(
     (`arclight.text.language_program`), whose tokenizer `tokenizer_of` returns.
 
     An answer ends with the tokenizer's ``eos``, a text of ``stop``, or ``max_new_tokens`` tokens. See `Options`; by default tokens are
-    chosen as likely as they are (temperature 1). Ids may be a tensor (B, T). With ``stream`` an iterator of pieces comes back, for several prompts of
-    lists with a piece for each; pieces hold whole characters, and never a part of a text of ``stop``.
+    drawn with the model's own probabilities (temperature 1). Ids may be a tensor (B, T). With ``stream`` an iterator of pieces comes back,
+    for several prompts one of lists with a piece for each; pieces hold whole characters, and never a part of a text of ``stop``.
     Raises TypeError for unknown options and prompts that are neither text nor ids, ValueError for options out of range, an empty
     prompt if nothing can begin it, tokens that the model does not know, and a prompt and answer that together are longer than its
-    positions; FloatingPointError if logits are not numbers. Modules are in evaluation mode while the model runs, and as they were
-    in between.
+    positions; FloatingPointError for logits that are NaN or all infinite. While the model runs it is in evaluation mode; between steps, and after,
+    its modules have the mode that they had.
     """
     settings = GenerationSettings.of(dict(options))
     if max_new_tokens < 1:

@@ -59,10 +59,10 @@ VOCABULARY_MULTIPLE = 64
 
 @runtime_checkable
 class RoundsOperands(Protocol):
-    """Layer that is trained with rounding, for a loss that multiplies by itself."""
+    """Linear layer that rounds its operands in training, as a loss needs that multiplies itself."""
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``x`` and the weight, rounded."""
+        """Return ``x`` and the weight, both as the layer rounds them."""
 
 
 class LanguageModel(Module):
@@ -71,8 +71,8 @@ class LanguageModel(Module):
     A batch is a mapping: ``tokens`` (B, T) and ``labels`` (B, T) int64, labels -100 where nothing is to be predicted; of packed documents
     also ``positions`` and ``documents`` (B, T); ``bytes`` (B,), how much text the labels stand for.
 
-    vocab_size: ids of the tokenizer, and vocabulary: its digest; None takes those of the data module's when a stage begins. ``model``
-    maps token ids (B, T) to logits (B, T, V); it is built in ``configure_model``, so that a mesh may build it without memory first.
+    vocab_size: ids of the tokenizer, and vocabulary: its digest; None takes both from the data module's tokenizer in ``setup``. ``model``
+    maps token ids (B, T) to logits (B, T, V); ``configure_model`` builds it, on the meta device if a plan shards it.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class LanguageModel(Module):
                 f"{settings.model}: shorten it, or set overrides.max_positions"
             )
         self.initial_seed = torch.initial_seed()
-        """What first weights are drawn from, alike on every process."""
+        """Seed of the initial weights of a model that no plan shards: torch's, when the module was made."""
         self.model: Any = None
         self.runner: Any = None
         self.tokenizer: Any = None
@@ -103,7 +103,7 @@ class LanguageModel(Module):
         self.mixture = False
         """Whether the model that is trained has experts."""
         self.expert_paths: dict[str, Any] = {}
-        """What was measured of experts whose path is ``auto``, by shape class: see `prepare_paths`. A resumed run takes it over."""
+        """Chosen path of experts that are set to ``auto``, by shape class: see `prepare_paths`. Checkpoints keep it."""
 
     # -- the model -------------------------------------------------------------------------------------------------
 

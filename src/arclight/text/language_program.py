@@ -1,9 +1,8 @@
 """Export and run language programs, whose KV cache goes in and out from call to call.
 
-Description and tokenizer are inside the program.
-
-`LanguageModel` exports by it; ``arclight predict``, `generate` and the server's scheduler run the programs. Names of inputs and outputs
-are in programs: they stay.
+`LanguageModel.configure_deployment` describes the export; ``arclight predict``, `generate` and the server's scheduler run programs, and
+``arclight compare`` scores them. Names and order of inputs and outputs, and the metadata (task, sizes, tokenizer files), are in
+exported files: they stay.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ if TYPE_CHECKING:
 
 TASK = "language"
 LARGEST_TOKENIZER = 1 << 28
-"""Most bytes of all tokenizer files that are unpacked from a program."""
+"""Most bytes of the tokenizer files of a program after decompression, all together."""
 SCORED_TOKENS, SCORED_TEXTS = 64, 16
 """Most tokens of a text, and most texts, that two models are scored on."""
 DYNAMIC = {"tokens": {0: "batch", 1: "time"}, "padding": {0: "batch"}, "past": {0: "batch", 2: "past"}}
-"""Dimensions of a program that have any size, by input."""
+"""Dynamic dimensions of the program's inputs; each ``past.N`` has those of ``past``."""
 
 
 class CachedDecoder(nn.Module):

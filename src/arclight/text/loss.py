@@ -1,9 +1,8 @@
 """Compute cross-entropy in float32 without full logits, over sharded vocabularies.
 
-Unigram cross-entropy is here, too. `torch.nn.functional.linear_cross_entropy` of torch 2.13 is one to two percent off
-in bfloat16, hence this one.
-
-`LanguageModel` computes its loss here, the planner (`workload`) counts its cost.
+`LanguageModel` computes its loss here, and the planner counts its cost (`workload`). `UnigramLoss` makes losses of different
+tokenizers comparable. Loss and gradients must agree with torch's cross-entropy of full logits, up to rounding; chunk sizes may be
+tuned, which changes the last bits. `torch.nn.functional.linear_cross_entropy` of torch 2.13 was too inexact in bfloat16.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 IGNORED = -100
 """The label of a token that is not to be predicted."""
 CHUNK_ELEMENTS = 1 << 22
-"""Most logits held at a time (16 MiB of float32), if chunks are then long enough and at most `CHUNKS`."""
+"""Most logits held at a time (16 MiB of float32), unless chunks would then have under 256 rows or be more than `CHUNKS`."""
 CHUNKS = 8
 """Most chunks. Each adds to a gradient as large as the weights, which costs as much as its products if the chunk has only a few hundred
 rows."""
@@ -36,8 +35,8 @@ def cross_entropy(
     processes as `arclight.parallel.layers.tensor_parallel` does it. labels: (...), int64.
     chunk: rows of logits at a time (default: about four million logits, or an eighth of all). softcap: logits become softcap * tanh(logits / softcap).
     Gradients are computed on the way forward and kept in the place of logits: each matrix product is done once.
-    A label outside of the vocabulary raises IndexError on a CPU; elsewhere, where to look would wait for the device, the loss
-    and the gradients of its row are NaN.
+    A label outside of the vocabulary raises IndexError on a CPU (not in compiled code); elsewhere, where a check would wait for the
+    device, the loss and the gradients of its row are NaN.
     """
     group, first, rows = None, 0, weight
     if isinstance(weight, DTensor):

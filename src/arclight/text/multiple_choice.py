@@ -1,7 +1,8 @@
 """Score multiple-choice questions by the likelihood of their choices.
 
-``arclight test`` and `suite` score by it. Questions and a function from token ids (B, T) to logits (B, T, V) come in, counts go out, so
-that programs are scored as modules are.
+``arclight test --questions`` and `evaluation.suite` call `score_choices` with questions and a function from token ids (B, T) to logits
+(B, T, V); `evaluation.questions` makes each `Question`. Scores are compared with published ones: sums over tokens, the division by bytes and
+ties that count as wrong must stay.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Question(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Answers of a model, as counts that several processes can add."""
+    """Numbers of right answers, and the likelihoods behind them."""
 
     questions: int
     correct: int

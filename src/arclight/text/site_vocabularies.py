@@ -1,12 +1,12 @@
 """Check the vocabularies of a federation's sites before anything is trained.
 
-Sites with tokenizers of their own share the trunk of a model. Whatever is shaped by the vocabulary is personal to each, and losses are
-compared after the unigram cross-entropy of each site's text is subtracted (`arclight.text.loss.UnigramLoss`). Refused by name are
+`LanguageTask.check_vocabularies` calls it for ``arclight federate``. Sites with tokenizers of their own share the trunk of a model;
+whatever is shaped by the vocabulary is personal to each, and their losses are compared after `UnigramLoss` is subtracted. Refused are
 
-* another vocabulary than the server's where embeddings are exchanged, or begin as the server's;
-* a vocabulary that the server is given and that is no site's;
-* a parameter of the vocabulary's shape that stays in the exchange, as the output beside a personal embedding;
-* sites whose losses could not be compared: no ``[task.unigram]``, a corpus on disk without counts.
+* another vocabulary than the server's if sites exchange embeddings, or start from the server's;
+* a server vocabulary that no site has;
+* a parameter of the vocabulary's shape that is exchanged, such as an output layer beside a personal embedding;
+* sites whose losses could not be compared: no ``[task.unigram]``, or a corpus on disk without counts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Describe language modelling to the planner: a model, a batch and a loss, without data.
 
-``arclight plan`` calls it for recipes of language models. Settings come in; what ``parallel.planning`` measures goes out, on the meta
-device.
+``arclight plan`` (`recipe_plan`) calls it for recipes of language models. Settings come in; out goes a `Workload`, which
+`parallel.planning.chain` traces on the meta device. Its loss stands for that of `LanguageModel`, without a cap of logits: a change of the
+cost there needs one here.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ def _batch(samples: int, sequence: int) -> dict[str, Tensor]:
 
 
 def _moments(optimizer: Any) -> int:
-    """Count the float32 tensors that the optimizer keeps of each parameter.
+    """Count what the optimizer keeps of each parameter, in float32 tensors of its size.
 
-    Of mixed optimizers the most are taken.
+    Two bfloat16 moments count as one. Of mixed optimizers the most is taken.
     """
     if isinstance(optimizer, AdamW):
         return 1 if optimizer.state_dtype == "bfloat16" else 2

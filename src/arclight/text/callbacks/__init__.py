@@ -1,4 +1,4 @@
-"""Callbacks of language runs in recipes: evaluation suites, and monitors of experts.
+"""Observe language runs: evaluation suites, and monitors of experts.
 
-They are ``suite_evaluation`` and ``expert_monitor``.
+In recipes they are ``[task.evaluation]`` (``suite_evaluation``) and a monitor of kind experts (``expert_monitor``).
 """

@@ -1,6 +1,7 @@
 """Monitor the choices of experts, and the similarity of experts and of their routers' rows.
 
-``monitors`` of a recipe build it (``text.settings``), or users pass it. Keys of what it logs stay; training is not changed.
+`settings.Experts` builds it for ``monitors`` of a recipe, or users pass it to a Trainer. Names of what it logs, and of the plot
+``experts.svg``, stay; training keeps its bits.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ class ExpertMonitor(StepMonitor):
 
 
 def layers_of_experts(module: torch.nn.Module) -> dict[str, MoE | HeadMaps]:
-    """Return the layers of experts by name: feed-forward parts, and attention's maps.
+    """Return the layers of experts by name: feed-forward parts, and attention's two maps.
 
-    The latter are maps to values and to outputs.
+    Those are the maps to values and to outputs.
     """
     return {name: part for name, part in module.named_modules() if isinstance(part, MoE | HeadMaps)}
 

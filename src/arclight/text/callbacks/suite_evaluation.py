@@ -1,6 +1,7 @@
 """Evaluate a suite of question files every n steps (``[task.evaluation]`` of a recipe).
 
-`LanguageModel` adds it if the recipe has such a table; ``text.evaluation`` asks and scores. Keys of what it logs stay.
+`LanguageModel` adds it if the recipe has such a table; `evaluation.suite` asks and scores. Names of what it logs stay: checkpoints may
+monitor them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ class SuiteEvaluation(Callback):
 
     They are ``suite/<task>/accuracy``, its ``stderr`` and, for likelihoods, ``accuracy_normalised``. Processes that
     each hold the whole model divide the questions among them; with sharded weights all answer every question together.
-    Training is not changed: no random numbers are drawn. Raises MisconfigurationError before the first step for a plan
-    with pipeline stages or context parallelism, for a model without a tokenizer, and whatever `load_suite` raises.
+    Training is not changed: the random states of the run are not used. Raises MisconfigurationError before the first
+    step for a plan with pipeline stages or context parallelism and for a model without a tokenizer; the constructor
+    raises whatever `load_suite` does.
     """
 
     def __init__(self, settings: Evaluation) -> None:

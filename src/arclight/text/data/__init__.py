@@ -1,4 +1,4 @@
-"""Text on its way to a model: documents become tokens, tokens become batches.
+"""Turn text into batches for a model: documents become tokens, tokens become batches.
 
 Files come in through `sources` (Mosaic data shards through `mds`); `tokenizer` turns their text into ids; `corpus` keeps these
 in shards on disk; `site_split` picks the documents of one federated site. Out go the batches of `data_module`, as

@@ -1,9 +1,8 @@
 """Write and open corpora: text tokenized in order into shards, by one or more processes.
 
-A corpus is a folder: ``tokenizer/`` as `Tokenizer.load` reads it, and a folder of shards for each split (``train``,
-``val``), with counts of tokens by source beside the shards. What is in it depends on documents and tokenizer alone, not on the number of processes.
-
-``arclight data tokenize`` writes by it, `TextDataModule` opens by it. The layout of the folder must stay readable.
+``arclight data`` (`cli.commands.corpora`) and `TextDataModule` write and open corpora by it. A corpus is a folder: ``tokenizer/`` as
+`Tokenizer.load` reads it, and a folder of shards for each split (``train``, ``val``), with counts of tokens by source beside the shards.
+Folders must stay readable. What is in one depends on documents, tokenizer, split and ``shard_bytes``, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SPLITS = ("train", "val")
 SHARD_BYTES = 2**26
 """UTF-8 bytes of text at which a shard is full."""
 FEW = 256
-"""Least documents of a corpus from which whole ones are held out."""
+"""Documents up to which `with_tails` holds out their ends, if the split would put all of them on one side."""
 _TOGETHER = 512  # documents tokenized in one call
 
 
@@ -123,8 +122,7 @@ class Tail(Document):
 def with_tails(documents: Iterable[Document], share: float) -> Iterator[Document]:
     """Split off the last ``share`` of each document, if there are few documents.
 
-    There are few if all would lie on one side. Those of larger corpora, of which some are held out and some not, pass
-    as they are.
+    There are few if they are under `FEW` and `held_out` would put all on one side. Others pass as they are.
     """
     found, split, sides, first = iter(documents), held_out(share), set[str](), list[Document]()
     for document in found:

@@ -1,7 +1,8 @@
 """Define the data module of text: tokenize once, cache, read batches of packed documents.
 
-`LanguageTask` makes a `TextDataModule` of its data settings. Tokens are cached below a digest of text and settings: what changes them
-must be part of it. Out: batches of `TokenSamples`.
+`LanguageTask` makes a `TextDataModule` of its data settings; the planner and the checks of federations ask one for its vocabulary and sites.
+Out go batches of `TokenSamples`. Tokens are cached in folders named by a digest of text, tokenizer and settings: a setting that changes
+them must be part of the digest. Keys and digests of `state_dict` are in checkpoints.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class TextDataModule(DataModule):
 
     The first run tokenizes into ``<root>/data/<name>-<digest>`` (see ``Text.cache``), the digest being that of the
     sources' names, sizes and times of change, of the tokenizer and of the settings that matter; later runs find it. The
-    other processes wait for that: what takes longer than they may is tokenized beforehand, with `arclight data tokenize`.
+    other ranks wait meanwhile, up to their timeout: tokenize larger text beforehand, with `arclight data tokenize`.
     Works without a trainer too: ``prepare_data()``, ``setup("fit")``, then the loaders.
     """
 

@@ -1,6 +1,8 @@
-"""Define the settings of text data, the recipe's ``[task.data]`` (no torch).
+"""Define the settings of text data, the recipe's ``[task.data]``, without torch.
 
-Field names are public and stay; docstrings are the texts of ``arclight train --help``. `Text.build` makes the `TextDataModule`.
+`LanguageTask` holds a `Text`, and `TextDataModule` reads it; `Text.build` makes one for use without a recipe. Field names are recipe keys
+and stay; their docstrings are the help of ``arclight train``. A setting that changes tokens belongs into the digest of the cache
+(`data_module`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Read folders of Mosaic data shards (MDS, version 2) without the package ``streaming``.
 
+`sources` reads text or token ids with `shards_of` and `read_column`. The format is MosaicML's; files are untrusted, so every offset is
+checked, and pickled columns are refused.
+
 ``index.json`` lists the shards with the name, the encoding and the size of each column. A shard is the number of its samples
 (uint32), their places and the end of the last (uint32 each, from the start of the file), a copy of its settings (JSON), and the samples;
 a sample is the size of each column that has none of its own (uint32), then the columns. All numbers are little-endian.
 Facts: https://docs.mosaicml.com/projects/streaming, "Dataset Format".
-
-`sources` reads a corpus of this format with `shards_of` and `read_column`; its text is then tokenized like any other. The format is
-MosaicML's; files are untrusted, so every offset is checked, and pickled columns are refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Column:
     name: str
     encoding: str
     size: int | None
-    """Bytes; None if each sample says its own."""
+    """Bytes of a value; None if each sample stores its own size."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
 """Describe public corpora: licence, files, columns and checksums.
 
-Nothing is ever fetched: the steps are printed. The facts are in public_corpora.json, as the publishers state them; a size
-that is not known is null. Each is a Git repository at a fixed commit, whose large files are Git LFS pointers: these hold
-the SHA-256 of every file, with which what arrives is compared.
-
-``arclight data`` prints what it describes.
+``arclight data`` prints the steps that fetch and tokenize one; nothing is fetched here. The facts are in ``public_corpora.json``, as the
+publishers state them, with null for a size that is not known: a new corpus is an entry there. Each is a Git repository at a fixed
+commit, whose large files are Git LFS pointers that hold each file's SHA-256, with which downloads are compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Split a text's documents among the sites of a federation.
 
-`TextDataModule` reads one site's part through a `SiteSplit`; sites are drawn by ``arclight.data.sites``. Which document goes to which
-site may never change.
+`TextDataModule` reads one site's documents through a `SiteSplit`; recipes of ``arclight federate`` choose the partition. Rules of drawing are in
+``arclight.data.sites``. Which document lies at which site may never change, or sites would train on documents of others.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Source:
     """Assign whole sources of text to sites, so that sites differ in kinds of text."""
 
     by: By = "folder"
-    """Definition of a source: a top-level folder (or file beside these), a file, a named source of data = {first = ..., second = ...}, or the
-    value of a field of a row."""
+    """What counts as one source: a top-level folder (or file beside these), a file, a named source of data = {first = ..., second = ...}, or
+    the value of a field of a row."""
     field: str = "source"
     """The field of a row, for by = "field"."""
 

@@ -1,7 +1,8 @@
 """Read text files of several kinds as documents, in an order that never changes.
 
-The data module and ``arclight data tokenize`` read corpora by `documents`; question sets and labelled rows use `rows`. The order of
-documents decides which are held out, so it stays.
+The data module, `site_split`, ``arclight data tokenize`` and ``arclight compare`` read text by `documents`; question sets and labelled rows
+use `rows`. Their order is the order of tokens in a corpus and the text that tokenizers learn from, so it stays. A new kind of file is a
+reader in `_reader`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Train, load and apply tokenizers: byte-level BPE through HF tokenizers, or plain bytes.
 
-``arclight.text.Tokenizer``; corpora, models and programs store one and compare its ``digest``. Files are tokenizer.json as Hugging Face has
-it; ids of a stored tokenizer must never change.
+`Tokenizer` and `ByteTokenizer` are public (``arclight.text``). Runs, corpora and programs store the files of one; shards, checkpoints and
+programs its ``digest``, which is compared. So ids of a stored tokenizer and the digest must never change. Files are Hugging Face's
+tokenizer.json and tokenizer_config.json; of bytes the latter alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token that is one byte, as SentenceP
 _ROLES = ("bos_token", "eos_token", "pad_token")
 
 
-_CONTEXT = 8  # tokens that one's text may depend on; four of them are one character at most
+_CONTEXT = 8  # tokens before one that its text may depend on; a character has four tokens at most
 
 
 class TokenizerError(ValueError):

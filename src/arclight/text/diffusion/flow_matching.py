@@ -1,7 +1,7 @@
-"""Rectified flow: latents as tokens, the velocity loss, and Euler's sampler.
+"""Train and sample rectified flows: latents as tokens, the velocity loss, Euler's sampler.
 
-Users' own modules train with `flow_loss` and draw images with `sample`; nothing in Arclight calls them. Latents come from an autoencoder
-that is not part of this package.
+Users' own modules call `flow_loss` and `sample` with a `Flux`; nothing else in Arclight does. Latents come from an autoencoder
+that is not part of this package. Order of tokens and `schedule` are those of FLUX.1's published weights and stay.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Define FLUX.1's transformer (Black Forest Labs 2024): noisy image tokens to a velocity.
 
+`flow_matching` trains and samples it; `from_hf` reads the published weights by a table in `hf.families`. Parameter names are in checkpoints
+and in that table.
+
 Text and image tokens attend to one another, first with weights of their own, then with the same; time and a summary of the text
 scale, shift and gate every part. Letters: B batch, N image tokens, L text tokens, S both, D width, H heads, C width of a head,
 I values of an image token, E width of text features, Q width of the summary.
-
-`flow_matching` trains and samples it; ``hf.families`` maps the published weights. Parameter names are in checkpoints and in that map.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from arclight.text.model.layers import RMSNorm, RotaryEmbedding, kept_on_device,
 
 @dataclass(frozen=True, kw_only=True)
 class FluxConfig:
-    """The published models' sizes by default."""
+    """Sizes; by default those of the published models."""
 
     in_channels: int = 64
     text_dim: int = 4096
@@ -36,7 +37,7 @@ class FluxConfig:
     double_layers: int = 19
     single_layers: int = 38
     axes: tuple[int, ...] = (16, 56, 56)
-    """How the width of a head is divided among the coordinates that turn it: sequence, row, column."""
+    """Widths of a head's parts that rotary embeddings turn by place in the sequence, row and column."""
     rope_theta: float = 10_000.0
     guidance: bool = False
     """Whether guidance strength is an input, as in guidance-distilled models (FLUX.1-dev)."""
@@ -57,11 +58,11 @@ class Conditions:
     """Conditions that an image is made from."""
 
     text: Tensor
-    """Features of its tokens (B, L, E)."""
+    """Features of the text's tokens (B, L, E)."""
     summary: Tensor
-    """One vector for all of it (B, Q)."""
+    """One vector for the whole text (B, Q)."""
     guidance: Tensor | None = None
-    """(B,), for models with this input."""
+    """Guidance strength (B,), for models with this input."""
 
 
 def _linear(module: nn.Module, names: dict[str, float], biases: bool = True) -> dict[str, Initial]:

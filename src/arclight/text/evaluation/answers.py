@@ -1,7 +1,7 @@
-"""Extract final answers from generated text, and compare them as the authors of each set do.
+"""Extract final answers from texts, and compare them as the authors of each set do.
 
-`questions` and `suite` call it on what a model generated. Rules are those of each set's authors: another rule gives scores that cannot be
-compared with theirs.
+`suite` extracts them from generated texts, `questions` from the authors' solutions. A function is one set's rule: another rule gives scores
+that cannot be compared with published ones.
 """
 
 from __future__ import annotations

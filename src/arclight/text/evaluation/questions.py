@@ -1,6 +1,7 @@
 """Read question sets in their authors' layouts, and write them as prompts.
 
-``arclight test --questions`` and `suite` read sets by `read_questions`. Prompts are their authors': a change makes scores incomparable.
+``arclight test --questions`` calls `read_questions`; `suite` calls `read_items`, `prompt` and `question`. Prompts are their authors': a change
+makes scores incomparable. A new kind is an entry of `FORMS` here, and of `Format` and `MODES` in `suite_settings`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LETTERS = "ABCDEFGHIJ"
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One question of a set, in no particular wording."""
+    """One question of a set, before it is worded as a prompt."""
 
     place: str
     """The file and row it comes from."""
@@ -35,7 +36,7 @@ class Item:
     solution: str = ""
     """Text of the right answer as an example shows it, with the way to it if the set has one."""
     final: str = ""
-    """What has to be extracted from a generated answer."""
+    """The right answer, as it is extracted from a generated text."""
     group: str = ""
     """Subject, category or sub-task; examples come from the question's own."""
 

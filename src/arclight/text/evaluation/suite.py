@@ -1,7 +1,8 @@
 """Evaluate a suite on a language model: likelihoods, generated answers, bootstrap errors.
 
-``arclight test RUN --suite FILE`` and the callback `SuiteEvaluation` call `load_suite`, then `run_suite`. Prompts and rules of extraction
-follow each benchmark's authors, since scores are compared with published ones; `arclight.text.evaluation.questions` has them.
+``arclight test RUN --suite FILE`` and the callback `SuiteEvaluation` call `load_suite`, then `run_suite`. Scores are compared with
+published ones: prompts (`evaluation.questions`), rules of extraction (`evaluation.answers`) and texts that end generation here are each
+benchmark's own and stay.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def run_suite(
 
     share: (i, n) if n processes each hold the whole model: this one answers every n-th question from i on, and ``gather`` returns
     the objects of all. With a sharded model all processes have the share (0, 1) and compute the same. The model is in evaluation
-    mode meanwhile, and no random numbers are drawn. Raises FloatingPointError for likelihoods or logits that are NaN. If a process
+    mode meanwhile, and generation is greedy. Raises FloatingPointError for likelihoods or logits that are NaN. If a process
     fails, all raise: the first that failed its own error, the others RuntimeError with its text.
     """
     scores = []

@@ -1,7 +1,7 @@
-"""Settings of an evaluation suite (no torch here: a suite is read without it).
+"""Define the settings of an evaluation suite, without torch.
 
-``arclight test`` and a recipe's ``[task.evaluation]`` read a suite by `read_suite`; `suite` runs it. Names of fields are in suite files:
-they must stay.
+`load_suite` reads a suite file by `read_suite`; `Evaluation` is a recipe's ``[task.evaluation]``, run by `SuiteEvaluation`; ``arclight test``
+takes the names of formats from `MODES`. Field names and formats are in suite files and recipes: they stay.
 """
 
 from __future__ import annotations

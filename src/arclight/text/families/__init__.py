@@ -1,7 +1,7 @@
-"""Model families, one readable file each, built from the parts in `arclight.text.model`.
+"""Define model families, one file each, from the parts in `arclight.text.model`.
 
-A name such as ``llama3-8b`` comes in through `zoo`, which holds every family's published sizes; a model comes out. Open `llama`
-first: most families change a part of it.
+A name such as ``llama3-8b`` comes in through `zoo`, which lists every family's sizes; a model comes out. Open `llama` first: `qwen3`,
+`llama4` and `deepseek` change a part of it, and `deptoe` one of `mpt`. A new family is a file here and an entry of `zoo.FAMILIES`.
 """
 
 from __future__ import annotations

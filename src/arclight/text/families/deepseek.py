@@ -1,8 +1,7 @@
-"""Define DeepSeek-V3 (Liu et al. 2024): latent attention, experts in groups of nodes.
+"""Define DeepSeek-V2 and V3 (Liu et al. 2024): latent attention, experts in groups.
 
-Beside the dimensions of `layers`: R width of a latent.
-
-`zoo` makes it by name, ``hf.moe_families`` maps published weights. Parameter names are in checkpoints: they stay.
+`zoo` makes them by name, `hf.moe_families` maps V3's published weights. Parameter names are in checkpoints and in that map, and fields of
+`DeepSeekConfig` are recipe keys: they stay. Beside the dimensions of `layers`: R width of a latent.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from arclight.text.model.layers import FeedForward, RMSNorm, RotaryEmbedding, ke
 from arclight.text.model.moe import MoE, MoEConfig
 
 _LATENT_EPS = 1e-6
-"""Epsilon of the norms of latents, whatever that of other norms is."""
+"""Epsilon of the norms of latents, which does not follow ``norm_eps``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """Rotations stretched by parts, and attention made sharper for it (Peng et al. 2023)."""
+    """YaRN: slow rotations are stretched, and attention made sharper (Peng et al. 2023)."""
 
     factor: float = 40.0
     original_positions: int = 4096
@@ -56,7 +55,7 @@ class Yarn:
 
     @property
     def rotation_factor(self) -> float:
-        """Return the factor of the turned parts of queries and keys."""
+        """Return the factor of cosines and sines of the rotary embedding."""
         if self.mscale and self.mscale_all_dim:
             return self.temperature(self.mscale) / self.temperature(self.mscale_all_dim)
         return self.temperature(1.0)
@@ -74,9 +73,9 @@ class DeepSeekConfig(DecoderConfig):
     kv_lora_rank: PositiveInt = 512
     """Width of the latent that keys and values are made from."""
     qk_nope_head_dim: int = 128
-    """Part of a head's queries and keys that does not turn."""
+    """Width of the part of a head's queries and keys without rotary embeddings."""
     qk_rope_head_dim: int = 64
-    """Part that turns; its keys are the same for all heads."""
+    """Width of the part with rotary embeddings; its keys are the same for all heads."""
     v_head_dim: int = 128
     rope_theta: float = 10_000.0
     yarn: Yarn | None = None

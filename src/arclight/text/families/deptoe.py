@@ -1,12 +1,12 @@
 """Define DEPToE: a group of blocks repeated with shared weights, with experts in both parts.
 
-Experts are in attention and in feed-forward parts. That is a mixture-of-experts universal transformer (MoEUT, Csordas
-et al. 2024). Blocks are MPT's, with its options (peri-LN, normalised queries and keys, a norm of embeddings); experts
-of attention are SwitchHead's (Csordas et al. 2024), those of feed-forward parts sigma-MoE's (Csordas et al. 2023). Each
-run of a block computes with the same tensors, whose gradients autograd sums; a cache holds keys and values of each run.
-Without repeats, and with experts in attention alone, it is the family ``switch-head-``.
+`zoo` makes it by name, of the sizes at the end of this file, also without repeats and with experts in attention alone as the family
+``switch-head-``; there is no table for Hugging Face. Parameter names are in checkpoints, fields of `DEPToEConfig` are recipe keys: they stay.
 
-`zoo` makes it by name. Parameter names are in checkpoints: they stay.
+Experts are in attention (SwitchHead, Csordas et al. 2024) and in feed-forward parts (sigma-MoE, Csordas et al. 2023), which makes it a
+mixture-of-experts universal transformer (MoEUT, Csordas et al. 2024). Blocks are MPT's, with its options (peri-LN, normalised queries and
+keys, a norm of embeddings). Each run of a block computes with the same tensors, whose gradients autograd sums; a cache holds keys and values
+of each run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from arclight.text.model.moe import MoEConfig
 from arclight.text.model.switch_head import HeadOutputs, HeadValues, SwitchHeadConfig
 
 XPOS_BASE, XPOS_GAMMA = 512, 0.4
-"""Positions over which xPos's fastest pair decays by gamma / (1 + gamma); its gamma."""
+"""xPos's constants: the fastest pair's factor is gamma / (1 + gamma) after 512 positions, with gamma 0.4."""
 XPOS_POSITIONS, XPOS_HALF_POSITIONS = 65_536, 4096
-"""Most positions in float32 and bfloat16, and in float16, whose factors are then at most 150, as elements of 400 have to fit too."""
+"""Most positions in float32 and bfloat16; and in float16, where factors up to 150 leave room for elements up to 400."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,8 @@
 """Define GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU, biases.
 
-Embeddings and output share their weights. Queries, keys and values are three maps where the published weights have one,
-so that each can be cut by heads.
-
-`zoo` makes it by name, ``hf.families`` maps published weights. Parameter names are in checkpoints: they stay.
+`zoo` makes it by name, `hf.families` maps published weights; `vision_language.siglip` uses `Block`, and `diffusion.flux` uses `FeedForward`.
+Parameter names are in checkpoints and in that map: they stay. Embeddings and output share their weights. Queries, keys and values are
+three maps where the published weights have one, so that each can be sharded by heads.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class GPT2Config(DecoderConfig):
 
 
 class BlockConfig(Protocol):
-    """Sizes that a block must know, wherever it is used."""
+    """Sizes that a block reads of its configuration: GPT-2's, or an image encoder's."""
 
     @property
     def dim(self) -> int: ...

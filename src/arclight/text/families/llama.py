@@ -1,7 +1,7 @@
 """Define Llama 3 (Grattafiori et al. 2024): grouped-query attention, SwiGLU, RoPE, RMSNorm.
 
-``build_model`` makes it by name (`zoo`), `from_hf` by a folder; `qwen3`, `llama4` and `deepseek` build on its parts. Token ids (B, T) to
-logits (B, T, V). Parameter names are in checkpoints and in ``hf.families``: they must stay.
+`zoo` makes it by name, `from_hf` from a folder; `qwen3`, `llama4`, `deepseek` and `vision_llama` build on its parts. Token ids (B, T) become
+logits (B, T, V). Parameter names are in checkpoints and in `hf.families`: they must stay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from arclight.text.model.layers import (
 class LlamaConfig(DecoderConfig):
     kv_heads: PositiveInt
     hidden: PositiveInt
-    """Width between the two maps of the feed-forward part."""
+    """Hidden width of the SwiGLU feed-forward part."""
     head_dim: PositiveInt | None = None
     """Width of a head; None: dim / heads."""
     rope_theta: float = 500_000.0
@@ -48,7 +48,7 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def scaled_queries(self) -> str:
-        """Parameter that takes up a factor of attention."""
+        """Suffix of the parameter into which `mup.folded_factor` folds muP's attention scale."""
         return ".attention.q_norm.weight" if self.qk_norm else ".attention.wq.weight"
 
 

@@ -1,9 +1,9 @@
 """Define Llama 4's text model (Meta 2025): chunked attention, every fourth layer full.
 
-Full layers are without rotary embeddings. One expert of many and a shared one compute each token.
+Full layers have no rotary embeddings. In layers with experts each token uses ``top_k`` of many and a shared one.
 
-`zoo` has the published sizes, ``hf.moe_families`` maps the hub's tensors. Parameter names are in checkpoints and in that map; logits
-are compared with transformers' by tests.
+`zoo` has the published sizes, `hf.moe_families` maps the hub's tensors. Parameter names are in checkpoints and in that map; tests compare
+logits with those of transformers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Llama4Config(LlamaConfig):
     qk_l2_norm: bool = True
     """Whether rotated queries and keys are divided by their root mean square."""
     temperature: float | None = 0.1
-    """How fast queries of NoPE layers grow with the logarithm of their position; None: they do not."""
+    """Rate at which queries of NoPE layers grow with the logarithm of their position; None: they do not."""
     temperature_floor: PositiveFloat = 8192
-    """Positions over which they stay the same."""
+    """Length of the steps of positions by which they grow; up to the first they stay as they are."""
 
     def is_rope_layer(self, layer: int) -> bool:
         """Return True for a layer with rotary embeddings, which attends within chunks."""

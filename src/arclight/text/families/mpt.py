@@ -1,10 +1,10 @@
 """Define MPT (MosaicML 2023): ALiBi or rotary embeddings, LayerNorm without bias, GELU.
 
-Queries and keys may be clipped or normalised. What Photon adds for rates that transfer and activations that stay
-bounded (peri-LN, a norm of embeddings, capped logits) is an option each, and so are experts: with those of sigma-MoE
-(Csordas et al. 2023) it is the family ``sigma-moe-``.
+`zoo` makes it by name, also as ``mpt-mup-`` and, with sigma-MoE's experts (Csordas et al. 2023), as ``sigma-moe-``; `deptoe` builds on its
+parts, and `hf.families` maps published weights. Parameter names are in checkpoints and in that map: they stay.
 
-`zoo` makes it by name, ``hf.families`` maps published weights. Parameter names are in checkpoints: they stay.
+Queries and keys may be clipped or normalised. What Photon adds so that rates transfer and activations stay bounded (peri-LN, a norm of
+embeddings, capped logits) is an option each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MPTConfig(DecoderConfig):
     head_dim: PositiveInt | None = None
     """Width of a head; None: dim / heads."""
     clip_qkv: PositiveFloat | None = None
-    """Largest size of an element of queries, keys and values."""
+    """Elements of queries, keys and values are clipped to this size; None: they are not."""
     qk_norm: bool = False
     """Whether queries and keys are normalised head by head."""
     peri_norm: bool = False
@@ -71,7 +71,7 @@ class MPTConfig(DecoderConfig):
 
     @property
     def scaled_queries(self) -> tuple[str, ...]:
-        """No parameter takes up a factor of attention: config.json has it."""
+        """Empty: config.json of MPT has a field for the attention scale, so none is folded."""
         return ()
 
     @property

@@ -1,8 +1,7 @@
 """Define Qwen3 (Yang et al. 2025): Llama's blocks with normalised queries and keys.
 
-Also with mixtures of experts.
-
-`zoo` makes it by name, ``hf.families`` and ``hf.moe_families`` map published weights. Parameter names are in checkpoints: they stay.
+Its feed-forward parts may be mixtures of experts. `zoo` makes it by name, `hf.families` and `hf.moe_families` map published weights.
+Parameter names are in checkpoints and in these maps: they stay.
 """
 
 from __future__ import annotations

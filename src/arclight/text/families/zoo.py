@@ -1,7 +1,8 @@
-"""Zoo of models by name, from sizes that train on a laptop in minutes to the published ones.
+"""Build models by name, from sizes that train on a laptop in minutes to the published ones.
 
-``arclight.text.build_model`` is `build_model`; language-model tasks, heads and the planner call it too. A new family or size is an
-entry of the tables here. Names are public and stored in checkpoints.
+``arclight.text.build_model`` is `build_model`; `LanguageModel`, heads, the planner and `site_vocabularies` call it too. A new size is an entry
+of its family's table (those of `deptoe` are in its file), a new family also one of `FAMILIES`. Names and fields are stored in recipes and
+checkpoints: they stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Fine-tune a language model with a linear head: classify, tag words, extract answers.
 
-The tasks of recipes (`arclight.text.heads.head_settings`) call `build_head`; the Trainer runs the `HeadModule` that it returns. A new
-kind of head overrides ``loss``, ``predictions`` and ``score``, and is added to `build_head`.
+The tasks of recipes (`heads.head_settings`) call `build_head`; the Trainer runs the `HeadModule` that it returns. A new kind of head
+overrides `predictions` and `score` (and ``loss`` if it has another), and is added to `build_head` and to `HeadData`. Names ``model.`` and
+``head.`` of weights are in checkpoints.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ class HeadModule(Module):
 
     They are computed from the hidden states after the trunk's last norm. Batches are those of
     `arclight.text.heads.rows.collate`. Experts of the trunk are balanced as in `LanguageModel`, without counting
-    padding. Validation gathers a prediction for each row from all processes and scores them together, so that no row
-    counts twice.
+    padding. Validation gathers the predictions of all sequences (rows, or windows of answers) from all processes by
+    number and scores them together, so that none counts twice.
     """
 
     def __init__(self, data: HeadData, trunk: Any, optimizer: Any, schedule: Any) -> None:
         super().__init__()
         self.data, self.optimizer_settings, self.schedule_settings = data, optimizer, schedule
         self.predicted: dict[int, Any] = {}
-        """Predictions of this process in the running evaluation, with the truth that `score` needs, by number of the row."""
+        """Predictions of this process in the running evaluation, with the truth that `score` needs, by number of the sequence."""
         self.expert_paths: dict[str, Any] = {}
         """See `LanguageModel.expert_paths`."""
         self.model: Any = trunk
@@ -84,7 +85,7 @@ class HeadModule(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_fit_start(self) -> None:
-        """Choose how experts are multiplied, by measuring."""
+        """Prepare experts: groups that share tokens, and paths, measured for ``auto``."""
         strategy, tokens = self.trainer.strategy, self.data.task.batch_size * self.data.task.max_length
         share_tokens(self.model, strategy)
         dtype = compute_dtype(self.trainer.precision_plugin)

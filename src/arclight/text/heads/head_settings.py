@@ -1,7 +1,7 @@
 """Define settings of fine-tuning with a head, without importing torch.
 
-A recipe's ``[task]`` with one of these kinds becomes a `HeadTask`, which builds module and data of ``text.heads``. Field names are
-recipe keys and stay, and their docstrings are texts of ``arclight train --help``.
+A recipe's ``[task]`` with one of these kinds (`cli.schema`) becomes a `HeadTask`, whose `build` makes module and data of `head_module`. Field
+names and kinds are recipe keys and stay; docstrings of fields are the help of ``arclight train``.
 """
 
 from __future__ import annotations

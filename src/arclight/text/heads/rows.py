@@ -1,7 +1,7 @@
 """Read labelled rows and make batches of them.
 
-The data module of heads (`head_module`) makes batches by this. In: a file that ``data.sources`` reads; out: token ids with labels, -100 where
-none is asked for.
+`build_head` makes a `HeadData` for the Trainer. In: JSON lines or Parquet through `data.sources`, or SQuAD's JSON; out: token ids with
+labels, -100 where none is asked for. `HeadData.labels` sorts labels by name: their order is that of the head's rows in checkpoints.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class QuestionRow(NamedTuple):
     question: str
     context: str
     answers: tuple[str, ...]
-    """None in SQuAD 2.0 if the context has no answer."""
+    """Empty in SQuAD 2.0 if the context has no answer."""
     start: int
-    """Place of the first answer in the context, in characters."""
+    """Place of the first answer in the context, in characters; -1 without one."""
 
 
 def read_texts(path: Path) -> list[LabelledRow]:

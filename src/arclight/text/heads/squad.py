@@ -1,6 +1,7 @@
-"""Compute windows, best spans and scores of extractive answers, as SQuAD's script does.
+"""Compute windows, best spans and scores of extracted answers, as SQuAD's script does.
 
-`rows` cuts contexts by `windows`, `head_module` finds and scores answers. Numbers must be those of SQuAD's own script.
+`rows` cuts contexts by `windows`; `head_module` chooses answers by `best_span` and `answer_of` and scores them. Scores must be those of SQuAD's
+own script.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ class Span:
     """Logit of its start plus that of its end."""
     start: int
     stop: int
-    """Bytes of the context; both 0 if the context has no token here."""
+    """First byte of the answer in the context, and the byte after its last; both 0 if the window has no token of the context."""
     null: float
-    """Logits of no answer."""
+    """The same sum at `NO_ANSWER`, for no answer."""
 
 
 def best_span(window: Window, start_T: Tensor, end_T: Tensor, max_answer: int) -> Span:

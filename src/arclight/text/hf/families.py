@@ -1,7 +1,7 @@
 """Map Hugging Face model families to ours: fields of config.json and names of parameters.
 
-`registry` lists these tables; `read` and `write` follow them in both directions, and `moe_families` extends them. A new family comes
-with a test that compares its logits with those of transformers.
+`registry` lists these tables; `read` and `write` follow them in both directions, and `moe_families` extends them. A new family is a `Family`
+here and an entry of `registry.FAMILIES`, with a test that compares its outputs with those of transformers (or diffusers).
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Family:
     model: type[nn.Module]
     config: type[Any]
     fields: dict[str, tuple[str, Any]]
-    """Our field: (theirs, what theirs is where config.json does not say)."""
+    """Our field: (their field, its value if config.json leaves it out)."""
     fixed: dict[str, Any]
-    """Fields of theirs that our model knows one value of, which is also what they are where config.json does not say."""
+    """Fields of theirs of which our model supports one value, which is also the value if config.json leaves them out."""
     keys: tuple[Key, ...]
-    """Several with the same name of ours: the first that a file has is read, the first of all is written."""
+    """Map of tensors. Of several keys for one parameter of ours the first that a file has is read, and the first is written."""
     prefix: str = "model."
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Pieces of names of tensors that our model has no use for: nothing learned, or parts that it does not have."""
     unread: Callable[[Fields], tuple[str, ...]] = field(default=lambda theirs: ())
     """Pieces of names of what a folder holds beside the model, as its config.json says."""
     read_more: Callable[[Fields], Fields] = field(default=lambda theirs: {})
-    """Functions for what a table cannot express: from theirs to ours, and back."""
+    """Read fields that a table cannot express (``read_more``), and write them (``write_more``)."""
     write_more: Callable[[Any], Fields] = field(default=lambda config: {})
 
     def read(self, theirs: Fields) -> Fields:

@@ -1,10 +1,10 @@
 """Map Hugging Face families with experts (MoE) to ours.
 
-Files of the hub and those of transformers have a tensor per expert and map; where transformers 5 wrote its memory as it is,
-the gate and the up map of all experts are one tensor.
+`registry` lists these tables; `read` and `write` follow them in both directions. A new family is a table here and an entry of
+`registry.FAMILIES`, with a test that compares its logits with those of transformers.
 
-`registry` lists these tables; `read` and `write` follow them in both directions. A new family is another table, with a test that
-compares its logits with those of transformers.
+Files of the hub and those of transformers have a tensor per expert and map; if transformers 5 wrote its weights as it holds them,
+the gate and the up map of all experts are one tensor.
 """
 
 from __future__ import annotations

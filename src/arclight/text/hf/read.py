@@ -1,7 +1,7 @@
 """Read a Hugging Face folder, or a model of transformers, into one of our models.
 
-`from_hf` is public; tasks call it for ``weights`` that name a folder. A new family is a table in `families`, not code here. Folders are
-untrusted: nothing is unpickled.
+`from_hf` is public; `LanguageModel` and ``heads`` call it for ``weights`` that name a folder. A new family is a table in `families`, not code
+here. Folders are untrusted: nothing is unpickled.
 """
 
 from __future__ import annotations

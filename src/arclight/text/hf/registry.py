@@ -1,6 +1,6 @@
 """Register the families of `families` and `moe_families`; find one by model type or class.
 
-`read` and `write` look families up here. A new family is added in `families` or `moe_families`, not here.
+`read` and `write` look families up here. A new family is a table in one of these modules and an entry of `FAMILIES`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Map parameter names of one convention to those of another, as data.
 
-`families` and `moe_families` list a `Key` for each parameter; `read` and `write` copy by them, shard by shard. A new family needs a list,
-and no code here.
+`families` and `moe_families` list a `Key` for each parameter; `read` copies by them, shard by shard, and `write` by the `Piece` of each tensor
+of theirs. A new family needs a list of keys there, and no code here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write one of our models as a Hugging Face folder.
 
-Public as ``arclight.text.to_hf``. Families and their keys come from `registry`; `read` is the inverse. Files must open in Hugging Face's
-transformers.
+`to_hf` is public (``arclight.text``), and ``arclight export`` calls it. Families and their keys come from `registry`; `read` is the inverse.
+Folders must open in Hugging Face's libraries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def to_hf(
     model: nn.Module, folder: str | Path, *, max_shard_size: int | str = "5GB", tokenizer: SavesFolder | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
-    """Save ``model`` as a folder that ``AutoModelForCausalLM`` reads.
+    """Save ``model`` as a folder that transformers reads (diffusers that of a `Flux`).
 
     It has config.json, safetensors and the tokenizer. Multipliers of muP are folded into the weights. A sharded model
     is gathered tensor by tensor; every process calls this, rank 0 writes. max_shard_size: bytes of a file, a number or

@@ -1,7 +1,8 @@
 """Compute attention by one function: a `Mask` and a back end.
 
-Families call an `InnerAttention` with a `Mask`; ``parallel.layers`` sets its `context`. All back ends must agree
-with the definition: a new one is added with its refusals.
+Blocks of ``families``, ``diffusion`` and ``vision_language`` call an `InnerAttention` with a `Mask`; `parallel.layers.context_parallel` sets its
+`context`. All back ends must agree with softmax(q k^T * scale + mask) v, up to rounding; a new one is a branch of `attention` that refuses by
+name the masks that it cannot compute.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Mask:
     causal: bool = True
     """Only keys at the query's place or before it."""
     window: int | None = None
-    """Only the newest ``window`` keys, the query's own included."""
+    """Only keys less than ``window`` places away: of a causal mask the newest ``window``, the query's own included."""
     chunk: int | None = None
     """Only keys of the same chunk: places in the document are cut into chunks of this length."""
     index_q: Tensor | None = None
@@ -50,7 +51,7 @@ class Mask:
 
     @property
     def plain(self) -> bool:
-        """True for a causal mask over equal places of queries and keys, or for no mask at all."""
+        """True for the plain triangle of a causal mask, or if every query sees all keys."""
         if not self.causal and self.window is None and self.chunk is None:
             return self.documents_q is None
         tensors = (self.index_q, self.index_k, self.documents_q)
@@ -162,8 +163,8 @@ def attention(
 
     q: (B, H, T, C); k, v: (B, K, S, C) with H a multiple of K (v may have another width); gives (B, H, T, width of v).
     scale: default 1 / sqrt(C). ``sdpa`` runs everywhere, with the mask in full if it is no plain triangle; ``flex`` leaves out
-    blocks that nobody sees (CUDA; on a CPU forward only); ``varlen`` runs FlashAttention over packed documents (CUDA, 16-bit).
-    ``auto`` is sdpa wherever it needs no mask in full, there are few queries, or the device is a CPU; flex elsewhere.
+    blocks that no query sees (CUDA; on a CPU forward only); ``varlen`` runs FlashAttention over packed documents (CUDA, 16-bit).
+    ``auto`` is sdpa if it needs no mask in full, there are under 128 queries, or the device is a CPU, else flex.
     Raises ValueError for heads that do not divide and masks that a back end does not know, RuntimeError if it does not run.
     """
     heads, kv_heads = q_BHTC.shape[1], k_BKSC.shape[1]

@@ -1,7 +1,8 @@
 """Balance the loads of experts in training, by a bias without a loss, or by a weighed loss.
 
-`LanguageModel` and ``text.heads`` call it around each step: weigh losses before backward, move biases before the optimizer's step. Biases
-and their counts are in checkpoints.
+`LanguageModel` and ``text.heads`` call it around each step: `weigh_balance_loss` before backward, `update_expert_bias` before the optimizer's
+step. The biases (`Router.expert_bias`) are in checkpoints; the counts of choices are not, as they are each process's own and begin anew
+after each step. All ranks must call it alike: it communicates.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def routers(model: nn.Module) -> Iterator[tuple[str, BaseRouter]]:
 
 
 def loss_routers(model: nn.Module) -> list[BaseRouter]:
-    """List what adds losses of its own to the loss of ``model``."""
+    """List the routers that add losses of their own to the loss of ``model``."""
     return [module for module in model.modules() if isinstance(module, BaseRouter) and module.adds_loss]
 
 
@@ -104,14 +105,15 @@ def balance_group(strategy: Any) -> dist.ProcessGroup | None:
 def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
     """Move every balancing bias one step towards equal loads; call it before optimizer steps.
 
-    The counts of all layers are summed up in one exchange over ``group``: the processes that read different tokens (data and
-    context parallel), None for one process. Then bias += rate * sign(mean count - count), minus the mean of that step
-    (Wang et al. 2024). A `Module` calls it in ``on_before_optimizer_step``.
+    The counts of all layers are summed up in one all-reduce over ``group``: the processes that read different tokens (data and
+    context parallel), None for one process; heads that tensor parallelism shards take one more for each layer. Then
+    bias += rate * sign(mean count - count), minus the mean of that step (Wang et al. 2024). A `Module` calls it in
+    ``on_before_optimizer_step``.
 
-    Gives what the loads were, as tensors on the device: the mean and the highest over layers of ``max_violation`` (highest load
-    over mean load, minus 1) and the mean of ``entropy`` (of the loads, 1 where all are equal). Of experts of attention they are those among
-    the experts of a head, averaged over heads. Where experts have a capacity (`AllToAllDispatcher`), ``dropped`` is the share of rows beyond it in
-    the last pass. Empty if nothing was counted.
+    Returns the loads as tensors on the device: ``max_violation`` (highest load over mean load, minus 1) averaged over layers,
+    ``max_violation_of_worst``, its highest, and ``entropy`` (of the loads, 1 if all are equal), averaged over layers. In attention each
+    head has loads of its own: averages are over heads first. If experts have a capacity (`AllToAllDispatcher`), ``dropped`` is the share
+    of rows beyond it in the last pass. Empty for a model without routers.
     """
     layers = [router for _, router in routers(model)]
     if not layers:

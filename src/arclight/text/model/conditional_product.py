@@ -1,10 +1,8 @@
 """Multiply rows by their experts' matrices in a Triton kernel with backward, also in 8 bits.
 
-This is the conditional product. One of the paths of `moe`, beside torch's grouped product. Triton is imported when the
-first product is computed. A product is one opaque operator, so that compilers and recomputation see it as they see
-others.
-
-`expert_paths` asks whether it can run; `moe` and `switch_head` call it if the path is ``triton``.
+It is the ``triton`` path of experts, beside torch's grouped product. `moe` and `switch_head` call `conditional_product`, `expert_paths` asks
+`refusal` whether it can run. Each product is one opaque operator, which compilers, FLOP counters and
+`parallel.model.activation_checkpoint` know by its name ``arclight::conditional_product``: that stays. Triton is imported at the first product.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["full", "e4m3", "int8"]
 LARGEST: dict[str, float] = {"e4m3": 448.0, "int8": 127.0}
-"""The largest number of each 8-bit type, which the largest of a row becomes."""
+"""Largest number of each 8-bit type; a row is scaled so that its largest element becomes that."""
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -38,7 +36,7 @@ def conditional_product(
 ) -> Tensor:  # fmt: skip
     """Multiply rows, sorted by expert, by each one's matrix: (R, O) in the type of ``x``.
 
-    Sums are float32.
+    Sums are float32 (int32 with ``int8``).
     x: rows (R, I), or with ``order`` tokens (N, I). w_EOI: (E, O, I). ends: (E,) int32 ends of each expert's rows, the last one R.
     precision: with ``e4m3`` and ``int8`` each row of ``x`` and of a matrix is divided by a scale of its own and rounded to 8 bits.
     Their gradient is straight-through: that of the product without rounding.
@@ -59,7 +57,7 @@ def conditional_product(
 def refusal(device: torch.device, precision: Precision = "full") -> str | None:
     """Return the reason why the Triton product cannot run on ``device``, with a fix; or None.
 
-    Raises MissingExtraError without Triton. On a CPU it runs in Triton's interpreter alone.
+    On a CPU it runs in Triton's interpreter only, and without Triton this raises MissingExtraError; on a GPU the first product does.
     """
     if device.type == "meta":
         return None

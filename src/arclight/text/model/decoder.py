@@ -1,7 +1,8 @@
 """Define the trunk that all language models share: embeddings, blocks, norm, output.
 
-``text.families`` subclass `Decoder`; training, generation, ``text.hf`` and the parallel layers rely on its names (``tok_embeddings``,
-``layers``, ``norm``, ``output``), which are in checkpoints.
+``text.families`` subclass `Decoder`. Training, generation, the tables of ``text.hf`` and the pipeline's `layer_pruning` rely on its names
+(``tok_embeddings``, ``layers``, ``norm``, ``output``), which are in checkpoints: they stay. A family changes `embed`, `run_layers`, `masks`,
+`rotation` or `final_norm`, and has a `DecoderConfig` of its own.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class DecoderConfig:
     tied: bool = False
     """Whether the output uses the embeddings' weights."""
     std: float = 0.02
-    """Standard deviation of first weights; those that add to the residual stream have std / sqrt(2 layers)."""
+    """Standard deviation of initial weights; maps back into the residual stream have std / sqrt(2 layers)."""
     logit_cap: PositiveFloat | None = None
     """Logits become logit_cap * tanh(logits / logit_cap) (Gemma Team 2024); None: they stay as they are."""
     mup: MuP | None = None
-    """Base shapes of muP or CompleteP, by which a rate is right for any width and depth; None: standard parametrisation."""
+    """Base shapes of muP or CompleteP, so that one learning rate fits any width and depth; None: standard parametrisation."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -112,14 +113,15 @@ class BlockContext:
 class Decoder(nn.Module):
     """Trunk of a language model: token ids (B, T) to logits (B, T, V).
 
-    A pipeline stage is this with parts deleted (None): ids become hidden states (B, T, D).
+    In a pipeline stage ``layers`` are fewer and other parts may be None: without ``tok_embeddings`` hidden states (B, T, D) come in, without
+    ``output`` hidden states go out.
     """
 
     sharding: ClassVar[dict[str, str]] = {"tok_embeddings": "vocabulary", "norm": "sequence_gather", "output": "head"}
     inputs: ClassVar[frozenset[str]] = frozenset()
-    """What a family can be given beside tokens; blocks and ``embed`` find it in ``BlockContext.extra``."""
+    """Keyword arguments that a family takes beside tokens, as ``images``; blocks and ``embed`` find them in ``BlockContext.extra``."""
     non_trunk: ClassVar[tuple[str, ...]] = ()
-    """Children that are no part of the trunk and get their weights from elsewhere."""
+    """Children beside the trunk, as an image encoder: ``hf`` neither reads nor writes them, and FLOPs per token leave them out."""
 
     def __init__(self, config: DecoderConfig, block: Callable[[int], nn.Module]) -> None:
         super().__init__()

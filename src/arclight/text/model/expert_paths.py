@@ -1,12 +1,10 @@
 """Choose the path of expert layers: refuse paths that cannot run, measure for ``auto``.
 
-Layers of one shape class (kind, routing, sizes, tokens up to the next power of two, type, device) take one path. ``auto`` keeps the
-grouped path unless another takes at most 95 % of its time (`FASTER`) for a forward and a backward pass with equal loads. A class is
-measured once in a process. Rank 0 measures for all ranks, among the paths that run on all of them, so that all ranks round alike. A run
-keeps the choice in its checkpoints, because another path gives other bits.
-
-Tasks with experts (`LanguageModel`, heads) call `prepare_paths_for_fit` before the first step; `moe` computes by the chosen path. A new
-path needs its refusals here.
+`LanguageModel` and ``heads`` call `prepare_paths_for_fit` when a fit starts; `moe` and `switch_head` compute by the path that it sets.
+Layers of one shape class (kind, routing, sizes, tokens up to the next power of two, dtype, device) take one path: the grouped one, unless
+another takes at most 95 % of its time (`FASTER`) for forward and backward with equal loads. All ranks time a class once in a process, among
+the paths that run on all of them, and take rank 0's choice, so that all round alike. Checkpoints keep choices by `ShapeClass.name`, because
+another path gives other bits: names stay. A new path is added to `Path` in `moe`, with its refusals here.
 """
 
 from __future__ import annotations
@@ -33,18 +31,18 @@ from arclight.text.model.switch_head import HeadMaps, HeadOutputs, HeadValues, S
 FASTER = 0.95
 """Take another path only if its time is at most this share of the grouped path's."""
 DENSE_OVER_CHOSEN = 4
-"""Try dense only if experts <= 4 x top_k."""
+"""Time the dense path only if experts <= 4 x top_k (and ep = 1)."""
 _measured: dict[tuple[str, tuple[Path, ...]], Path] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class ShapeClass:
-    """Sizes that decide which path of an expert layer is fastest, of this process's shard."""
+    """Sizes of this process's shard of an expert layer, which decide its fastest path."""
 
     kind: str
     config: MoEConfig | SwitchHeadConfig
     sizes: tuple[int, ...]
-    """Width D; of attention's experts heads, D and head width."""
+    """(D,) of a feed-forward part; (heads, D, head width) of experts in attention."""
     tokens: int
     paths: tuple[Path, ...]
 

@@ -1,7 +1,8 @@
 """Cache keys and values of earlier tokens while text is generated.
 
-`generate` and language programs fill one per batch; the decoder's attention appends to it and reads it. Logits must be those of a pass
-without a cache, up to rounding.
+`generate` fills one per batch; the attention of each family appends to it by `extend`, and `Decoder` takes masks and positions from it.
+`language_program` derives a cache whose tensors a program takes in and gives out, in the order of `tensors`: that order is in exported
+files. Logits must be those of a pass without a cache, up to rounding.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from arclight.text.model.attention import Mask
 
 
 class KVCache:
-    """Keys and values of ``length`` tokens of ``batch`` sequences, allocated at first write.
+    """Keys and values of ``length`` tokens of ``batch`` sequences, by layer.
 
-    Each layer has its own.
+    Each layer's are allocated at its first write; a family may cache other tensors, as DeepSeek's latents.
     padding: (B,) int, tokens without meaning at the left of each sequence, so that sequences of different lengths end together.
     """
 
     def __init__(self, batch: int, length: int, padding: Tensor | None = None) -> None:
         self.batch, self.length, self.padding = batch, length, padding
         self.used = 0
-        """Tokens held; the decoder moves it on once all layers have written."""
+        """Tokens held; `Decoder` advances it when all layers have written."""
         self._layers: dict[str, tuple[Tensor, ...]] = {}
 
     def extend(self, layer: str, *new: Tensor) -> tuple[Tensor, ...]:

@@ -1,10 +1,10 @@
-"""Define the layers that all language models share: norms, rotary embedding, feed-forward.
+"""Define the layers that language models share: norms, rotary embedding, feed-forward.
+
+Families take from it what they need, and so do `moe`, ``diffusion`` and ``vision_language``. Parameter names are in checkpoints and in the
+tables of ``text.hf``; tests compare logits with those of transformers.
 
 Names of tensors end in their dimensions: B batch, T sequence, D model width, H heads, K key and value heads, C head width,
 F hidden width, V vocabulary.
-
-Every family in ``text.families`` is built of these. Parameter names are in checkpoints and in the tables of ``text.hf``; logits are
-compared with transformers' by tests.
 """
 
 from __future__ import annotations

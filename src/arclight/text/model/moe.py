@@ -1,13 +1,13 @@
-"""Mixtures of experts: a router chooses few experts for each token (Shazeer et al. 2017).
+"""Define mixtures of experts: a router chooses few for each token (Shazeer et al. 2017).
+
+The families `qwen3`, `deepseek`, `llama4`, `mpt` and `deptoe` build on it; `expert_paths` sets how experts are multiplied, and
+`parallel.layers.expert_parallel` replaces a layer's ``dispatcher`` by one that exchanges tokens with other ranks. Parameter names and fields
+of `MoEConfig` (recipe keys) stay; all paths give equal outputs and gradients, up to rounding.
 
 With ``score = "sigmoid"``, an activation without a gate, ``expert_dropout`` and ``entropy_loss`` this is sigma-MoE (Csordas et al. 2023):
 the sum over a token's experts of sigmoid(router)_e W2_e act(W1_e x), in which no expert's weight depends on those of others.
-
 Beside the dimensions of `layers`: N tokens (B * T), E experts, K experts per token, R rows (a token and one of its experts).
-Experts lie stacked in one tensor per map, (E, F, D), and are multiplied group by group. A layer computes where it is; its
-``dispatcher`` is what `arclight.parallel.layers.expert_parallel` replaces by one that exchanges tokens with other ranks.
-
-Families with experts (`zoo`) build on it, `expert_paths` chooses how it computes. Parameter names are in checkpoints: they stay.
+Experts are stacked in one tensor per map, (E, outputs, inputs).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class MoEConfig:
     """Whether the scores of the chosen experts are divided by their sum."""
     route_scale: float = 1.0
     score_before: bool = False
-    """Whether scores multiply what goes into the experts (Llama 4) and not what comes out of them."""
+    """Whether scores multiply the inputs of experts (Llama 4) instead of their outputs."""
     groups: int = 1
-    """Groups (nodes) that the experts lie in; each token chooses among the experts of its best ``top_groups``."""
+    """Equal groups of experts; each token chooses among the experts of its best ``top_groups``."""
     top_groups: int = 1
     group_best: int = 2
     """Scores that are summed up to a group's score: 2 (DeepSeek-V3) or 1 (V2)."""
@@ -76,9 +76,9 @@ class MoEConfig:
     """For measurements: experts are taken in turn, whatever their scores."""
 
     path: Path = field(default="grouped", compare=False)
-    """How experts are multiplied: all of them for every token (``dense``, the reference, which exported graphs hold), those that are
-    chosen by torch's grouped product (``grouped``) or by a kernel of this package on a GPU (``triton``), or by what is fastest on the
-    device at hand (``auto``: see `expert_paths`; ``grouped`` until that has measured)."""
+    """How experts are multiplied: all of them for every token (``dense``, the reference, which exported graphs hold), or the chosen ones,
+    by torch's grouped product (``grouped``) or by a Triton kernel of this package on a GPU (``triton``); ``auto`` is the fastest on the
+    device (see `expert_paths`), and ``grouped`` until that has measured."""
     precision: Precision = field(default="full", compare=False)
     """Operands of products on the Triton path: as they are, or rounded to 8 bits (``e4m3``, ``int8``) by rows; see `conditional_product`."""
 
@@ -110,15 +110,15 @@ class MoEConfig:
 class BaseRouter(nn.Module):
     """Base of routers: logits of experts in float32, and balance losses.
 
-    Losses are added to a model's own, and logits are float32 whatever the precision around them. A loss is added in the
-    backward pass: see `balance.weigh_balance_loss`. Choices are counted there, too, so that activation checkpointing
-    counts nothing twice and validation counts nothing.
+    Logits are float32 whatever the precision around them. Balance losses are added to the model's loss in the backward
+    pass: see `balance.weigh_balance_loss`. Choices are counted there, too, so that activation checkpointing counts
+    nothing twice and validation counts nothing.
     """
 
     adds_loss: bool
-    """Whether there is such a loss."""
+    """Whether the router adds a balance loss."""
     heads: int = 1
-    """Heads that choose among experts of their own: equal parts of the rows."""
+    """Heads that choose among experts of their own, each by an equal part of the weight's rows."""
 
     def __init__(self, rows: int, width: int, std: float) -> None:
         super().__init__()

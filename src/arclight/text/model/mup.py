@@ -1,11 +1,10 @@
 """Scale initial weights, multipliers and learning rates with width and depth (muP).
 
-A rate found on a small model is then right for a large one.
-muP: Yang et al. 2022 (arXiv 2203.03466). CompleteP, which scales with depth too: Dey et al. 2025 (arXiv 2505.01618).
+A learning rate found on a small model is then right for a large one. muP: Yang et al. 2022 (arXiv 2203.03466). CompleteP, which scales
+with depth too: Dey et al. 2025 (arXiv 2505.01618).
 
-A recipe's table ``mup`` becomes a `MuP` in the model's config (`zoo`): `decoder` scales initial weights and multipliers by it,
-`LanguageModel` gives its `rates` to the optimizer, and ``hf.write`` folds multipliers into weights. Factors are the papers'; field
-names are recipe keys.
+`zoo` turns a recipe's table ``overrides.mup`` into a `MuP`: `decoder` scales initial weights and multipliers by it, `LanguageModel` and
+``heads`` give its `rates` to the optimizer, and `hf.write` folds multipliers into weights. Factors are the papers'; field names are recipe keys.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Define SwitchHead (Csordas et al. 2024): experts in attention's value and output maps.
 
+`deptoe` builds attention with it, `expert_paths` chooses how it computes. Parameter names and the order of stacks are in checkpoints.
+
 Each head has E experts of its own for either map, and each token chooses K of them: value_h = sum over K of sigmoid(router)_he V_he x, and the
 output is the sum over heads and K of sigmoid(router)_he O_he head_h. Stacks have the (head, expert) pair as first dimension, head by head, so that
-they are cut by heads. Dimensions as in `layers` and `moe`; here N tokens have G = N * H rows, one of each head, and HE experts in all.
-
-`deptoe` builds attention with it, `expert_paths` chooses how it computes. Parameter names are in checkpoints: they stay.
+tensor parallelism shards them by heads. Dimensions as in `layers` and `moe`; here N tokens have G = N * H rows, one of each head, and HE experts
+in all.
 """
 
 from __future__ import annotations

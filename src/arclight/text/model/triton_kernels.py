@@ -1,12 +1,11 @@
-"""Define the Triton kernels of the conditional product, imported at the first launch.
+"""Define the Triton kernels of the conditional product.
+
+Only `conditional_product` imports it, at its first product. Tiles and layouts may change; results must agree with the grouped product, up to
+rounding. With ``TRITON_INTERPRET=1`` in the environment before the import, kernels run in Triton's interpreter, on a CPU.
 
 Rows come in the order of their experts. A program computes one tile of the result: it finds its expert by counting the experts
-whose tiles end before its own, so the host needs no sizes. Sums are float32 (int32 for int8). Tiles are chosen by the mean number of rows
-of an expert, which the host knows. Single-letter dimensions as in `moe`: R rows, O and I columns and rows of a matrix, E experts.
-
-With ``TRITON_INTERPRET=1`` in the environment before the import, kernels run in Triton's interpreter, on a CPU.
-
-Only `conditional_product` imports it. Tiles and layouts may change; results must agree with the grouped product, up to rounding.
+whose tiles end before its own, so the host needs no sizes. Sums are float32 (int32 for int8). The product's rows per tile follow from the mean
+rows of an expert, which the host knows. Dimensions as in `moe`: R rows, O and I outputs and inputs of a matrix, E experts.
 """
 
 from __future__ import annotations
@@ -106,9 +105,9 @@ def weight_gradient_tile(
 
 
 def row_tile(rows: int, experts: int) -> int:
-    """Return the rows of a tile: the power of two, 16 to 128, that a mean expert mostly fills.
+    """Return the rows of a tile: the largest of 128, 64 and 32 that a mean expert fills to 3/4.
 
-    It fills it at least to three quarters.
+    It is 16 if none.
     """
     mean = rows / experts
     return next((size for size in (128, 64, 32) if mean >= 0.75 * size), 16)

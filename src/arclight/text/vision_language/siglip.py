@@ -1,7 +1,8 @@
 """Define SigLIP 2's image encoder at native resolution (Tschannen et al. 2025).
 
-Images of any sizes lie in one sequence of patches, N in all, and do not see one another. Letters: P values of a patch, W width
-of the encoder. ``text.hf.families`` maps the names of parameters to those of Siglip2VisionModel.
+`vision_llama` encodes `Images` by a `VisionEncoder`, and `zoo` has its configurations. Images of any size are packed into one sequence of N
+patches; the attention mask keeps each patch within its own image. Parameter names are in checkpoints and in `hf.families`, which maps
+them to those of Siglip2VisionModel: they stay. Letters: P values of a patch, W width of the encoder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from arclight.text.model.layers import LayerNorm, in_compute_type
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """SigLIP 2's encoder; its base size by default."""
+    """Sizes of the encoder; by default those of SigLIP 2's base model."""
 
     dim: int = 768
     layers: int = 12
@@ -32,7 +33,7 @@ class VisionConfig:
     """Side of a patch, pixels."""
     channels: int = 3
     grid: int = 16
-    """Side of the square of learned positions, which is stretched to each image's own."""
+    """Side of the square grid of learned positions, which is interpolated to each image's patches."""
     norm_eps: float = 1e-6
     std: float = 0.02
 
@@ -60,7 +61,7 @@ class Images:
     def of(cls, images: list[Tensor], patch: int = 16, most: int | None = 256) -> Images:
         """Split images (3, H, W) in [-1, 1] into patches, each resized to at most ``most``.
 
-        Images are float. An image keeps its proportions.
+        Images are float. An image keeps its proportions, up to whole patches.
 
         With ``most`` None images keep their size; raises ValueError if it is no multiple of ``patch``.
         """

@@ -1,10 +1,10 @@
 """Define a vision-language model: SigLIP 2's features, a projector, and Llama's trunk.
 
+`zoo` builds it by name. `generate` passes images to it as ``inputs``, users' own steps as ``images``; `LanguageModel` trains it on tokens alone.
+Parameter names are in checkpoints and stay.
+
 The projector has two maps (Liu et al. 2023). Each patch takes the place of one placeholder token in the text. Letters
 as elsewhere: B batch, T text, D width of the trunk, N patches, W width of the encoder.
-
-`zoo` builds it by name; ``language_model`` trains it like any decoder, with ``images`` beside tokens. Parameter names are in
-checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from arclight.text.vision_language.siglip import Images, VisionConfig, VisionEnc
 class VisionLlamaConfig(LlamaConfig):
     vision: VisionConfig
     image_token: int
-    """The token in whose places patches are put."""
+    """Id of the placeholder token, which patches replace."""
 
 
 class Projector(nn.Module):
@@ -82,8 +82,8 @@ class VisionLlama(Llama):
     def _with_no_image(self, h_BTD: Tensor) -> Tensor:
         """Return ``h_BTD``, after running the encoder on a blank patch if others may have images.
 
-        The patch counts nothing. They wait for this one in each unit of the encoder whose weights are in shares, and
-        for the gradients of its parameters.
+        The patch's output is multiplied by 0. Other ranks wait for this one in each unit of the encoder that FSDP
+        shards, and for the gradients of its parameters.
         """
         from torch.distributed.fsdp import FSDPModule
 
