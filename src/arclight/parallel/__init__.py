@@ -1,10 +1,10 @@
 """Run one model over many devices, by a plan of a mesh applied to a plain model.
 
-In comes a `Plan` (``plan.py``: into how many parts each dimension of the work is cut) and a model; out comes the model, changed in
-place, or a strategy that runs a Trainer or Fabric on the plan. Open ``plan.py`` first, then ``model/parallelize.py``.
+In come a `Plan` (``plan.py``: the degree of each parallel dimension) and a model; out comes the model, changed in place, or a strategy
+that runs a Trainer or Fabric on the plan. Open ``plan.py`` first, then ``model/parallelize.py``. The names below are public and stay.
 
 * ``plan``, ``mesh``, ``blocks``, ``deterministic_init``, ``step_protocol``: what all others share.
-* ``layers``: what is put into modules (tensor, context and expert parallelism).
+* ``layers``: tensor, context and expert parallelism, put into modules.
 * ``model``: the order in which a plan is applied (float8, layers, activation checkpoints, compilation, FSDP).
 * ``pipeline``: stages, schedules and what runs them.
 * ``planning``: memory, traffic and time of plans, predicted on ``hardware`` from operations that ``op_recorder`` sees.

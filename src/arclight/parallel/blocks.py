@@ -1,7 +1,8 @@
 """Find a model's repeated blocks, the units of compilation, checkpointing and FSDP.
 
-FSDP, activation checkpoints, compilation (``parallel.model``) and the planner divide a model by it. A changed answer changes units of
-sharding, and with them memory and speed, but no checkpoint.
+``parallel.model`` (FSDP, activation checkpoints, compilation), `planning.chain`, the pipelined steps and the callback `ActivationMonitor`
+divide a model by it. A changed answer changes units of sharding, and with them memory and speed, but no checkpoint. Planner and run
+must find the same blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def embeddings(model: nn.Module) -> list[nn.Module]:
-    """Return the embeddings outside of blocks whose weights nothing else uses."""
+    """Return the embeddings outside of blocks whose weights no other module shares."""
     inside = {part for _, block in repeated_blocks(model) for part in block.modules()}
     users: dict[nn.Parameter, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):

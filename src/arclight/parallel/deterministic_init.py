@@ -1,11 +1,11 @@
 """Initialise weights as a function of (seed, parameter name), alike on every mesh.
 
-A module declares how its parameters begin in an attribute ``initial``: a mapping from the parameter's name, seen from that
-module, to a distribution. Each tensor is drawn in blocks of rows that have random streams of their own, so that a process which
-keeps a share draws little more than that.
+`LanguageModel` and heads call `initialize`; `parallelize` and the pipeline call `materialize`, `draw` and `declarations`. A changed random
+stream changes the weights that every seed gives, so streams stay.
 
-Models of ``text`` declare their ``initial``; `parallelize` and the pipeline draw by it. A change of the streams changes the weights that
-every seed begins with.
+A module declares how its parameters begin in an attribute ``initial``: a mapping from the parameter's name, seen from that
+module, to a distribution. Each tensor is drawn in blocks of rows with random streams of their own, so that a rank that keeps some of the
+rows draws little more than those. A new distribution is a class here and a case of `draw`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from arclight.fabric.distributed import sharding
 from arclight.fabric.distributed.sharding import from_local_tensor
 
 _BLOCK = 1 << 20
-"""Elements of a block: a rank draws less than two blocks beyond its shard."""
+"""Elements of a block, in whole rows: for a shard of rows a rank draws less than two blocks too many, for one of columns all rows."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def draw(
 ) -> torch.Tensor:  # fmt: skip
     """Draw the initial value of the parameter ``name``, float32 on the CPU, or its ``part``.
 
-    A function of (seed, name) alone: each block of rows is drawn by a generator seeded with SHA-256 of seed, name and number.
+    The ``part`` does not change values: each block of rows is drawn by a generator seeded with SHA-256 of seed, name and number.
     """
     shape = tuple(shape)
     part = part if part is not None else tuple(slice(0, size) for size in shape)
@@ -158,7 +158,7 @@ def _tensors(model: nn.Module, tied: bool = False) -> list[tuple[str, torch.Tens
 
 
 def _drawn(tensor: torch.Tensor, name: str, distribution: Initial, seed: int) -> torch.Tensor:
-    """Return a share, or all, of what ``tensor`` begins with."""
+    """Return the initial values of ``tensor``, or of its local shard."""
     part = None
     if isinstance(tensor, DTensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

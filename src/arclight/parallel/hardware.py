@@ -1,9 +1,12 @@
 """Describe devices: rates, memory and links, nominally and in real programs.
 
+``arclight plan --gpu`` names a device of `TABLE` or a TOML file with the fields of `Hardware`: these names stay. The planner and the pipeline's
+cost predictions compute times from them.
+
 Nominal rates are dense (without sparsity). Sources: NVIDIA's data sheets of A100 (2021), H100 (2022), H200 (2023), L40S (2023) and
 HGX B200 (2024), AMD's of MI300X (2023). ``achieved`` and ``attention`` are fitted: those of H100 and H200 so that dense models reach the 47 to
 50 % of the nominal rate that Megatron-LM and nanochat publish for bf16 (a large product alone reaches 80 % of an H200); those of
-the others are estimates. All are to be replaced by one's own in a --gpu file if they are known better. Bandwidths of links are taken as 80 % of nominal.
+the others are estimates. Bandwidths of links are 63 to 84 % of nominal. A TOML file of one's own may replace all of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Build a plan's device meshes: its dimensions, as parameters shard, and as experts shard.
 
-`PlanStrategy` makes one for a plan; ``parallel.model``, ``parallel.layers`` and the pipeline take groups and sub-meshes from it. Process
-groups of a plan are made here, on all ranks in one order.
+`PlanStrategy` makes one for a plan, or `parallelize` for a plan given to it; ``parallel.model``, ``parallel.layers`` and the pipeline take
+process groups and sub-meshes from it. All process groups of a plan are made here, on all ranks in one order. These modules ask
+for dimensions by name (``pp``, ``dp_replicate``, ``fsdp``, ``ep``, ``tp``, ...): names stay.
 """
 
 from __future__ import annotations

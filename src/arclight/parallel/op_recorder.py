@@ -1,10 +1,8 @@
 """Record operations, messages and live bytes of a piece of a model while it runs.
 
-With fake tensors nothing is computed, so that a model of any size is traced in milliseconds; on a real device the same recorder
-measures what a run holds.
-
-The planner and the pipeline's costs measure with it. It depends on torch's dispatch, and nothing depends on the form of its records
-outside of ``parallel``.
+The planner (`chain`, `sharded_shapes`) and the pipeline's costs (`measure`, `timed_pass`) measure with it; `hardware` turns each `Op` into
+seconds. With fake tensors nothing is computed and no memory is taken, so that a model of any size can be traced; on a real device the same
+recorder measures what a run holds. It depends on torch's dispatch; its records are not stored, so their form is free.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ def summed(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 
 class Work(NamedTuple):
-    """Sum up the work of one phase."""
+    """Work of one phase, summed up over its operations."""
 
     seconds: float = 0.0
     """Seconds of computing."""
@@ -69,7 +67,7 @@ class Work(NamedTuple):
     attention: float = 0.0
     """Floating-point operations of attention."""
     uncut: float = 0.0
-    """The same on both sides of the diagonal if the mask is causal, forward only."""
+    """Those of forward, counted as if nothing were masked: of a causal mask both sides of the diagonal."""
     messages: tuple[Message, ...] = ()
 
     def line_to(self, other: Work, at: float) -> Work:

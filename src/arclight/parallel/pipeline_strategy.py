@@ -1,7 +1,8 @@
 """Define the strategy that pipelines any module: ``Trainer(strategy="pipeline")``.
 
-Users name it, or pass a `Pipeline`; ``trainer.fabric.strategies`` registers the name. It adds the cutting of steps (``pipeline.steps``)
-to `PlanStrategy`.
+Users name it, or pass a `Pipeline`; `trainer.fabric.strategies` registers the name. To `PlanStrategy` it adds the number of stages, the
+schedule and the micro-batches that "auto" chooses (`auto_schedule`), and it cuts a module's own steps whenever the plan allows it.
+Argument names are public and stay.
 """
 
 from __future__ import annotations

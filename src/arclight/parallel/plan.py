@@ -1,7 +1,8 @@
 """Define the plan: the degree of each parallel dimension, without torch.
 
-Users pass a `Plan` as ``strategy=`` or in a recipe's table ``[plan]``; ``parallelize``, the strategies and ``planning`` read it. Field
-names are public; a plan that cannot run is refused here, before processes start.
+Users pass a `Plan` as ``strategy=`` or in a recipe's table ``[plan]``; `parallelize`, the strategies, the pipeline and ``planning`` read
+it. Field names are recipe keys and stay; docstrings of fields are help texts. What a plan can be checked for without a model is refused
+here, before processes start. A new field needs its effect in `planning.estimates`, or an entry of its ``_NOT_PREDICTED``.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from arclight._intervals import Fraction, NonNegativeInt, PositiveInt, check_fie
 
 
 class PlanError(ValueError):
-    """Error of a plan that cannot be run: what does not fit, and what would.
+    """Error of a plan or pipeline that cannot be run: what does not fit, and what would.
 
-    It is raised before anything is built.
+    It is raised as early as that is known: mostly before anything is built, of batches when they come.
     """
 
 
@@ -133,7 +134,7 @@ class Plan:
 
     @property
     def pieces(self) -> int:
-        """Return how many micro-batches a batch becomes, if it has as many samples."""
+        """Number of micro-batches of a batch that has at least as many samples."""
         return self.micro_batches or 2 * self.pp
 
     @property

@@ -1,7 +1,7 @@
 """Define the step of pipelines and context parallelism: split a batch, compute the loss.
 
-`LanguageModel` is written on it; the pipeline's runtime and context parallelism call `Runnable` modules by it. Names and order of `Split`
-are what users' modules return: they must stay.
+`LanguageModel` is written on it, and users' modules may be; `PlanStrategy` checks for it (`lacking`), and the pipeline's `StepRunner` and
+`ContextRunner` call such a `Runnable`. Its method names and the order of `Split` are what users' modules return: they must stay.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Runnable(Protocol):
         """
         ...
 
-    # Optional: ``scale_losses(share, batch)``. A pipeline's backward runs before the module knows what its loss is multiplied by, on
-    # totals times ``share`` (a scalar tensor): what counts beside the mean over the batch counts ``share`` times the batch's count. A
-    # module that adds losses of its own in backward gets it here, before each batch.
+    # Optional: ``scale_losses(share, batch)``, for a module that adds losses of its own in backward. A pipeline's backward runs before the
+    # module knows what its loss is multiplied by, on totals times ``share`` (a scalar tensor), which it passes here before each batch: a
+    # loss that is added to the batch's mean has to be scaled by ``share`` times the batch's count.
 
 
 def lacking(module: Any) -> str | None:

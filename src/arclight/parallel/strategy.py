@@ -1,7 +1,9 @@
 """Define `PlanStrategy`: run a parallel plan under a Trainer or Fabric.
 
-A `Plan` given as ``strategy=`` becomes a `PlanStrategy` in ``trainer.fabric.strategies``. It calls `parallelize` before optimizers are
-made, and saves sharded checkpoints. A new dimension of a plan needs a check in `plan` and an estimate in ``planning``.
+`trainer.fabric.strategies` makes one of a `Plan` given as ``strategy=``, and `Pipeline` derives from it. It shards a module by
+`parallelize`, `install` or `parallelize_steps` before the Trainer makes optimizers; under Fabric, existing optimizers get the sharded
+parameters. Sharded checkpoints have the model's own names and open on any plan: keep that. A new dimension of a plan needs an axis in
+`Mesh`, a check in `plan` and an estimate in ``planning``.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ from arclight.parallel.step_protocol import lacking
 class PlanStrategy(ShardedStrategy):
     """Strategy of a `Plan`: starts processes, builds the mesh, shards the module over it.
 
-    Processes may also join. Whatever in a module declares ``sharding`` is cut by it; repeated blocks are found, and
-    each step of the module is called as the outermost unit. A module made on the meta device (in ``configure_model``)
+    Processes may also join. Whatever in a module declares ``sharding`` is sharded by it; repeated blocks become units,
+    and each step of the module is called as the outermost unit. A module made on the meta device (in ``configure_model``)
     gets memory for its shares only. Checkpoints hold original names and whole tensors, each process writes its shares,
     and they open on any plan. On processors as many processes start as the plan needs. If its replicas are
     independent, what a step agrees on (weights of batches, norms of gradients, gradients) is agreed on within each.

@@ -1,5 +1,9 @@
 """Apply context parallelism: shard sequences; attention gathers keys and values.
 
+`parallelize` sets the ``context`` of each attention (`apply_context_parallel`), for plans with ``cp``; `ContextRunner`, or the pipeline's
+`StepRunner`, shards sequences and sums losses. `planning.sharded_shapes` repeats the exchanges. Losses must be those of one process, up to
+rounding.
+
 A sequence of T tokens is cut into 2 * cp chunks, of which process r holds chunks r and 2 * cp - 1 - r: in causal attention early
 tokens see few keys and late ones many, so that every process has the same work (the zig-zag of Brandon et al. 2023 and of
 Llama 3). Only attention mixes tokens; everything else computes on its part as it would on the whole.
@@ -7,9 +11,6 @@ Llama 3). Only attention mixes tokens; everything else computes on its part as i
 Two ways to bring keys and queries together: ``gather`` collects keys and values of all parts (Llama 3), ``ulysses`` exchanges
 the parts of sequences for parts of the heads and back (Jacobs et al. 2023). Names of tensors end in their dimensions: B batch,
 H query heads, K key heads, t tokens of this process, T tokens of the sequence, C width of a head.
-
-`parallelize` replaces attention with it, the runner of steps cuts sequences, for plans with ``cp``. Losses must be those of one process,
-up to rounding.
 """
 
 from __future__ import annotations

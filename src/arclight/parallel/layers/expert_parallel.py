@@ -1,8 +1,9 @@
-"""Expert parallelism: shard a layer's declared ``experts``, and replace its ``dispatcher``.
+"""Shard a layer's declared ``experts`` over processes, and replace its ``dispatcher``.
 
-Each process of the ``ep`` dimension keeps ``E / ep`` experts; rows travel to the process that has their expert and back, by
-one exchange of counts and one of rows in each direction. Over that, FSDP shards what is left, on the mesh that completes
-``ep`` to ``dp_shard * cp``, along the dimension that nothing else cuts.
+`parallelize` calls `check_experts` and `place_experts`; `model.fsdp`, the planner, the pipeline's `engine` and `text.model.balance` ask
+which layers have experts and which ranks have other tokens. Each process of the ``ep`` dimension keeps ``E / ep`` experts; rows travel to
+the process that has their expert and back, by one exchange of counts, and one of rows in each direction. Over that, FSDP shards what is
+left, on the mesh that completes ``ep`` to ``dp_shard * cp``, along the dimension that nothing else shards.
 
 **Scale of gradients.** The package's convention: each process scales its loss so that the *average* over the data-parallel
 processes (dp_replicate * dp_shard * cp) is the gradient of the whole. Rows of ``ep`` processes meet at one expert, so its
@@ -36,9 +37,9 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Process groups that run a layer of experts with this process; None if there are none.
+    """Groups of the ranks that run a layer of experts together; None for this rank alone.
 
-    A module that has one in an attribute ``groups`` gets that of the mesh: see `place_experts`.
+    A module with a `TokenGroups` in its attribute ``groups`` gets the mesh's: see `place_experts`.
     """
 
     others: dist.ProcessGroup | None = None

@@ -1,7 +1,7 @@
 """Permute rows of a matrix deterministically, by gathers alone in forward and backward.
 
-Expert layers (``text.model.moe``, `expert_parallel`) move tokens to experts and back with it. Rows are copied, never added: the same
-input gives the same bits, in backward too.
+The expert layers `moe` and `switch_head` of text and the dispatcher of `expert_parallel` move tokens to experts and back with it. Rows are
+copied, never added: the same input gives the same bits, in backward too, which checkpoint resumes rely on.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Apply tensor and sequence parallelism, as modules declare it in their ``sharding`` tables.
 
-Between ``gather`` and ``row`` (Megatron's f and g: Shoeybi et al. 2020, Korthikanti et al. 2022) every process of the group has
-the whole sequence and a share of heads or of the hidden width. There, local tensors that are equal on all processes have
-gradients that are *parts* of a sum; the sum is made once, by ``gather`` in its backward. Parameters are DTensors on the
-``tp`` mesh, and modules see this process's part of them: activations stay plain tensors, which costs nothing per operation.
+`parallelize` calls `apply_tensor_parallel` for plans with ``tp`` and checks all tables; `float8` and the planner (`chain`,
+`sharded_shapes`) read `declared_styles`. A new layer needs a table, no code here; a new style is one of `STYLES`, with its rule here and in
+`sharded_shapes`.
 
-`parallelize` calls it for plans with ``tp``. A module's ``sharding`` table is its only interface: a new layer needs a table, no code
-here.
+Between ``gather`` and ``row`` (Megatron's f and g: Shoeybi et al. 2020, Korthikanti et al. 2022) every process of the group has
+the whole sequence and a shard of heads or of the hidden width. In between, tensors that are replicated over the ``tp`` group have partial
+gradients (DTensor's Partial); the backward of ``gather`` sums them once. Parameters are DTensors on the ``tp`` mesh, and modules see their
+local shards: activations stay plain tensors, which costs nothing per operation.
 """
 
 from __future__ import annotations
@@ -112,10 +113,10 @@ def _cut_dimension(style: str, parameter: str) -> int | None:
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, logits: bool = True) -> None:
-    """Cut the parameters below ``model`` as declared, and put in the exchanges, in place.
+    """Shard the parameters below ``model`` as declared, and add the collectives, in place.
 
-    sequence: whether what lies outside of matrices works on parts of the sequence. logits: whether the ``head``'s output stays
-    cut (a DTensor, ``Shard(-1)``) or is made whole. Raises PlanError for tables that do not fit.
+    sequence: whether norms and the residual stream work on parts of the sequence. logits: whether the ``head``'s output stays
+    sharded (a DTensor, ``Shard(-1)``) or is made whole. Raises PlanError for tables that do not fit.
     """
     outside: Placement = Shard(1) if sequence else Replicate()
     made: dict[nn.Parameter, nn.Parameter] = {}

@@ -1,5 +1,5 @@
 """Apply a plan to a model in place: float8, layers, checkpointing, compile, FSDP, init.
 
-``parallelize.py`` is that order and comes first; each other file is one of its steps, such as ``activation_checkpoint``, ``compile`` and
-``fsdp``.
+``parallelize.py`` is that order and comes first; ``float8``, ``activation_checkpoint``, ``compile`` and ``fsdp`` are its steps, beside those of
+``parallel.layers`` and `deterministic_init`.
 """

@@ -1,6 +1,7 @@
 """Apply activation checkpointing to a model's blocks: recompute in backward.
 
-`parallelize` and the pipelined steps apply it to blocks. Results and names of parameters stay; which operations are kept may change.
+`parallelize` (`checkpoint_blocks`) and `parallelize_steps` (`checkpoint_block`) apply it before compilation. Results and names of
+parameters stay; which operations "selective" keeps may change here together with `planning.chain`, which predicts the same policy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Policy = Callable[..., CheckpointPolicy]
 
 
 def checkpoint_blocks(model: nn.Module, how: str | float) -> None:
-    """Checkpoint each block of ``model``: "full", or "selective" for what is cheap.
+    """Checkpoint each block of ``model``: "full", or "selective" for cheap operations.
 
     It is done in place; names stay. A number is left to the compiler: see `arclight.parallel.model.compile`.
     """
@@ -54,7 +55,7 @@ def _policy() -> Policy:
     """Return the policy of selective checkpointing.
 
     Attention, communication, choices of experts and every second matrix product are kept; all else is computed again.
-    Counts products in forward and when computing again apart, as the same calls come in both.
+    Products are counted apart in forward and in recomputation, as the same calls come in both.
     """
     products = {False: 0, True: 0}
     keep, products_of = _kept_operations(), _products()

@@ -1,6 +1,6 @@
 """Apply torch.compile block by block: equal blocks share one compilation.
 
-`parallelize` and the pipelined steps apply it after activation checkpointing and before FSDP. Names of parameters stay.
+`parallelize` and `parallelize_steps` apply it after activation checkpointing and before FSDP. Names of parameters stay.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Replace large linear layers by 8-bit ones of torchao: float8 per tensor or row, or MXFP8.
 
+`parallelize` calls it first of all steps; it returns at once if the plan does not ask for it. Names of parameters stay.
 Weights stay what they are; layers turn them and their inputs into 8 bits at each call. So it composes with what comes after:
-a layer cut by ``tp`` scales the part it has, FSDP gathers weights in their own type.
-
-`parallelize` calls it before activation checkpointing and compilation, if the plan asks for it. Names of parameters stay.
+a layer sharded by ``tp`` scales its local shard, FSDP gathers weights in their own type.
 """
 
 from __future__ import annotations

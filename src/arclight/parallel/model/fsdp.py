@@ -1,7 +1,8 @@
 """Apply fully sharded data parallelism (FSDP2) over the mesh of a plan.
 
-`parallelize` and the pipelined steps apply it last. A module and a `Mesh` come in; parameters become DTensors, in place. Names stay, so
-that checkpoints open under other plans.
+`parallelize` shards a model by `shard_parameters` after compilation, `parallelize_steps` a stage's parts by `fsdp_options`. A module and a
+`Mesh` come in; parameters become DTensors, in place. Names stay, so that checkpoints open under other plans. `planning.fsdp_shards`
+predicts the shards: change both.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from arclight.parallel.plan import PlanError
 
 @dataclass(frozen=True)
 class FsdpTypes:
-    """In which types parameters are gathered and gradients summed; None: as they are."""
+    """Dtypes in which parameters are gathered and gradients are summed; None: their own."""
 
     parameters: torch.dtype | None = None
     gradients: torch.dtype | None = None
@@ -34,9 +35,9 @@ def shard_parameters(
 ) -> None:
     """Shard all parameters of ``model`` by FSDP: blocks, then embeddings, then ``root``.
 
-    It is done in place, and ``root`` is a unit with all else.
-    root: the outermost module that is called, ``model`` by default. What is in it (the last norm, the output) stays gathered
-    from its forward to the end of its backward, so that a loss inside it may use the output's weights in parts.
+    It is done in place, and ``root`` is a unit with all other parameters.
+    root: the outermost module that is called, ``model`` by default. Its own parameters (the last norm, the output) stay gathered
+    from its forward to the end of its backward, so that a loss inside it may use the output's weights.
     """
     root = root if root is not None else model
     options = fsdp_options(mesh, types or FsdpTypes())

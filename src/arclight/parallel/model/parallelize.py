@@ -1,7 +1,8 @@
-"""Parallelize a model over a plan's mesh: tp, ep, cp, float8, checkpoints, compile, FSDP.
+"""Parallelize a model over a plan's mesh: float8, tp, ep, cp, checkpoints, compile, FSDP.
 
-`parallelize` is public (``arclight.parallel``), and what the plan's strategy calls before optimizers are made. Torch requires the order
-of the steps (layers, checkpointing, compile, FSDP); parameter names stay the model's.
+`parallelize` is public (``arclight.parallel``). `PlanStrategy` calls it when it sets a module up, and ``arclight plan --verify`` on the
+meta device; the planner and ``arclight`` call `check` and `check_sizes` first. Torch requires the order of the steps; parameter names stay
+the model's.
 """
 
 from __future__ import annotations
