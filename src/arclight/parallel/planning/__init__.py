@@ -1,8 +1,9 @@
 """Predict memory, traffic and time of plans, and search the fastest that fits.
 
-A `chain.Workload` comes in. ``chain`` traces its links with fake tensors, as one process of a plan has them (``sharded_shapes``,
-``fsdp_shards``, ``pp_layout``); ``memory`` and ``timing`` add them up; ``estimates`` gives one plan's `Estimate`, ``mesh_search`` the
-best of all plans, ``explain`` why not others. No hardware and no process group are needed. Open ``estimates.py`` first.
+``arclight plan`` calls it. A `chain.Workload` comes in. ``chain`` traces its links with fake tensors, as one process of a plan has them
+(``sharded_shapes``, ``fsdp_shards``, ``pp_layout``); ``memory`` and ``timing`` add them up; ``estimates`` gives one plan's `Estimate`,
+``mesh_search`` the best of all plans, ``explain`` why not others. No device and no process group are needed. Predictions follow what
+``parallel.model`` does, and change with it. Open ``estimates.py`` first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Describe a model as a chain (embedding, blocks, head with loss), each with its cost.
 
-Links are traced with fake tensors, one of each kind, when a plan first asks for them.
+`text.workload` makes a `Workload`, ``arclight plan`` a `Chain` of it; `mesh_search`, `estimates`, `fsdp_shards` and `pp_layout` ask that
+for costs, parameters and kinds of links. Links are traced with fake tensors, one of each kind, when a plan first asks for them. What is
+recomputed must follow `activation_checkpoint`, and what is sharded `parallelize`.
 """
 
 from __future__ import annotations
@@ -64,10 +66,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cost:
-    """One link for one micro-batch on one process. Bytes."""
+    """Cost of one link for one micro-batch on one process; sizes in bytes."""
 
     saved_activation_bytes: int
-    """What forward leaves for backward, its output included."""
+    """Bytes that forward keeps for backward, its output included."""
     forward_peak: int
     """Most bytes in forward, above what was there before."""
     backward_peak: int
@@ -75,7 +77,7 @@ class Cost:
     forward: Work
     backward: Work
     output: int
-    """What it hands to the next link."""
+    """Bytes of its output, which the next link gets."""
 
     def line_to(self, other: Cost, at: float) -> Cost:
         """Interpolate between this (0) and ``other`` (1) at ``at``."""
@@ -91,7 +93,7 @@ class Parameters:
 
     shapes: tuple[tuple[int, ...], ...]
     replicated: tuple[tuple[int, ...], ...]
-    """Shapes of those parameters whose gradients are summed over that dimension."""
+    """Shapes of those parameters that ``tp`` replicates, whose gradients are summed over it."""
     experts: tuple[tuple[int, ...], ...] = ()
     """Shapes of experts' parameters, which ``ep`` distributes and FSDP shards over fewer processes."""
 
@@ -101,9 +103,9 @@ class Parameters:
 
 
 LINEAR = 2048
-"""Tokens at which, and at half of which, the first and the last part are traced: what lies outside of blocks is linear in them.
+"""Tokens at which the first and the last part are traced, and at half of which: their costs are linear in tokens.
 
-With few tokens it is not: the gradient of a head, in float32, is the most that is held beside logits of a short sequence alone.
+With few tokens they are not: beside the logits of a short sequence the float32 gradient of the head decides the peak.
 """
 
 

@@ -1,7 +1,8 @@
 """Estimate a plan: memory of every stage, exchanges, time of a step; nothing is run.
 
-`mesh_search` calls `estimate` for each candidate, ``arclight plan`` prints the result. In: a `Plan`, the traced chain and the hardware;
-out: bytes and seconds. Formulas are checked against real runs by tests; a change of what ``parallelize`` does needs one here.
+`mesh_search` calls `estimate` for each candidate; ``arclight plan`` calls `refined` and `simulated` for the best and prints them. In: a
+`Chain`, with the device in its workload, a `Plan` and the samples of a micro-batch; out: bytes and seconds. Tests and ``arclight plan
+--verify`` compare it with real runs. A field of `Plan` whose effect is not predicted belongs into ``_NOT_PREDICTED``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Plan with its predictions, of one step and one process unless they say otherwise."""
+    """Plan with its predictions, of one step and one process; tuples by process of the pipeline."""
 
     plan: Plan
     samples: int
@@ -44,13 +45,13 @@ class Estimate:
     layers: tuple[int, ...]
     """Blocks of each process of the pipeline."""
     memory: tuple[MemoryEstimate, ...]
-    """Of each stage."""
+    """Peak memory of each process of the pipeline."""
     links: tuple[tuple[ChainLink, ...], ...]
-    """Of each stage."""
+    """Links of each process of the pipeline."""
     boundary: int
     """Bytes that a micro-batch carries from stage to stage."""
     times: tuple[StageTime, ...]
-    """Of each stage."""
+    """Times of each process of the pipeline."""
     step_seconds: float
     idle: float
     """Share of a step in which a process waits for other stages."""
@@ -58,7 +59,7 @@ class Estimate:
     tokens: int
     """Tokens of all processes in a step."""
     model_flops: float
-    """Floating-point operations that the model needs, by the rules that MFU is published by."""
+    """Floating-point operations of the model in a step, by the rules that MFU is published by."""
     nominal: float
     """FLOP/s of all processes together, by the data sheet."""
 

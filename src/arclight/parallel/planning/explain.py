@@ -1,7 +1,7 @@
 """Explain in one sentence each why plans were not chosen.
 
-`mesh_search` lists rejected plans with it, ``arclight plan`` prints them and formats times by `duration`. Words may change freely;
-nothing reads them but people.
+`mesh_search` lists rejected plans with it; ``arclight plan`` prints them, writes them with ``--json``, and formats times by `duration`.
+Words may change freely: they are for people.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RejectedPlan:
 
     plan: Plan
     change: str
-    """What it does otherwise than the chosen plan."""
+    """What differs from the chosen plan."""
     reason: str
     estimate: Estimate | None = None
 

@@ -1,7 +1,8 @@
 """Shard a link's parameters over processes as FSDP does.
 
-`estimates` calls `fsdp_shards_of` for each link. In: shapes and a plan; out: bytes of parameters, gradients and moments of one rank. It
-follows ``parallel.model``, against which ``arclight plan --verify`` compares it.
+`estimates` calls `fsdp_shards_of` for each plan. In: a `Chain` and a `Plan`; out: elements of each kind of link that one rank shards,
+gathers and sums, from which `memory` and `timing` compute bytes. It must follow `model.fsdp` and `expert_parallel`: ``arclight plan
+--verify`` compares it with them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MASTER = 4
 
 @dataclass(frozen=True)
 class FsdpShard:
-    """Hold one link's parameters on one rank, counted in elements unless named otherwise."""
+    """Parameters of one link on one rank, counted in elements unless named otherwise."""
 
     full_numel: int
     """Elements of the gathered parameters."""
@@ -34,7 +35,7 @@ class FsdpShard:
     summed: tuple[int, ...] = ()
     """Elements of each parameter whose gradient is summed over ``tp``."""
     expert_shard_numel: int = 0
-    """Elements in ``shard_numel`` of experts, which ``ep`` divides."""
+    """Elements of ``shard_numel`` that are experts', which ``ep`` shards."""
     expert_parts: int = 1
     """Ranks that those are sharded over."""
 

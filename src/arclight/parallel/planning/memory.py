@@ -1,9 +1,10 @@
-"""Estimate the peak memory of a rank in a step, by kind, for each pipeline stage.
+"""Estimate the peak memory of a rank in a step, by kind, for each process of a pipeline.
 
-A step is followed through the links of a stage, forward and back: what earlier links hold for backward, what the link at hand
+`estimates` calls `memory` for each plan; `timing` shares its rules of resharding, and ``arclight plan`` prints a `MemoryEstimate`. Rules
+follow what FSDP and the pipeline's runtime hold, and may be refined by measurements.
+
+A step is followed through the links of a process, forward and back: what earlier links hold for backward, what the link at hand
 needs for the moment, which weights are gathered, which gradients are there already.
-
-`estimates` and `timing` ask it for each plan. Rules may be refined by measurements.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class MemoryEstimate:
     """Bytes at the moment when a process holds most."""
 
     parameters: int = 0
-    """The share of the weights, float32."""
+    """This rank's shard of the weights, float32."""
     gradients: int = 0
-    """The share of their gradients, float32."""
+    """This rank's shard of their gradients, float32."""
     optimizer: int = 0
-    """The optimizer's moments of that share; if replicas are independent, also the weights they agreed on and the outer velocity."""
+    """The optimizer's moments of that shard; if replicas are independent, also the weights they agreed on and the outer velocity."""
     activations: int = 0
     """What one micro-batch leaves for backward, and what the link at hand needs for the moment."""
     in_flight: int = 0
@@ -57,7 +58,7 @@ def reshards(plan: Plan) -> bool:
 
 
 def reduces_once(plan: Plan) -> bool:
-    """Return True where micro-batches' gradients add up before the exchange, as in pipelines."""
+    """Return True if micro-batches' gradients are summed before the exchange, as in pipelines."""
     return plan.pp > 1
 
 

@@ -1,12 +1,9 @@
 """Search the meshes of all ranks for the fastest plan, by formulas.
 
-For models that declare their shards.
-
-Thousands of plans are compared: dimensions of the mesh, schedule, recomputation, resharding. For a model that declares nothing, whose mesh has
-pipelines and replicas only, `pipeline.cost.pipeline_search` decides where it is cut by simulating each candidate. Both read
-`pipeline.schedule.table` (decision 17).
-
-``arclight plan`` calls it. A chain of links, a device and limits come in; the best plan and the rejected ones go out.
+``arclight plan`` calls `search` for models that declare their shards. A `Chain` and `Limits` come in; the best plans and the rejected ones go
+out. Thousands of plans are compared: dimensions of the mesh, schedule, recomputation, resharding. For a model that declares nothing, whose
+mesh has pipelines and replicas only, `pipeline.cost.pipeline_search` decides where it is cut by simulating each candidate. Both read
+`pipeline.schedule.table` (decision 17). A schedule, recomputation or micro-batch to try is an entry of the lists below.
 """
 
 from __future__ import annotations
@@ -25,14 +22,14 @@ from arclight.parallel.planning.fsdp_shards import MASTER
 from arclight.parallel.planning.sharded_shapes import LayerSharding
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZB-H1", "InterleavedZeroBubble", "ZBVZeroBubble", "V-Half", "V-Min")
-"""Schedules that are tried; others are predicted on request. GPipe and LoopedBFS hold more than 1F1B and Interleaved1F1B and wait as long,
-DualPipeV is for exchanges of experts that overlap, which is not predicted."""
+"""Schedules that are tried; others are predicted if a plan fixes them. GPipe and LoopedBFS hold more activations than 1F1B and
+Interleaved1F1B and idle as long; DualPipeV is for exchanges of experts that overlap, which is not predicted."""
 _COMPILED = f"{NOT_COMPILED} (--eager leaves them uncompiled)"
 RECOMPUTE = ("none", "selective", "full")
 SAMPLES = (1, 2, 4, 8)
 """Sizes of micro-batches that are tried."""
 TOKENS = 4096
-"""Sequences are not cut into parts shorter than this, unless it is fixed so: exchanges would not be worth it."""
+"""Least tokens of a sequence on each rank of ``cp`` that is tried, unless ``cp`` is fixed."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class SearchResult:
     best: list[Estimate]
     """Plans that fit, the fastest of each mesh, fastest first."""
     rejected: list[RejectedPlan]
-    """What differs from the first of them in one choice, and why it was not chosen."""
+    """Plans that differ from the first of them in one choice, and why they were not chosen."""
     considered: int
     """Plans that were predicted."""
 

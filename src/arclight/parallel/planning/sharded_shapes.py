@@ -1,8 +1,9 @@
 """Build one rank's shard of a model without other ranks, for fake tensors.
 
-What is cut where is read from the declarations that `arclight.parallel.parallelize` follows (``sharding`` of modules, ``context`` of
-attention, ``dispatcher`` of experts). Collectives are stood for by operations with the same shapes, forward and backward.
-Sequences lie in dimension 1 of activations.
+`chain` traces what `shard_shapes` leaves of a model; `estimates`, `mesh_search` and `fsdp_shards` pass a plan's degrees as `LayerSharding`.
+What is sharded is read from the declarations that `parallelize` follows (``sharding`` of modules, ``context`` of attention, ``dispatcher``
+of experts): a new style or exchange of ``parallel.layers`` needs its counterpart here. Collectives are replaced by operations with the same
+shapes, forward and backward. Sequences lie in dimension 1 of activations.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from arclight.parallel.plan import Plan, PlanError
 
 @dataclass(frozen=True)
 class LayerSharding:
-    """Into how many parts a process's share of one layer is cut."""
+    """Fields of a plan that decide the shapes of a layer on one rank."""
 
     tp: int = 1
     cp: int = 1
@@ -40,7 +41,7 @@ class LayerSharding:
 
     @property
     def plan(self) -> Plan:
-        """A plan with this cut."""
+        """A plan with these fields, to check a model by."""
         return Plan(
             tp=self.tp, cp=self.cp, ep=self.ep, dp_shard=self.ep, sequence_parallel=self.sequence_parallel,
             loss_parallel=self.loss_parallel, context=self.context,
@@ -102,9 +103,9 @@ def swap(x: Tensor, dimension: Dimension) -> Tensor:
 
 
 def shard_shapes(model: nn.Module, cut: LayerSharding, recorder: OpRecorder, cpu: bool) -> None:
-    """Make ``model`` (on the meta device) the share of one process of ``cut``, in place.
+    """Make ``model`` (on the meta device) the shard of one process of ``cut``, in place.
 
-    ``recorder`` is told which part of all pairs of queries and keys attention's masks leave. Raises PlanError, as
+    ``recorder`` notes the share of all pairs of queries and keys that attention's masks leave. Raises PlanError, as
     `arclight.parallel.parallelize` does, for what does not divide.
     """
     check(model, cut.plan)

@@ -1,11 +1,11 @@
 """Estimate the time of a step: roofline for compute, rings for collectives, and overlap.
 
+`estimates` asks it for each plan. Constants may be tuned to measurements.
+
 Rules of overlap: exchanges of ``tp``, ``cp`` and ``ep`` are waited for where they are needed. Weights of the next link are
 gathered, and gradients of the last one scattered, while a link computes; what takes longer counts, and the hidden part of an
 exchange slows computing by :data:`OVERLAP_COST` of its own time, since both use the same memory and processors.
 Activations between stages are waited for. The optimizer's step is bound by memory.
-
-`estimates` asks it for each plan. Constants may be tuned to measurements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from arclight.parallel.planning.memory import ChainLink, reduces_once, reshards
 from arclight.parallel.planning.pp_layout import messages_per_micro_batch, stages_per_rank
 
 OVERLAP_COST = 0.25
-"""Seconds by which a second of hidden communication slows computing: an assumption, between none and NCCL's share of the processors."""
+"""Seconds by which a second of hidden communication slows computing: assumed, between 0 and NCCL's share of the processors."""
 
 
 def group(plan: Plan, dimension: Dimension) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def messages_seconds(device: Hardware, plan: Plan, messages: Iterable[Message]) 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one stage per micro-batch, without waiting for others, and once per step."""
+    """Seconds of one process per micro-batch, without waiting for others, and once per step."""
 
     forward: float
     backward: float
