@@ -1,6 +1,7 @@
 """Describe one forward as a graph of module calls, with the values and weights they use.
 
-Captured by `splitting.capture`; partitioned, costed and cut into stages by all of ``pipeline``.
+`splitting.capture` makes a `CallGraph` of a model's modules, `traced.graph_calls` one of a traced graph; ``cost`` measures its calls, and
+`StageAssignment` cuts it into stages. All ranks must have the same graph: stages and messages are known by the numbers of its calls.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class Call:
     name: str
     """Name of the module in the model. A module that is called more than once has several calls."""
     parameters: tuple[str, ...] = ()
-    """Parameters that it uses, in or directly before it, by their first names."""
+    """First names of the parameters that the module, or the code since the call before, uses."""
     reads: frozenset[Value] = frozenset()
-    """Values of earlier calls that it depends on, through glue alone."""
+    """Values of earlier calls that it depends on directly, or through code between calls."""
     outputs: tuple[int, ...] = ()
     """Bytes of each leaf that it returned for the example (0 for what is no tensor)."""
     draws: frozenset[int] = frozenset()
-    """Which random numbers, drawn by glue, it depends on."""
+    """Numbers of the random draws between calls that it depends on."""
     modifies: frozenset[Value] = frozenset()
     """Values of earlier calls that it changes in place."""
     buffers: tuple[str, ...] = ()
@@ -62,15 +63,15 @@ class CallGraph:
     aliases: dict[str, str] = field(default_factory=dict)
     """First name of a parameter by each further name (tied weights)."""
     result_draws: frozenset[int] = frozenset()
-    """Which random numbers, drawn by glue, the result depends on."""
+    """Numbers of the random draws between calls that the result depends on."""
     rewritten: frozenset[Value] = frozenset()
-    """What glue changes in place, from the value that a call gave to what later calls read."""
+    """Values of calls that code between calls changes in place before later calls read them."""
     writes_arguments: bool = False
     """Whether glue changes arguments of the model in place."""
     buffers: frozenset[str] = frozenset()
-    """Buffers of no part (by their first names) that glue changes in place."""
+    """Buffers outside of the called modules (by first names) that code between calls changes in place."""
     repeated: frozenset[str] = frozenset()
-    """Those of them that are changed before the last call: a process would do so once for each of its stages."""
+    """Those of ``buffers`` that are changed before the last call: a process would change them once for each of its stages."""
 
     @property
     def used(self) -> set[str]:

@@ -1,7 +1,7 @@
 """Predict a pipeline step of a model: find costs, cut into stages, simulate the schedule.
 
-Public as ``pipeline.simulate``. It joins ``cost``, ``splitting`` and ``schedule`` and runs no process. A model, a `Pipe` or a plan comes
-in, a trace goes out that ``pipeline.timeline`` draws.
+`simulate` is public as ``pipeline.simulate``. It joins ``cost``, ``splitting`` and ``schedule`` and starts no process. A model, a `Pipe` or an
+`EvaluatedPlan` comes in; a `Prediction` goes out, which ``pipeline.timeline`` draws. Argument names are public and stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Split any model into stages: capture one forward, choose the cuts, return a `Pipe`.
 
-`split` and `Pipe` are public. In: a model and an example; out: stages that keep the model's parameter names. `forecast` simulates a
-`Pipe`, `PipeRunner` trains it; under a Trainer the strategies use ``steps`` instead.
+`split`, `Pipe` and `StageModule` are public. In: a model and an example; out: stages that keep the model's parameter names. `forecast`
+simulates a `Pipe`, `PipeRunner` trains it; under a Trainer the strategies use ``steps`` or `runtime.install` instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from arclight.parallel.pipeline.weights.save import save
 from arclight.parallel.plan import PlanError
 
 Policy = Callable[[CallGraph, int], Sequence[int]]
-"""``(graph, stages)``: the first call of each stage."""
+"""Function of a graph and a number of stages that returns the first call of each stage."""
 
 
 class StageModule(NamePreservingStage):

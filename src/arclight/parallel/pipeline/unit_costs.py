@@ -1,6 +1,7 @@
 """Hold costs of parts of a model: seconds of F, I and W, and bytes.
 
-`measure` fills them in, on a device or in theory; `partition`, `simulation` and `choose` work with them.
+`cost.measure` fills them in, timed or predicted, and so do `planning.estimates` and `layer_pruning`; `partition`, `candidates` and
+`simulation` compute with them. They are not stored: fields may change.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class UnitCost:
     forward: float
     """Seconds of its forward (F)."""
     inputs: float
-    """Seconds of the backward of what came in (I). A backward in one (B) takes ``inputs + weights``."""
+    """Seconds of the backward of its inputs (I). A backward in one (B) takes ``inputs + weights``."""
     weights: float
     """Seconds of the backward of its parameters (W)."""
     parameters: int = 0
@@ -96,7 +97,7 @@ class ModelCosts:
     """Bytes that cross a cut before each unit; none if it is the output of the unit before."""
     ties: tuple[Tie, ...] = ()
     closed: tuple[int, ...] = ()
-    """Units before which there can be no cut: what they do with earlier ones is done once."""
+    """Units before which there can be no cut, as they share a random draw or a change in place with earlier ones."""
     samples: int = 1
     source: str = ""
     """Origin of the numbers, for people."""

@@ -1,7 +1,7 @@
 """Evaluate one candidate (schedule, stages, micro-batches): best cut, time, memory.
 
-``cost.pipeline_search`` evaluates each candidate here, `forecast` a single one. In: costs of units, a link and limits; out: an
-`EvaluatedPlan`, or the reason against it.
+`pipeline_search` evaluates each candidate here, `forecast` a single one. In: costs of units, a link and limits; out: an
+`EvaluatedPlan`, which ``arclight plan`` prints, or the reason against it. The same arguments must give the same result on all ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PlanCandidate:
     schedule: str
     micro_batches: int
     recompute: bool = False
-    """Whether units keep their output alone, and compute the rest again in backward."""
+    """Whether units keep only their output, and compute the rest again in backward."""
     replicas: int = 1
     """Pipelines that train the same weights on other samples."""
 

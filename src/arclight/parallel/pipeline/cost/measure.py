@@ -1,7 +1,10 @@
 """Measure the costs of a model's calls: timed on its device, or predicted with fake tensors.
 
-Both run the same passes. The model runs forward as it is; where a call of its :class:`CallGraph` is over, what came since the
-last one (the call, and the glue before it) is timed, then differentiated up to the boundary values it reads: by those values alone (I), and
+`split`, `forecast`, `auto_schedule` and ``arclight plan`` call `measure` or `predict`. A model, its `CallGraph` and an example come in,
+`ModelCosts` go out; model and random states are left as they were.
+
+Both run the same passes. The model runs forward as it is; where a call of its `CallGraph` is over, what came since the
+last one (the call, and the code before it) is timed, then differentiated up to the boundary values it reads: by those values alone (I), and
 by those and its parameters (I + W). Then its outputs go on as new leaves, so that no more than one call's graph is alive.
 """
 

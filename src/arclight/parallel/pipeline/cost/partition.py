@@ -1,5 +1,7 @@
 """Partition a chain of units into stages: the exact cut of the shortest step that fits.
 
+`split`, `candidates` and `layer_pruning` call it. Costs come in, cuts go out; the same costs must give the same cuts on all ranks.
+
 A stage s with units i to j takes w(i, j) seconds for a micro-batch: what its units compute, and what it waits for - its input, and
 the gradient of its output, as they cross the two cuts beside it. A step of m micro-batches is predicted to take
 
@@ -9,8 +11,6 @@ the first micro-batch passing all stages and the slowest stage setting the pace 
 equation 4, with transfers), where e are exchanges of gradients of parameters that several stages use, once in a step.
 For a bound t on the slowest stage the least sum is found by dynamic programming over ends of stages. That is done for t = the
 least possible and for t = infinity, and between them wherever the sum could still fall by more than the pace rises.
-
-`split`, the search of candidates and `layer_pruning` call it. Costs come in, cuts go out; the same costs give the same cuts on all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from arclight.parallel.plan import PlanError
 
 Array = npt.NDArray[Any]
 EQUAL = 1e-12
-"""Two times that differ by less than this share are equal: they are sums of the same numbers in another order."""
+"""Relative difference below which two times count as equal: they are sums of the same numbers in another order."""
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ SCHEDULES = (
     "1F1B", "GPipe", "Interleaved1F1B", "Interleaved1F1B:4", "LoopedBFS", "ZB-H1", "ZB-H2", "InterleavedZeroBubble",
     "ZBVZeroBubble", "V-Half", "V-Min", "DualPipeV",
 )  # fmt: skip
-"""Schedules that "auto" tries."""
+"""Schedules that `choose` tries by default; a Trainer's "auto" tries `auto_schedule.AUTOMATIC` only."""
 MAX_MICRO_BATCHES = 64
 """Most micro-batches that are tried by default; eight for each process if that is more."""
 PRUNE_FACTOR = 1.25
 """A candidate is not simulated if its busiest process computes longer than this times the best step so far."""
 REFINED_PLANS, REFINE_SIMULATIONS = 3, 32
-"""Of the best plans with several stages on a process, how many have their cut improved, and by how many simulations each."""
+"""Number of best plans with several stages on a process whose cut is improved, and of simulations for each."""
 TIE = 1e-3
 """Relative difference of two predicted times below which less memory is preferred."""
 

@@ -1,6 +1,7 @@
 """Run one forward and backward call by call, timing each, to learn costs.
 
-`measure` runs it on real or fake tensors. In: a model, its call graph and an example; out: seconds and bytes of each call.
+`measure` runs it on real or fake tensors; `forecast` uses its `storage_key`. In: a model, its call graph and an example; out: seconds and bytes
+of each call.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Phases = tuple[float, float, float]
 
 
 class Meter(Protocol):
-    """Measure seconds: by a clock, or in theory."""
+    """Measure seconds: by a clock, or by the roofline model."""
 
     def begin(self) -> None: ...
 
@@ -34,7 +35,7 @@ class Meter(Protocol):
 
 @dataclass
 class Clock:
-    """Time that passes until ``device`` is done, by ``now``."""
+    """Seconds by ``now``, with a wait until ``device`` is done at both ends."""
 
     device: torch.device
     now: Callable[[], float]
@@ -55,7 +56,7 @@ class Clock:
 
 @dataclass
 class Roofline:
-    """Time that the operations would take which ``recorder`` has seen."""
+    """Predicted seconds of the operations that ``recorder`` has seen."""
 
     recorder: OpRecorder
 
@@ -92,7 +93,7 @@ class Pass:
     graph: CallGraph
     meter: Meter
     saving: bool = False
-    """Whether to count what is kept for backward (which takes time of its own)."""
+    """Whether to count the bytes kept for backward (which takes time itself)."""
     seen: OnCall | None = None
     phases: list[Phases] = field(default_factory=list)
     held: list[int] = field(default_factory=list)

@@ -1,6 +1,7 @@
 """Split the arguments of a model's call into micro-batches, and merge their outputs.
 
-`runner` and `pipe_runner` split and merge by it; `Reducer` is public. The same batch must give the same parts on every rank.
+`StepRunner` and `PipeRunner` split by `split_arguments`, `PipeRunner` merges by `merge_outputs`; `Reducer` is public. The same batch must
+give the same parts on every rank. A whole batch of a user's step is cut elsewhere, by `steps.micro_batch`.
 """
 
 from __future__ import annotations

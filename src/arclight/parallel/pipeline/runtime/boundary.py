@@ -1,7 +1,7 @@
 """Describe the tensors sent between stages: shapes, dtypes, and which receive gradients.
 
-`engine` sends a stage's `TensorSpec` list to the next stage before the first tensors, so that it can allocate; `stage` checks each
-micro-batch against it. `TensorSpec.plain` is the form in which it is sent.
+When a shape of micro-batches first comes, `engine` sends a stage's `TensorSpec` list to the next stage as JSON (`TensorSpec.plain`), so that it
+can allocate; `stage` checks each micro-batch against it. Only ranks of one run read it: its form is free.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TensorSpec:
 
 
 Boundary = tuple[TensorSpec, ...]
-"""What crosses the cut between two stages for one micro-batch."""
+"""Tensors that one stage sends to the next for one micro-batch."""
 
 
 def check_given(output: tuple[Tensor, ...], boundary: Boundary, backward: bool) -> None:

@@ -1,7 +1,8 @@
 """Verify that a pipeline's processes have one plan, and together own every parameter.
 
-Before the first step the `engine` exchanges one `PipelineFingerprint` for each process and calls `verify_fingerprints` on all of them:
-without it, differing arguments would show as a hang or as wrong numbers. Fingerprints are exchanged as JSON, so hold plain data.
+`PipeRunner` and `parallelize_steps` make a `PipelineFingerprint` of each process; before the first step `engine` exchanges these and calls
+`verify_fingerprints` on all: without it, differing arguments would show as a hang or as wrong numbers. Fingerprints are exchanged as JSON, so
+they hold plain data.
 """
 
 from __future__ import annotations

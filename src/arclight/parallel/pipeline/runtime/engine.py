@@ -1,9 +1,8 @@
 """Run micro-batches through this rank's stages by a schedule.
 
-Shapes are learnt from the first batch.
-
-`runner`, `pipe_runner` and ``steps`` hand it micro-batches; it makes `stage` objects and drives torch's schedules over them. In: inputs
-by stage; out: losses and outputs of the last one. All ranks must take the same branches here, or their messages do not match.
+`StepRunner` and `PipeRunner` hand it micro-batches; it makes `Stage` objects, with the boundaries that it learns when a shape of micro-batches
+first comes, and drives torch's schedules over them. In: inputs by stage; out: losses and outputs of the last one. All ranks must take the same
+branches here, or their messages do not match.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ _Passed = dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 
 
 _Shape = tuple[bool, tuple[bool, ...], Any]
-"""What the boundaries of a micro-batch follow from: if it has a backward, which parameters train, and its `signature`."""
+"""Key of a micro-batch's boundaries: if it has a backward, which parameters train, and its `signature`."""
 
 
 class Engine:

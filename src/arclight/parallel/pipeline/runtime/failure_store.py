@@ -1,7 +1,7 @@
 """Report a failure to the other ranks of a pipeline, so that they stop with its place.
 
-Only `engine` uses it. A report is a key in the process group's store, read while a rank waits for its device; users get a
-`StageLostError` with rank, stage and micro-batch.
+Only `engine` uses it. A report is a key in the store that the ranks met by; it is read while a rank waits for its device or for an exchange,
+and after it lost a neighbour. Users get a `StageLostError` with rank, stage and micro-batch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ PATIENCE = 2.0
 """Seconds that a process which lost a neighbour waits for the report of the one that failed first."""
 
 BETWEEN_QUESTIONS = 0.05
-"""Seconds between two polls of the store while a device is waited for: each is a message to the process that has it."""
+"""Seconds between two polls of the store while a device is waited for: each is a message to the rank that hosts the store."""
 LATE = 0.02
-"""Share of a wait for a device by which its end may be noticed late; the device idles for that time."""
+"""Largest delay in noticing that a device is done, as a share of the wait; the device idles meanwhile."""
 
 
 class StageLostError(RankMissingError):
@@ -39,7 +39,7 @@ class FailureStore:
 
     No collective is used: it is the store through which the processes have met.
 
-    Every process makes the boards of a group in the same order.
+    Every process makes the `FailureStore` objects of a group in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:

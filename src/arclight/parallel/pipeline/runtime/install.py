@@ -1,7 +1,7 @@
 """Cut a module's model down to this rank's stages, and build the runner of its batches.
 
-`PlanStrategy` calls `install` for modules that split batches themselves (`Runnable`), on all ranks at once. The module's ``model`` is cut
-in place; names of what remains stay.
+`PlanStrategy` and ``arclight plan --verify`` call `install` for modules that split batches themselves (`Runnable`), on all ranks at once.
+The module's ``model`` is pruned in place (`layer_pruning`); names of what remains stay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from arclight.parallel.mesh import Mesh
 
 ShardStage = Callable[[nn.Module, nn.Module], Any]
-"""Shards a stage's part of the model over the other dimensions of the mesh, in place: ``(model, root)``, where the root calls it."""
+"""Function of a stage's model and the module that calls it; shards the model over the other dimensions of the mesh, in place."""
 
 
 def exchanges_within_step(plan: Plan) -> bool:

@@ -1,6 +1,7 @@
 """Reduce the losses of micro-batches to that of their batch.
 
-`pipe_runner` and the pipelined steps combine losses with it. Names of kinds are arguments of `Pipeline`: they stay.
+`PipeRunner` combines losses by a `LossReduction`; `Pipeline` and ``steps`` take the same names of kinds, with their own sums. These names
+are arguments of `Pipeline` and `Pipe.on`: they stay.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ class LossReduction:
         return torch.where(count > 0, total * count, 0.0), count
 
     def counts(self, targets: list[Any]) -> list[float] | None:
-        """Give what counts in each micro-batch; None if only forwards tell."""
+        """Return the count of each micro-batch; None if it is known only after forward."""
         if self.kind != "token_mean":
             return [1.0] * len(targets)
         return None if self.weight is None else [float(self.weight(one)) for one in targets]
 
     def divisor(self, counts: list[float] | None) -> float | None:
-        """Give the divisor of the sum over micro-batches; None if only forwards tell."""
+        """Return the divisor of the sum over micro-batches; None if it is known only after forward."""
         if self.kind == "sum":
             return 1.0
         return None if counts is None else float(sum(counts))

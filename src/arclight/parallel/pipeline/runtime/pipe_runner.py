@@ -1,7 +1,7 @@
 """Run the batches of a split model on the ranks of a group, without a Trainer.
 
 `Pipe.on` makes a `PipeRunner`; users call `step`, `evaluate`, `clip_grad_norm_` and `state_dict` on every rank, with the same batch.
-The work is done by `engine`. Methods, `Result` and `RunOptions` are public API; parameter names in states are the whole model's.
+The work is done by `engine`. Methods and fields of `Result` are public; parameter names in states are the whole model's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Where = Literal["nowhere", "last", "everywhere"]
 
 
 class SplitModel(Protocol):
-    """Hold what a runner needs of a model that is cut into stages."""
+    """Attributes of a `Pipe` that a runner reads."""
 
     graph: CallGraph
     cuts: tuple[int, ...]
@@ -53,7 +53,7 @@ class SplitModel(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """Hold loss, count and outputs of a step or an evaluation, alike on every process."""
+    """Loss and count of a step or an evaluation, alike on every process, and outputs."""
 
     loss: Tensor
     """Loss of the whole batch, float64, without a graph; NaN if nothing counted, or there was no loss."""

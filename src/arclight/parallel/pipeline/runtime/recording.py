@@ -1,8 +1,7 @@
-"""Record pipeline steps as they run: actions of every rank on one clock, and memory.
+"""Record pipeline steps as they run: actions of every rank on one clock, and activations.
 
-Memory is that of activations.
-
-``pipeline.record`` is public; ``view`` draws a `Recording`, `PipelineTimeline` makes one in a fit.
+`record` is public as ``pipeline.record``; `stage` and `torch_pipelining` report each action to it while it is on. ``view`` draws a
+`Recording`, and the callback `PipelineTimeline` makes one in a fit.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from arclight.parallel.pipeline.unit_costs import UnitCost
 from arclight.parallel.plan import PlanError
 
 _ROUND_TRIPS = 64
-"""Messages there and back to compare two clocks by; the fastest says most."""
+"""Round trips by which two clocks are compared; the fastest is the most exact."""
 
 
 @dataclass(eq=False)

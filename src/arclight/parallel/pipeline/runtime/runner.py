@@ -1,11 +1,8 @@
 """Run a step's micro-batches through the engine.
 
-For a module under a Trainer (`StepRunner`) or a `PipeRunner`.
-
-`forward_only` and `forward_backward` are what both have in common; they differ in who scales the gradients. A `StepRunner` returns a loss
-whose backward scales them; a `PipeRunner`, without a Trainer, does so itself.
-
-`install` and the pipelined steps make a `StepRunner`, `PipeRunner` is for users without a Trainer.
+`install` and `parallelize_steps` make a `StepRunner` for a module under a Trainer; `PipeRunner`, for users without one, shares
+`forward_only` and `forward_backward`. They differ in who scales the gradients: a `StepRunner` returns a loss whose backward scales them, a
+`PipeRunner` does so itself. Loss and gradients must be those of one process, up to rounding.
 """
 
 from __future__ import annotations
@@ -31,12 +28,12 @@ from arclight.parallel.step_protocol import Runnable, Split, check_samples, own_
 
 @dataclass(frozen=True)
 class StepWeights:
-    """Ask a module what a batch counts, and tell it how its own losses count."""
+    """Functions of a module for one batch: its count, and the scaling of its own losses."""
 
     count: Callable[[], Any] | None = None
-    """Gives what all processes with the same layers take the mean of; None for samples."""
+    """Returns the batch's count, by which losses of ranks with the same layers are weighted; None: all alike."""
     scale_losses: Callable[[Tensor], Any] | None = None
-    """Told what sums are multiplied by before their backward, if a module adds losses of its own there."""
+    """Takes the factor of loss sums before their backward, for a module that adds losses of its own there."""
 
     @classmethod
     def of(cls, module: Any, batch: Any) -> StepWeights:

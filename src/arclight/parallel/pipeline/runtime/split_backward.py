@@ -1,9 +1,10 @@
 """Split backward in two (zero bubble): gradients of inputs first, those of weights later.
 
+`stage` calls it for schedules that split backward (``I`` and ``W``); `engine` asks which inputs a gradient reaches, and `forecast` counts
+what is kept between the halves. The sum of both halves must be the gradients of one backward.
+
 Split as in "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), section 2. Nodes of the graph between outputs and inputs run in the
 first half. If weights depend on such a node, its incoming gradients are kept, and the second half starts there.
-
-`stage` calls it for schedules that split backward (``I`` and ``W``). The sum of both halves must be the gradients of one backward.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 @dataclass
 class _Branch:
-    """Weights, and what leads to them alone."""
+    """Weights, and the part of the graph that leads to them only."""
 
     begins: list[tuple[Node, tuple[Tensor | None, ...]]] = field(default_factory=list)
     """Nodes that continue the first half, and the gradients that arrived there."""

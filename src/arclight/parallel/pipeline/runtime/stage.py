@@ -1,15 +1,13 @@
 """Define the pipeline stage of torch's schedules: forward, backward, send and receive.
 
-It declares its own exchanges. torch's stage
+`engine` makes one for each stage of this process; torch's schedules call its methods, some of them private, so their names and order are
+torch's. It replaces torch's own stage, which
 
 - runs the model on uninitialised memory to learn shapes (here they are given), and keeps buffers for every micro-batch;
 - loses, when backward is split, the gradients of a stage below which all is frozen, and of weights that what came in does not meet
   (see `split_backward`);
 - cannot run forwards only if the two stages of a process are neighbours;
 - cannot tell which action it was at when it failed.
-
-`engine` makes one for each stage of this process; torch's schedules call its methods, so their names and order are torch's. Formats of
-exchanged values are `boundary`'s.
 """
 
 from __future__ import annotations

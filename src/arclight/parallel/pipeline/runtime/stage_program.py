@@ -1,6 +1,7 @@
 """Define a stage's program per micro-batch (model part, loss), and the topology.
 
-`engine` runs a `StageProgram` for each stage that this process has; `PipelineTopology` tells all modules of ``runtime`` who has which.
+`install`, `PipeRunner` and ``steps`` (`StagePart`) make a `StageProgram` for each stage of this process, which `engine` runs;
+`PipelineTopology` says which process has which stage, by `orders.stages_of`. ``loss_scale`` multiplies losses before their backward.
 """
 
 from __future__ import annotations

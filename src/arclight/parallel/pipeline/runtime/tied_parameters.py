@@ -1,6 +1,6 @@
 """Keep parameters that several stages use tied: sum the gradients of their copies.
 
-`runner` sums gradients by it after backward, before the optimizer; `pipe_runner` and `parallelize_steps` make the object. All ranks that
+`PipeRunner` and `parallelize_steps` make a `TiedParameters`; `runner` sums gradients by it after backward, before the optimizer. All ranks that
 share a parameter must take part, in the same order.
 """
 

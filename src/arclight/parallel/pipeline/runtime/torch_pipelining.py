@@ -1,7 +1,8 @@
 """Adapt torch.distributed.pipelining: run its schedules over stages of ours.
 
-All names of torch's pipelining that are not public are here (torch 2.13). Schedules are torch's own if it has them; others are
-orders of ours, or of a file, in torch's runtime of actions. The stages are in `stage`.
+`engine` runs a `Schedule`; `stage` derives from `StageBase`. What is imported from torch's pipelining, private names included, is imported
+here only (torch 2.13). Schedules are torch's own if it has them (`_NATIVE`); others are orders of ours, or of a file, in torch's runtime of
+actions.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _NATIVE: dict[str, Any] = {
     "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
     "ZBVZeroBubble": ScheduleZBVZeroBubble,
 }
-"""Torch's own. Its DualPipeV sends what a forward gives only when the backward that is paired with it is over, which doubles the bubble."""
+"""Torch's own classes. Its DualPipeV is not used: it sends a forward's output only after the paired backward, which doubles the bubble."""
 _TORCH_KINDS = {
     "F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD,
     "I": _ComputationType.BACKWARD_INPUT, "W": _ComputationType.BACKWARD_WEIGHT,
@@ -55,7 +56,7 @@ class Progress:
 
 
 class StageBase(_PipelineStageBase):
-    """Hold what a schedule asks of a stage besides what torch's schedules take stages to be."""
+    """Torch's stage, with the attributes that `Schedule` reads and sets."""
 
     progress: Progress
     recorder: Any

@@ -1,6 +1,6 @@
 """Write and read the actions of a pipeline step, in torch's notation (``2F0``).
 
-``schedule`` makes and checks orders of these, ``runtime`` carries them out. The notation and the CSV form are torch's, so that schedules
+``schedule`` makes and checks orders of these, ``runtime`` executes them. The notation and the CSV form are torch's, so that schedules
 can be exchanged: they stay.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal, cast
 from arclight.parallel.plan import PlanError
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward; backward in one; backward of what came in; backward of the weights. B is I and then W."""
+"""Forward (F); backward (B) in one, which is I and then W: backward of the inputs (I), and of the weights (W)."""
 
 _WRITTEN = re.compile(r"(\d+)([FBIW])(\d+)")
 

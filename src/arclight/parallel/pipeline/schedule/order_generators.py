@@ -1,5 +1,7 @@
 """Generate orders of pipeline schedules: 1F1B, zero bubble, and V-shaped ones.
 
+Only `table` calls these; a new schedule is a function here and an entry of `table.SCHEDULES`. Tests compare orders with torch's and the papers'.
+
 In a V-shaped schedule rank i holds stage i from the front and from the back. Two of them come from building blocks (Qi
 et al. 2024, "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362): the times at which one micro-batch
 passes each process, repeated every six units (F, I and W of two stages). How long a micro-batch stays with a process

@@ -1,7 +1,7 @@
 """Check orders of actions, read them from files, and count their activations.
 
-`table` and `simulation` check orders with it, the planner and the runtime ask which process has which stage (`stages_of`). A CSV file or
-an order comes in; PlanError names the first wrong action.
+`table` and `simulation` check orders with it; ``runtime``, ``cost`` and the planner ask which process has which stage by `stages_of`, the
+one rule of placement. An order or a CSV file in torch's form, which stays, comes in; PlanError names the first wrong action.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def load_order(path: str | Path) -> Order:
 
 
 def shape_of(order: Order) -> tuple[int, int, bool]:
-    """Return stages, micro-batches, and whether stages lie in a V.
+    """Return stages, micro-batches, and whether stages are placed in a V.
 
-    Raises PlanError for stages that lie neither so nor in a loop.
+    Raises PlanError if they are placed neither in a V nor in a loop.
     """
     actions = [action for one in order for action in one]
     if not actions:

@@ -1,7 +1,7 @@
 """Simulate a step of a schedule: start and end of each action, idle time, memory held.
 
-`candidates`, `forecast`, `recording` and ``planning`` call `simulate`. In: an order of actions and their costs; out: a `Prediction`. It
-is pure: tests compare it with closed forms.
+`candidates`, `forecast`, `recording` and `planning.estimates` call `simulate`, `planning.timing` calls `idle_seconds`. In: an order of
+actions and their costs; out: a `Prediction`. The same arguments give the same result: tests compare it with closed forms.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from arclight.parallel.plan import PlanError
 
 T = TypeVar("T")
 Receives = Literal["early", "due"]
-"""Whether a process asks for what it needs ahead of time (torch's runtime of actions), or when it comes to need it (GPipe and 1F1B of
-torch), so that nothing is on its way before."""
+"""When a process posts its receives: ahead of need ("early": torch's runtime of actions), or at the action that needs them ("due": torch's
+GPipe and 1F1B), so that no transfer starts before."""
 
 
 AT_ONCE = Link()
-"""What is sent is there."""
+"""Link over which messages take no time."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Hold one step of a pipeline, predicted or measured: actions, idle time, memory.
 
-`simulation` and ``runtime.recording`` make a `Trace`, ``view`` draws it. Predicted and measured steps have the same fields, so that
-they can be compared.
+`simulation` and `runtime.recording` make a `Trace`; ``view``, ``cost`` and ``planning`` read its idle time and memory. Predicted and
+measured steps have the same fields, so that they can be compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Span:
     start: float
     end: float
     live: int = 0
-    """Bytes of activations that the process holds when it is over."""
+    """Bytes of activations that the process holds when the action ends."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Trace:
 
 @dataclass(frozen=True)
 class Idle:
-    """Seconds of one step in which one process did nothing, by what kept it.
+    """Idle seconds of one process in one step, by cause.
 
-    Waiting for another process between two actions is told apart by doing the same order again in thought: what vanishes
-    where transfers are free is communication, what of the rest remains where all stages are alike as well is the
-    schedule's, and the difference is imbalance.
+    Waits for other processes between two actions are divided by replaying the same order: what vanishes if transfers are
+    free is communication; of the rest, what remains if all stages are alike as well is the schedule's, and the
+    difference is imbalance.
     """
 
     warm_up: float

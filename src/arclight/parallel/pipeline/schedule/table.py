@@ -1,5 +1,8 @@
 """Look up pipeline schedules by name or file.
 
+The strategies, ``runtime``, ``cost`` and ``planning`` ask `schedule_kind`, `order_of` and `check_pipeline`. Names are values of
+`Plan.schedule`: they stay. A new schedule is an entry of `SCHEDULES`.
+
 Idle time of a process of p in a step, and how many of m micro-batches it holds at most. F, I and W of its stages take one unit each,
 v is the number of its stages, and a micro-batch counts until its backward (W) is over:
 
@@ -60,22 +63,22 @@ class ScheduleKind:
     v_shaped: bool = False
     """True if a process has stages i and n - 1 - i; else it has i and i + processes."""
     splits_backward: bool = False
-    """True where gradients of weights are computed apart from those of activations, which compiled code cannot."""
+    """True if gradients of weights are computed apart from those of activations, which compiled code cannot do."""
     fewest: Callable[[int], int] = lambda processes: 1
-    """Give the least number of micro-batches."""
+    """Return the least number of micro-batches, of a number of processes."""
     whole_rounds: bool = False
-    """True where micro-batches must come in rounds of equal length, of at least one for each process."""
+    """True if micro-batches must divide into rounds of equal length, each with at least as many as there are processes."""
     only: tuple[int, int] | None = None
-    """The numbers of processes and of micro-batches that it is for, if it is for no others (a file)."""
+    """The only numbers of processes and of micro-batches that it takes, of a file; None: others too."""
     held: Callable[[int, int, int, int], int] | None = None
     """Give the most passes (micro-batch, stage) whose activations a process holds, of (processes, stages of each, micro-batches, process);
     None if they are counted in the order."""
     idle_per_hop: Callable[[float], float] | None = None
     """Give idle forward times of a process for each other process and each of its stages, of backward over forward; None: simulated."""
     receives_when_due: bool = False
-    """True where torch's own schedule asks for what it needs when it comes to need it, so that nothing is on its way before."""
+    """True if torch's own schedule posts receives only at the action that needs them, so that no transfer starts before."""
     trimmed_from: int | None = None
-    """Micro-batches of the order whose first ones are run, if there are fewer than that; None: it is made for those there are."""
+    """Micro-batches of the order whose first ones are run, if a batch has fewer; None: orders are made for the batch's own number."""
 
     def fits(self, micro_batches: int, processes: int) -> bool:
         """Return True for numbers that the schedule takes."""

@@ -1,7 +1,7 @@
 """Capture one forward of a model without data, as a `CallGraph` of its module calls.
 
-`split`, `PipelinedSteps`, `simulate` and ``arclight plan`` trace models by `capture_call_graph`. Out: a `CallGraph` that must be the
-same on every rank, since stages are assigned by the numbers of its calls.
+`split`, `PipelinedSteps`, `forecast` and ``arclight plan`` call `capture_call_graph`. Its graph must be the same on every rank, since
+stages are assigned by the numbers of its calls.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from arclight.parallel.pipeline.splitting.proxy_modules import (
 from arclight.parallel.plan import PlanError
 
 _DEEP = 3
-"""How far into the attributes of other objects tensors are looked for."""
+"""Levels of attributes of plain objects in which tensors are looked for."""
 _LARGE = 1 / 8
-"""A repeated block that holds more of the model than this, and has repeated blocks itself, is split into these."""
+"""Share of the parameters above which a repeated block that has repeated blocks itself is split into these."""
 
 
 def capture_call_graph(
@@ -61,7 +61,7 @@ def capture_call_graph(
     at: names of modules of which each begins a part. Parts are otherwise repeated blocks, and the largest modules without
     repeated blocks; a module that cannot be looked into, since its code needs data, is a part as a whole.
     open_end: whether ``root``'s own code may need data after all that trains was used (a loss that looks at its targets does). It is not
-    looked at from there on, and taken to need what the last part and those returned that no other reads.
+    looked at from there on, and taken to need the outputs of the last part and of parts that no other reads.
 
     Raises PlanError if code between the parts needs data, or two values share memory that is written.
     """

@@ -1,8 +1,6 @@
 """Snapshot the RNGs of Python and NumPy, to find forwards that draw from them.
 
-Ranks would draw different numbers.
-
-`capture` and `traced_stage` compare snapshots around a forward, and refuse what draws.
+`capture` and `traced_stage` compare snapshots around a forward, and refuse one that draws, since each rank would draw other numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Cut a stage out of a model by deleting the layers of other stages; names stay the same.
 
-`install` prunes with it, `pp_layout` predicts by the same assignment, `PlanStrategy` asks `is_prunable` first; other models are sliced
-(`sliced_module`). Planner and run must assign alike.
+`install` prunes with it, `planning.pp_layout` predicts by the same `assign_layers`, `PlanStrategy` asks `is_prunable` first; other models
+are sliced (`sliced_module`). Planner and run must assign alike. It relies on the names ``layers``, ``norm`` and ``output`` of `Decoder`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYERS, LAST = "layers", ("norm", "output")
 
 @dataclass(frozen=True)
 class StageLayers:
-    """List what of a model one stage has: members of ``layers``, and other children."""
+    """Parts of a model that one stage has: members of ``layers``, and other children."""
 
     layers: tuple[str, ...]
     others: tuple[str, ...]
@@ -69,9 +69,9 @@ def assign_layers(model: nn.Module, stages: int) -> list[StageLayers]:
 
 
 def _cost(module: nn.Module) -> float:
-    """Return the products per token.
+    """Return the multiply-adds per token.
 
-    Of a mixture's parameters those of the experts that one token sees count, its ``active_share``.
+    Of a mixture's parameters the ``active_share`` counts, which one token uses.
     """
     return sum(
         parameter.numel() * float(getattr(part, "active_share", 1.0))

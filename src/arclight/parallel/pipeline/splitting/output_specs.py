@@ -33,9 +33,9 @@ class OutputSpec:
     leaves: tuple[Any, ...]
     structure: TreeSpec
     changed: tuple[int, ...]
-    """Which placeholders in the arguments, counted in order, it changes in place."""
+    """Indices of the placeholders among the arguments that the call changes in place."""
     buffers: tuple[str, ...]
-    """Names of buffers, in the part, that it changes."""
+    """Names, within the part, of the buffers that the call changes."""
     writes_data: bool
     """Whether it changes tensors in the arguments that are not placeholders."""
     memories: tuple[int, ...]
@@ -48,7 +48,7 @@ class OutputSpecs:
     def __init__(self, root: nn.Module, units: Collection[str], home: torch.device | None = None) -> None:
         """Initialise the specs of the parts ``units``.
 
-        home: where parameters on the meta device are thought to be.
+        home: device that parameters on the meta device count as.
         """
         self.home = home
         self._originals = {path: module for path, module in walk(root) if path in units}

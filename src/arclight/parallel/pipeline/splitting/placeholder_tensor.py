@@ -1,6 +1,6 @@
 """Define placeholder tensors without data: they stand for values that other stages compute.
 
-A placeholder has the shape, dtype and device of its tensor, and results computed from it are placeholders. So glue code between
+A placeholder has the shape, dtype and device of its tensor, and results computed from it are placeholders. So code between
 the parts of a model runs in every process, whichever inputs it has. A placeholder records its sources, from which
 `capture` reads the dependencies of calls. Code that needs data (a branch, a number, an index) gets a `DataDependentError`.
 
@@ -51,7 +51,7 @@ Source = Value | str | Draw
 
 @dataclass(eq=False)
 class StorageState:
-    """Count writes to memory that tensors share which are views of each other."""
+    """Writes to one memory, shared by all placeholders that view it."""
 
     writes: int = 0
     values: list[Value] = field(default_factory=list)
@@ -72,7 +72,7 @@ class PlaceholderTensor(Tensor):
     payload: Tensor
     origin: Origin
     of: str
-    """The call or parameter that it first came from, for messages."""
+    """Name of the call or parameter that it came from, for messages."""
 
     __torch_function__: Any = (
         torch._C._disabled_torch_function_impl

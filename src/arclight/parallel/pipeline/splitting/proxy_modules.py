@@ -1,10 +1,8 @@
 """Copy a module tree with proxies in place of some modules, sharing tensors.
 
-Calls of these modules are intercepted. The original tree is never changed. A copy has the same classes, its own dicts,
-and the same tensors until they are replaced.
-
-`capture`, `output_specs`, `sliced_module` and `stage_tensors` copy models with these. `CallHandler` is what a user of proxies
-implements. Tensors stay shared with the original, since optimizers and checkpoints hold them by identity.
+`capture`, `output_specs`, `sliced_module` and `stage_tensors` copy models with these; a `CallHandler` takes the calls of the proxies. The
+original tree is never changed. A copy has the same classes and dicts of its own; tensors stay shared with the original until they are
+replaced, since optimizers and checkpoints hold them by identity.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def _gathers_parameters(hook: Any) -> bool:
 
 
 Visit = Callable[[str, nn.Module], "nn.Module | None"]
-"""``(path, module)``: what stands there in the copy, or None for a copy whose children are visited."""
+"""Function of path and module: its replacement in the copy, or None to copy it and visit its children."""
 
 
 def copy_tree(root: nn.Module, visit: Visit, changed: Callable[[str, nn.Module], None] | None = None) -> nn.Module:

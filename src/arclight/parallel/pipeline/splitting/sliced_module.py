@@ -1,12 +1,11 @@
-"""A pipeline stage that runs the whole forward but executes only its own submodules.
+"""Run a whole forward in a pipeline stage, but execute only the stage's own submodules.
+
+`split` makes one `SlicedModule` for each stage, `PipelinedSteps` one for each step function, with all stages of this process. `run` takes and
+returns tensors in the order of `StageAssignment.values_into`: it must be alike on all ranks, as tensors are matched by position.
 
 The stage calls a copy of the module tree in which proxies (`proxy_modules`) count calls. Calls before this stage return received tensors
 or placeholders; its own calls run; after its last call the forward stops.
 Code between modules runs on every stage that needs it, from the arguments, which every process has.
-
-`split` makes one `SlicedModule` for each stage; the strategy (``steps.pipelined_steps``) one for each step function, with all stages of
-this process. `run` takes and returns tensors in the order of `StageAssignment.values_into`. That order and count must be alike on all
-ranks: tensors are matched by position.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from arclight.parallel.plan import PlanError
 
 
 class AbsentModule(nn.Module):
-    """Stand-in, without parameters, for a part of a sharded module that is elsewhere."""
+    """Stand-in, without parameters, for a part of the module that another process has."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Raise PlanError."""

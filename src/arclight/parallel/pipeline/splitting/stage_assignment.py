@@ -1,7 +1,7 @@
 """Assign the calls of a call graph and their parameters to stages; list crossing values.
 
-`arclight.parallel.pipeline.pipe.split` and the steps of ordinary modules (`pipelined_steps`) make one `StageAssignment` on every process,
-from the same arguments; stages are built from it by `sliced_module` or `traced_stage`. It must depend on nothing but its arguments.
+`split` and `PipelinedSteps` make one `StageAssignment` on every process, from the same arguments; `sliced_module` and `traced_stage` build
+stages from it. It must depend on nothing but its arguments, and the order of `values_into` is the order of messages.
 """
 
 from __future__ import annotations

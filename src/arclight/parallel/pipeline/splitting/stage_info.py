@@ -1,6 +1,6 @@
 """Describe a stage without taking any of the model's own names.
 
-Stages of `pipe` and `traced_stage` derive from `NamePreservingStage`; `forecast` reads their `StageInfo`. Names in a stage's state are
+`StageModule` and `TracedStage` derive from `NamePreservingStage`; `pipe` and `forecast` read their `StageInfo`. Names in a stage's state are
 those of the model.
 """
 
@@ -16,7 +16,7 @@ from arclight.parallel.pipeline.call_graph import Value
 
 @dataclass(frozen=True)
 class StageInfo:
-    """Hold a stage's number, inputs and outputs, whatever the model calls its own modules."""
+    """Number, inputs and outputs of a stage, whatever the model calls its own modules."""
 
     number: int
     receives: tuple[Value, ...]
@@ -32,9 +32,9 @@ class NamePreservingStage(nn.Module):
 
     number: int
     receives: tuple[Value, ...]
-    """What it is given besides the arguments of the model."""
+    """Values that it receives, besides the arguments of the model."""
     sends: tuple[Value, ...]
-    """What it gives, unless it is the last."""
+    """Values that it sends, unless it is the last stage."""
     parts: dict[str, nn.Module]
     """The modules that it calls, by path. Modules above them are never called themselves."""
 

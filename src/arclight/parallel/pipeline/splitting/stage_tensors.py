@@ -1,7 +1,7 @@
 """List and replace the tensors of a stage, keeping ties.
 
-``pipeline.weights`` loads, saves and initialises stages with it; `pipe` keeps a `meta_skeleton` of the whole model. Tied parameters must
-be tied after each of these.
+``pipeline.weights`` loads, saves and initialises stages with it; `pipe` and `parallelize_steps` keep a `meta_skeleton` of the whole model. Tied
+parameters must be tied after each of these.
 """
 
 from __future__ import annotations

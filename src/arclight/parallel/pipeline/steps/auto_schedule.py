@@ -1,6 +1,7 @@
 """Choose schedule, micro-batches and cut of a module's steps from predicted costs.
 
-`parallelize_steps` calls `choose_pipeline` for what a user left open. Rank 0 decides for all; what a user has set is never changed.
+`parallelize_steps` calls `choose_pipeline` on rank 0 and broadcasts the result; `Pipeline` passes what a user left open as a
+`PipelineRequest`. A schedule and a number of micro-batches that the user set are kept (one stage needs no schedule).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from arclight.parallel.plan import Plan, PlanError, bytes_of
 
 Step = Callable[..., Any]
 AUTOMATIC = ("1F1B", "ZB-H1", "ZBVZeroBubble", "V-Half")
-"""Schedules that "auto" chooses from: those whose memory is no more than that of 1F1B, and whose stages are no more than two."""
+"""Schedules that "auto" chooses from: those that hold no more than 1F1B, with at most two stages on a process."""
 OVERHEAD = 1e-4
 """Seconds that an action takes besides computing: Python, and a message that is sent and received."""
 
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """Request for what a plan leaves open: memory, evaluation, reduction, automatic choices."""
+    """Settings of pipelined steps beside the plan: memory, evaluation, reduction, choices."""
 
     memory: str | float | None = None
     evaluation_micro_batches: int = 1
@@ -41,7 +42,7 @@ class PipelineRequest:
 
 @dataclass(frozen=True)
 class PipelineChoice:
-    """Hold how steps are run."""
+    """Chosen schedule, micro-batches and cut."""
 
     schedule: str
     micro_batches: int

@@ -1,7 +1,7 @@
 """Split a user step's arguments into micro-batches, and weight each by its samples.
 
-`pipelined_steps` and `parallelize_steps` cut with it each batch that a user's step gets. Weights must add up to the loss of the whole
-batch; a module may bring its own ``part_of_batch`` and ``batch_weight``.
+`PipelinedSteps` cuts each batch of a step with `split_step`, `parallelize_steps` the one that it decides by. Weights must add up to the
+loss of the whole batch; a module may bring its own ``part_of_batch`` and ``batch_weight``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MicroBatch:
     weight: float
     """Weight of its loss."""
     counts: float
-    """What it counts among the batch's: for means of logged values."""
+    """Its part of the batch's count, by which logged values are averaged."""
     seed: int
 
     def __repr__(self) -> str:

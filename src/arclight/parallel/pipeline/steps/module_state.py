@@ -1,6 +1,7 @@
 """Synchronise attributes of a module whose steps run in stages; show it whole to hooks.
 
-Only `PipelinedSteps` uses it. Hooks see the whole module, and what they set on it reaches all stages: tests compare with one process.
+Only `PipelinedSteps` uses it. Hooks must see the whole module, and attributes that steps set must reach all stages, as in one process.
+Attributes travel pickled between the ranks of one run (decision 26).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parallelize a user's module over a plan: cut its steps into stages, shard each.
 
-The strategies call `parallelize_steps` once, with the first batch. In: a module and its plan; out: `PipelinedSteps` that run its steps
-in stages.
+`PlanStrategy` (and so `Pipeline`) calls `parallelize_steps` once for a module, with the request's example or the first batch. In: a module
+and its mesh; out: `PipelinedSteps` that run its steps in stages. All ranks must cut alike: rank 0 chooses.
 """
 
 from __future__ import annotations

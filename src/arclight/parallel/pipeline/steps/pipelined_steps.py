@@ -1,7 +1,7 @@
 """Pipeline a user's training_step and its like: capture, assign calls, run a schedule.
 
-The strategies make one `PipelinedSteps` for a module whose steps were not written for pipelines. In: a user's step and batch; out: what
-the step returned, on all ranks. All ranks of a pipeline must be given the same batch.
+`parallelize_steps` makes one `PipelinedSteps` for a module whose steps were not written for pipelines, and `PlanStrategy` runs steps by it.
+In: a user's step and batch; out: what the step returned, on all ranks. All ranks of a pipeline must be given the same batch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Step = Callable[..., Any]
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Hold how steps are run."""
+    """Numbers of micro-batches, and the reduction of losses."""
 
     micro_batches: int
     evaluation_micro_batches: int = 1
@@ -51,7 +51,7 @@ class StepOptions:
 
 
 class StagePart(StageProgram):
-    """Run one stage of whichever step is under way; to others it is a module with its tensors."""
+    """Run one stage of the current step; for FSDP it is a module with the stage's tensors."""
 
     def __init__(self, steps: PipelinedSteps, number: int, names: frozenset[str] | None) -> None:
         """Initialise the part of stage ``number``.
@@ -82,7 +82,7 @@ class StagePart(StageProgram):
 
 
 class _Stage(nn.Module):
-    """The stage of whichever step is under way."""
+    """One stage of the current step."""
 
     def __init__(self, steps: PipelinedSteps, number: int) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ class _Stage(nn.Module):
 class PipelinedSteps:
     """The steps of ``module``, whose parts lie on the processes of ``topology``.
 
-    The first one that is traced and cut decides which calls are whose; the others follow, so that each parameter stays where
-    it is. They may call parts in another order only as far as no stage would come back after a later one.
+    The first step that is captured and cut assigns the calls to stages; others follow it, so that each parameter stays
+    where it is. They may call parts in another order only if no stage would run again after a later one.
     """
 
     topology: PipelineTopology

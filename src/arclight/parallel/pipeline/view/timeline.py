@@ -1,7 +1,7 @@
 """Draw a pipeline step as an HTML page: actions, idle time and memory of each rank.
 
 `timeline` is public; ``arclight plan`` and the callback `PipelineTimeline` call it. In: simulated or recorded steps; out: one HTML page
-that needs no network. The layout is free.
+that needs no network, or an SVG figure of the lanes. The layout is free.
 """
 
 from __future__ import annotations

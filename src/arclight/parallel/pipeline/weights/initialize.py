@@ -1,9 +1,12 @@
 """Initialise a stage from the meta device: a function of (seed, name), for any cut.
 
+`Pipe.initialize`, `weights.load` (for buffers that no file has) and `parallelize_steps` call `initialize_stages`. Values must be the same
+for any number of stages; a changed stream changes the weights that every seed gives.
+
 Modules initialize in several ways: what `arclight.parallel.deterministic_init` declares, ``_init_weights(module)`` of the model around
-them (as models of transformers have), ``reset_parameters()``. All of these draw one number after the other, so a process that
-has some of the modules only would draw others than one that has all. Here each draw begins a random stream of its own,
-which the name of the tensor decides that it is for.
+them (as models of transformers have), ``reset_parameters()``. All but the first draw one number after the other, so a process that
+has some of the modules only would draw others than one that has all. Here each draw begins a random stream of its own, chosen by the name of
+the tensor that it is for.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from arclight.parallel.pipeline.splitting.stage_tensors import like, named_tenso
 from arclight.parallel.pipeline.weights.initialize import initialize_stages
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""Types that are converted into each other. Those of 8 bits have scales beside them, so their numbers alone mean something else."""
+"""Types that are converted into each other. Those of 8 bits are not: they have scales beside them."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class LoadReport:
     files: tuple[Path, ...]
     """The files that were opened."""
     bytes: int
-    """What the stages' tensors take up."""
+    """Bytes of the stages' tensors on this process."""
     initialized: tuple[str, ...] = ()
-    """Buffers that no file holds, which the modules that have them computed again."""
+    """Buffers that no file holds, which their modules computed again."""
 
 
 @torch.no_grad()

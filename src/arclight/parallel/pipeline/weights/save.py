@@ -1,6 +1,7 @@
 """Save stages as one Hugging Face folder: each rank writes its tensors.
 
-`Pipe.save` calls it on all ranks. Out: the folder that transformers and `load` read, complete or not at all.
+`Pipe.save` calls it on all ranks. Out: the folder that transformers and `weights.load` read, complete or not at all. Names of tensors are
+the model's, whatever the number of stages.
 """
 
 from __future__ import annotations

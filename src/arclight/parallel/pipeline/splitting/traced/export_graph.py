@@ -1,7 +1,7 @@
 """Export a model's forward as one graph, and refuse what `torch.export` would lose.
 
-`traced_stage` calls `export` if a model cannot be cut between modules. In: a model and an example; out: an `ExportedGraph`, the same on
-every rank.
+`traced_stage` calls `export` for `split`, if a model cannot be cut between modules or ``frontend="trace"`` asks for it. In: a model and an
+example; out: an `ExportedGraph`, which must be the same on every rank.
 """
 
 from __future__ import annotations

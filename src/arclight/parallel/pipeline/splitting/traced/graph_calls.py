@@ -1,5 +1,7 @@
 """Group a traced graph into calls: each operation that uses a parameter starts one.
 
+`traced_stage` calls `find_calls`. The same graph must give the same calls on every rank.
+
 What depends on inputs alone (masks, positions) is in no call: each stage that needs it computes it again, as where modules are
 sliced. Between two such operations calls are parted where least crosses. What no cut can pass through (a tensor that is written
 to later on, a size that depends on values) is within one call.

@@ -1,9 +1,8 @@
 """Define stages of a traced graph, for forwards that use parameters between their modules.
 
-A stage has the model's own parameters under their names, and no modules that could be called: shapes, mode and precision are those
-of the example, and anything else is refused when it comes.
-
-`split` makes these if the model cannot be sliced by its modules.
+`split` makes these if the model cannot be sliced by its modules, or if ``frontend="trace"`` asks for it. A stage has the model's own parameters
+under their names, and no modules that could be called: shapes, mode and precision are those of the example, and anything else is refused when
+it comes.
 """
 
 from __future__ import annotations
