@@ -2,7 +2,8 @@
 
 `LanguageModel` computes its loss here, and the planner counts its cost (`workload`). `UnigramLoss` makes losses of different
 tokenizers comparable. Loss and gradients must agree with torch's cross-entropy of full logits, up to rounding; chunk sizes may be
-tuned, which changes the last bits. `torch.nn.functional.linear_cross_entropy` of torch 2.13 was too inexact in bfloat16.
+tuned, which changes the last bits. `torch.nn.functional.linear_cross_entropy` of torch 2.13 returns losses in bfloat16, and takes no sharded
+vocabulary.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Balance the loads of experts in training, by a bias without a loss, or by a weighed loss.
 
 `LanguageModel` and ``text.heads`` call it around each step: `weigh_balance_loss` before backward, `update_expert_bias` before the optimizer's
-step. The biases (`Router.expert_bias`) are in checkpoints; the counts of choices are not, as they are each process's own and begin anew
-after each step. All ranks must call it alike: it communicates.
+step, on all ranks, as it communicates. The biases (`Router.expert_bias`) are in checkpoints; the counts of choices are not, as they are each
+process's own and begin anew after each step.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 torch's. It replaces torch's own stage, which
 
 - runs the model on uninitialised memory to learn shapes (here they are given), and keeps buffers for every micro-batch;
-- loses, when backward is split, the gradients of a stage below which all is frozen, and of weights that what came in does not meet
+- loses, when backward is split, the gradients of a stage whose inputs need none, and of weights that no input of the stage meets
   (see `split_backward`);
-- cannot run forwards only if the two stages of a process are neighbours;
+- cannot run steps without backward if the two stages of a process are neighbours;
 - cannot tell which action it was at when it failed.
 """
 

@@ -4,8 +4,8 @@ Only `table` calls these; a new schedule is a function here and an entry of `tab
 
 In a V-shaped schedule rank i holds stage i from the front and from the back. Two of them come from building blocks (Qi
 et al. 2024, "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362): the times at which one micro-batch
-passes each process, repeated every six units (F, I and W of two stages). How long a micro-batch stays with a process
-decides how many are held at once; how far apart neighbours work decides that.
+passes each process, repeated every six units (F, I and W of two stages). The longer a micro-batch stays with a process,
+the more are held at once; the distance between the turns of neighbours sets that.
 """
 
 from __future__ import annotations

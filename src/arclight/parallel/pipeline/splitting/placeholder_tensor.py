@@ -1,11 +1,11 @@
 """Define placeholder tensors without data: they stand for values that other stages compute.
 
+`capture` runs a forward on these; `sliced_module` and `stage_interpreter` use them where another stage has the value. Operators may be
+added to the tables; an operator that needs data must go on raising, or ranks would disagree about branches.
+
 A placeholder has the shape, dtype and device of its tensor, and results computed from it are placeholders. So code between
 the parts of a model runs in every process, whichever inputs it has. A placeholder records its sources, from which
 `capture` reads the dependencies of calls. Code that needs data (a branch, a number, an index) gets a `DataDependentError`.
-
-`capture` runs a forward on these; `sliced_module` and `stage_interpreter` pass them where another stage has the value. Operators may be
-added to the tables; an operator that needs data must go on raising, or ranks would disagree about branches.
 """
 
 from __future__ import annotations
