@@ -1,6 +1,7 @@
 """Admit or refuse requests: bounded bodies, few worker threads behind a short queue.
 
-`app` computes answers through `Workers`; tasks raise `Refusal`, whose status and form belong to the protocol of the address.
+`app` reads bodies by `read_body` and runs requests by `Workers`; `models` and `tasks` keep times in `Pace`. `app`, `middleware` and `tasks`
+raise `Refusal`, whose JSON is OpenAI's at addresses of its API and ``{"error": sentence}`` elsewhere: clients read both, so both stay.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from arclight.serve.settings import Limits
 
 T = TypeVar("T")
 TEXT = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
-"""Addresses of OpenAI's API, whose clients read refusals in its form; so are those below /v1/models."""
+"""Addresses of OpenAI's API with a body. Refusals here and below /v1/models have the form of that API (`failure`)."""
 
 
 class Refusal(Exception):  # noqa: N818 (it is an answer, not a fault of ours)
@@ -64,9 +65,9 @@ def one_sentence(error: Exception | str) -> str:
 
 
 def busy(sentence: str, retry_after_s: int, status: int = 429) -> Refusal:
-    """Return a 429 or 503 refusal: the server is full, try again in ``retry_after_s``.
+    """Return a refusal, with Retry-After, of a request that is fine but cannot be taken now.
 
-    The request itself is fine.
+    The server is full or stops, or the API key was used too often. ``status``: 429 or 503.
     """
     wait = "a second" if retry_after_s == 1 else f"{retry_after_s} seconds"
     return Refusal(
@@ -255,7 +256,7 @@ def in_words(count: int) -> str:
 class Turn:
     """Deadline and presence of one request's client.
 
-    Threads may ask it.
+    Workers' threads read it.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -279,7 +280,7 @@ class Turn:
 
 
 class ServiceTimes:
-    """Mean seconds that a worker spends on a request, by model; recent requests weigh more."""
+    """Mean seconds that a request takes, by model; recent requests weigh more."""
 
     RECENT = 0.2
     """Weight of the newest request in the mean."""
@@ -297,17 +298,17 @@ class ServiceTimes:
 
 
 class Pace:
-    """Times of a model's small requests, to run the quickest on the event loop itself.
+    """Times of a model's small requests; quick ones are computed on the event loop itself.
 
-    A worker's thread costs such a request more than its answer does, and under load waits for Python's lock again and again.
+    For these a worker's thread costs more than the answer does, and under load it waits for Python's lock again and again.
     """
 
     QUICK_S = 0.001
-    """Median seconds below which no thread is taken; what the loop computes holds up everybody else."""
+    """Median seconds below which a request is computed on the loop, where it delays all others."""
     SMALL_BYTES = 16_384
-    """Largest body of a request for the loop."""
+    """Largest body of a small request, bytes."""
     RECENT = 5
-    """Requests whose median counts: one that the machine held up changes nothing."""
+    """Newest requests whose median counts, so that one that the machine delayed changes nothing."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=self.RECENT)
@@ -358,7 +359,7 @@ class _Entry:
 class Workers:
     """Thread pool of at most ``count`` workers with a queue of ``queue`` requests (FIFO).
 
-    Requests that wait for the same `BatchExecutor` begin with the first of them that gets a worker, as far as it takes them.
+    Waiting requests of one `BatchExecutor` share the worker that the first of them gets, as many as fit into one call.
     """
 
     def __init__(self, count: int, queue: int) -> None:
@@ -380,9 +381,9 @@ class Workers:
         return max(1, math.ceil(self.wait_s()))
 
     def run_here(self, model: str, work: Callable[[], T]) -> T:
-        """Return the result of ``work()``, run on the event loop's own thread.
+        """Return the result of ``work()``, computed at once on the event loop's own thread.
 
-        Nobody has to wait for it.
+        It takes no worker and no place in the queue.
         """
         started = time.monotonic()
         try:
@@ -407,7 +408,7 @@ class Workers:
         """Return the result of ``work()``; raises Refusal 429 or 503 if no worker is free in time.
 
         ``left()`` ends when the client disconnects: its request gives up its place, or ``turn`` tells its work to stop.
-        If there is ``together``, it may get ``work``, among others that wait for it, in place of a call.
+        With ``together``, ``work`` is not called but passed to ``together.run``, with that of other waiting requests.
         """
         if not self._idle:
             if len(self._waiting) >= self.queue:
@@ -488,7 +489,7 @@ class Workers:
     def _beside(self, first: _Entry, together: BatchExecutor) -> list[_Entry]:
         """Return the waiting requests that fit into one call with ``first``, in order.
 
-        They end before the first that does not fit.
+        None is taken from behind one that does not fit.
         """
         left, found = together.rows - together.rows_of(first.work), []
         for entry in self._waiting:
@@ -501,7 +502,7 @@ class Workers:
         return found
 
     def close(self) -> None:
-        """Wait for running work; drop waiting work."""
+        """Wait for the work in progress, and end the threads."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 

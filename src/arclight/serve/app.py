@@ -1,8 +1,8 @@
 """Build the web application: photos, tensors, texts, health, metrics and the page.
 
-Tensors follow the Open Inference Protocol, texts OpenAI's API. ``arclight serve`` (`server`) calls `build_app` for the models that it
-loaded; `create_app` serves any function that detects. Addresses, field names and status codes are public, and those under /v1 and /v2
-belong to the protocols: do not change them.
+`server` calls `build_app` for the models that it loaded, `servable` for one of Lightning's modules; users call `create_app` for any function
+that detects. A new address goes into one of the functions ``add_..._routes``, its body and refusals into `openapi`. Addresses, field names
+and status codes are public and stay: /v2 is the Open Inference Protocol, /v1 OpenAI's API and YOLOv5's REST example.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ModelDescription:
     threads: int | None
     """CPU threads that compute a request; null if the runtime decides."""
     proof: list[str]
-    """Measurements that the exporter stored in the program; empty for programs of other exporters."""
+    """Sentences on what was measured: at the export, as the program has it, and at the load if another runtime was chosen or timed."""
     pool: Pool | None
     """How many requests are computed at once, on how many CPU threads each, and the requests per second that were measured; null where
     neither a measurement nor a setting decided that."""
@@ -129,8 +129,8 @@ def create_app(
 ) -> Application:
     """Create the application that answers photos with ``detector``'s detections, and codes.
 
-    ``detector`` takes an RGB uint8 (H, W, 3) array and returns Detections; it is called from ``limits.workers``
-    threads at once, and with a blank image at start-up so that the first client does not wait for warm-up.
+    ``detector`` takes an RGB uint8 (H, W, 3) array and returns Detections; it is called from up to ``limits.workers``
+    threads at once, and with a grey image at start-up so that the first client does not wait for warm-up.
 
     With an ``api_key``, or several, requests need ``Authorization: Bearer KEY`` (ValueError for a key that is easily guessed); without
     one, the Host header must name this machine, unless ``insecure`` allows every client. A line of JSON about each request is appended
@@ -153,7 +153,7 @@ def build_app(
 ) -> Application:
     """Build the application of several models.
 
-    ``/detect`` and the page are those of the first detector.
+    ``/detect`` answers by the first detector.
 
     With ``load``, which loads the program that is at the path of a model now, programs that are replaced on disk are loaded again.
     ``request_log`` as for `create_app`; raises OSError if it cannot be written.
@@ -291,7 +291,7 @@ class Service:
 
     @property
     def main(self) -> ServedModel:
-        """Return the model of ``/detect`` and the page."""
+        """Return the model of ``/detect`` and ``/health``: the first detector, else the first model."""
         return self.models[self._main]
 
     def start(self) -> None:
@@ -299,14 +299,11 @@ class Service:
         self.ready = True
 
     def drain(self) -> None:
-        """Report the server as not ready; answer requests and close their connections.
-
-        They are closed after the answer.
-        """
+        """Report the server as not ready, and close each connection after its next answer."""
         self.ready, self.is_draining = False, True
 
     def names(self, path: str) -> list[str]:
-        """Return the models that answer at a path that has a model in its address or body."""
+        """Return the models that answer at ``path``, which has a model in its address or body."""
         takes: Callable[[ServedModel], bool] = {
             OBJECT_DETECTION: lambda model: model.detector is not None,
             TEXT[0]: lambda model: model.text is not None,
@@ -380,7 +377,7 @@ class Service:
     async def infer(self, name: str, headers: HeaderValues, receive: Receive, record: Record) -> Encoded:
         """Answer a request for tensors; raises Refusal like `run`, and 400, 404 and 413.
 
-        Small requests of a fast model are computed in the event loop while a worker is idle: passing them on would take longer.
+        Small requests to a fast model are computed in the event loop while a worker is idle: a thread would cost more.
         """
         upload = self.buffered.upload()
         job, model = self.job(name, headers, upload.body, record), self.models[name]
@@ -408,12 +405,12 @@ class Service:
         return Job(body, headers.get(JSON_SIZE_HEADER, (None,))[0], program, name, version, self.limits)
 
     def is_quick(self, model: ServedModel, size_bytes: int) -> bool:
-        """Return True if a request of that size is computed in the event loop."""
+        """Return True if the event loop may compute a request of that size now."""
         free = model.program is None or model.program.is_free  # the loop must not wait for a turn
         return size_bytes <= model.pace.SMALL_BYTES and free and self.workers.has_idle and model.pace.is_quick()
 
     async def _hold_back(self, refusal: Refusal) -> None:
-        """Delay the refusal of a full server, so that clients do not retry at once.
+        """Delay a 429 by ``limits.refusal_s``, so that clients do not retry at once.
 
         The upload is dropped by then.
         """
@@ -496,9 +493,9 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
 
 
 class TensorEndpoint:
-    """Endpoint for tensors of one model, without a router.
+    """Endpoint for tensors of one model, called without FastAPI's routing.
 
-    What FastAPI does around requests takes longer than a small program.
+    What FastAPI does around a request takes longer than a small program.
     """
 
     def __init__(self, service: Service, model: str) -> None:
@@ -506,10 +503,7 @@ class TensorEndpoint:
         self.model = model
 
     def is_quick(self, headers: HeaderValues, size_bytes: int) -> bool:
-        """Return True if the event loop computes the request itself.
-
-        It is computed as soon as those that come at the same moment are there.
-        """
+        """Return True if `add` takes the request: a quick one, of a program whose batches pay."""
         service, model = self.service, self.service.models[self.model]
         fits = size_bytes <= service.limits.body_bytes and service.buffered.has_room(size_bytes)
         is_plain = fits and b"content-encoding" not in headers
@@ -534,7 +528,7 @@ class TensorEndpoint:
 def tensor_headers(json_size: int | None) -> Sequence[tuple[bytes, bytes]]:
     """Return the headers of a tensor response.
 
-    There are ``json_size`` bytes of JSON before the tensors, or JSON alone.
+    ``json_size``: bytes of JSON before binary tensors; None for JSON alone.
     """
     if json_size is None:
         return _JSON_ALONE

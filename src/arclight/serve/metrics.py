@@ -1,7 +1,7 @@
 """Count answers, latencies and refusals by model, for Prometheus.
 
-`middleware` and `app` count each request here; ``GET /metrics`` gives the text. Names and labels of metrics are public: dashboards read
-them.
+`middleware` counts each request here; `app` makes the `Metrics`, passes batches and reloads of its models to it, and returns the text at
+``GET /metrics``. Names and labels of metrics are public: dashboards read them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Address(NamedTuple):
 
 
 OTHER = Address("other")
-"""Label for unknown addresses: as labels of their own, each would stay in memory for good."""
+"""Label of all unknown addresses, since each label stays in memory for good."""
 
 
 class Metrics:
@@ -74,9 +74,9 @@ class Metrics:
             self._in_flight_of(address.model).inc()
 
     def answered(self, address: Address, status: int, seconds: float) -> None:
-        """Count an answer, and observe its latency unless it is a refusal.
+        """Count an answer, and observe the latency of a 200 from a model.
 
-        A refusal would count as a fast result.
+        Refusals are fast, and would make the latency look better than it is.
         """
         self._requests_of(address.path, address.model, status).inc()
         if address.model and status == 200:

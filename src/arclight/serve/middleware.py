@@ -1,10 +1,10 @@
 """Wrap requests in ASGI middleware: identifier, metrics, security headers, access.
 
-A small tensor request that has come whole goes through `Front.take`, the endpoint of its address (`app.TensorEndpoint.add`),
-`batching.Batcher` and `Exchange.write`, without a task and without other calls. Any other tensor request goes through `Front.answer` to
-its endpoint. All other requests go through `Front.answer` to FastAPI.
+`app` makes one `Front` around its endpoints, with an `Access` of its own, of `server` or of `servable`. Names of headers are public and stay.
 
-`app` puts it around the endpoints. Names of headers and metrics are public.
+A small tensor request that has come whole, to a fast model whose batches pay, goes through `Front.take`, the endpoint of its address
+(`app.TensorEndpoint.add`), `batching.Batcher` and `Exchange.write`, without a task. Any other tensor request goes through `Front.answer` to
+its endpoint, and all other requests through FastAPI's middleware and `Front.answer` to their routes.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ REQUEST_ID = HEADER.lower().encode()
 
 
 class Front:
-    """ASGI entry of the server: identifies, counts, logs and admits every request.
+    """ASGI entry of the server: identifies, counts, logs and admits every HTTP request.
 
     It adds security headers, too. POST requests to an address of ``direct`` go straight to its endpoint, all others
-    through the application of FastAPI: what that does around a request costs several times what a small program does. A
-    fault of ours is a 500 with one sentence.
+    through the application of FastAPI, whose work around a request costs several times that of a small program. An
+    unexpected error is logged and answered by a 500 with one sentence.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Front:
         self.request_log = request_log
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """Return middleware that passes all but requests for tensors to ``app``."""
+        """Return ASGI middleware: `answer`, with ``app`` for requests without an endpoint."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
@@ -169,11 +169,11 @@ class Front:
 class Exchange:
     """One request and its answer: ASGI's `receive` and `send`, counted, with headers added.
 
-    While the server drains, each answer closes its connection: none is left idle for a next request when the listener closes.
+    While the server drains, each answer closes its connection, so that none is idle when the listener closes.
 
-    An answer that comes before the end of an upload (413, 429, 404) lingers: closing a socket that holds unread data resets the connection,
-    and the reset may overtake the answer, so that the client would see a broken connection in place of the reason. So the answer is sent
-    whole, and its end only after the rest of the upload has been read and dropped, or has paused for two seconds, or has used up ``linger_s``.
+    An answer before the end of an upload (such as 404, 413 or 429) lingers. Closing a socket with unread data resets the connection, and the
+    reset may overtake the answer: the client would see a broken connection in place of the reason. So the answer's end is sent only after the
+    rest of the upload has been read and dropped, has paused for two seconds, or has taken ``linger_s``.
     """
 
     __slots__ = (
@@ -225,9 +225,9 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": content})
 
     def write(self, content: bytes, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-        """Send a 200 response by one call of the protocol; return False if that has none.
+        """Send a 200 response by one call of the protocol; return False if that cannot.
 
-        Then nothing has been done; see `protocol`.
+        Then nothing was sent; see `protocol.Write`.
         """
         write: Write | None = self.scope.get(WRITE)
         if write is None or self._is_unread or self._front.is_draining():
@@ -242,7 +242,7 @@ class Exchange:
         return True
 
     def keep(self, body: bytes) -> None:
-        """Count a body that came whole."""
+        """Count the bytes of a body that came whole."""
         self._received, self._is_unread = len(body), False
 
     def connect(self, receive: Receive, send: Send) -> None:
@@ -284,7 +284,7 @@ Outcome = tuple[bytes, Sequence[tuple[bytes, bytes]]] | Exception
 
 
 class Endpoint(Protocol):
-    """Answers the requests to one address."""
+    """Answer the requests to one address."""
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request; raises Refusal."""
@@ -311,22 +311,22 @@ async def drop_upload(receive: Receive, *, total_s: float, idle_s: float) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Rules on who may use a server."""
+    """Check who may use a server: Host and Origin, and API keys."""
 
     loopback_only: bool = False
     """Whether the Host header must name loopback: a web page that points a name of its own at 127.0.0.1 sends that name.
-    Origin, which browsers add to what pages send, must name it as well: other pages may not make this machine work."""
+    An Origin header, which browsers add to what pages send, must name loopback as well."""
     keys: tuple[str, ...] = field(default=(), repr=False)
-    """API keys, any of which a request must have; none: anybody may pass."""
+    """API keys, one of which a request must have; empty: none is needed."""
     _digests: tuple[bytes, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_digests", tuple(hashlib.sha256(key.encode()).digest() for key in self.keys))
 
     def check(self, path: str, headers: HeaderValues) -> int | None:
-        """Check access; return the number of the request's key, or None if it needs none.
+        """Check access; return the index of the request's key, or None if it needs none.
 
-        Health and the page may be asked by anybody. Raises Refusal for a request that may not pass.
+        Health and the page (`OPEN`) need no key. Raises Refusal 401, 403 or 421 for a request that may not pass.
         """
         if self.loopback_only:
             hosts = headers.get(b"host", ())
@@ -347,7 +347,7 @@ class Access:
 
 
 class Rates:
-    """Requests that each key may send: ``per_s`` on average, and what two seconds allow at once."""
+    """Limit each key's requests: ``per_s`` on average, twice as many at once (token bucket)."""
 
     def __init__(self, keys: int, per_s: float) -> None:
         self.per_s = per_s
@@ -368,7 +368,7 @@ PAGE = Path(__file__).parent / "page"
 OPEN = {"/health", "/v2/health/live", "/v2/health/ready", "/"} | {
     f"/{file.relative_to(PAGE).as_posix()}" for file in PAGE.rglob("*") if file.is_file()
 }
-"""What is answered without the key: health, and the page, which asks for the key itself."""
+"""Paths that need no key: health, and the page, which asks for the key itself."""
 
 
 @lru_cache(maxsize=64)  # every request names its host

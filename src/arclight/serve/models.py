@@ -1,7 +1,8 @@
 """Load programs as models, and replace them by newer programs without downtime.
 
-`app` builds `Models` and takes a `ServedModel` from it for each request; `server` loads the programs. Requests in progress keep the
-program they began with when it is replaced: tests reload under load.
+`server` calls `load`; `app` warms models up by `start`, keeps them in `Models` and takes a `ServedModel` from it for each request; `servable`
+makes one without a program. A new task needs a field of `ServedModel`, and its place in `load`, `start` and `check_replacement`. A request in
+progress keeps the program that it began with when that is replaced: tests reload under load.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ class ServedModel:
     loaded: Program | None = None
     """The program that all of these run; None for a detector of the caller's own."""
     pace: Pace = field(default_factory=Pace)
-    """How long it computes small requests for tensors, measured by `start`."""
+    """Times of its small requests for tensors: measured by `start` for programs of our export, else by the first requests."""
     pool: Pool | None = None
-    """Share of the cores that each request has, where that was measured or set; None for the rule of `threads_of`."""
+    """Share of the cores that each request has, if it was measured or set; None for the rule of `threads_of`."""
     waiting_pool: Pool | None = None
     """Share measured for the previous program, which this one cannot use; kept for the next one."""
     batcher: Batcher = field(default_factory=Batcher)
-    """What computes requests for tensors together; measured by `start`."""
+    """Batches its requests for tensors, once `start` has measured that this pays."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Time of loading, seconds since 1970."""
 
@@ -90,10 +91,10 @@ def load(
 ) -> ServedModel:
     """Load a program by its task, in ``runtime`` as for `Program.load`.
 
-    Raises ProgramError, for a ``lone`` one also if it takes tensors only.
+    Raises ProgramError, for a ``lone`` program also if it takes tensors only.
 
-    Where it takes the place of ``old``, nothing is timed, since requests go on meanwhile: it has that one's runtime, and its share of the cores as
-    `_shared` says.
+    A program that replaces ``old`` is not timed here, since requests go on meanwhile: it takes over the runtime that "fastest" chose, and the
+    share of the cores as `_shared` says.
     """
     from arclight.deploy import Program, ProgramError
 
@@ -140,7 +141,7 @@ def _shared(program: Program, limits: Limits, load_s: float, old: ServedModel | 
     ``limits.requests`` is set                    so many requests at once
     after a program whose share was decided       that share, in another runtime without its figures
     after any other, or ``limits.threads`` set    none: the rule of `threads_of`
-    the first one                                 measured (`pooled`)
+    the first one                                 measured if that is possible (`pooled`), else none
     ============================================  ===========================================================
 
     ``load_s``: what loading it took.
@@ -159,7 +160,7 @@ def _shared(program: Program, limits: Limits, load_s: float, old: ServedModel | 
 def requests_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits, pool: Pool | None = None) -> int | None:
     """Return how many requests a program computes at once; None for no bound.
 
-    As set, or as measured of the program before it (``pool``).
+    As set, or as measured for the program that it replaces (``pool``).
     """
     if metadata.get("task") == "language" or runtime not in POOLED:
         return None
@@ -169,9 +170,9 @@ def requests_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits, p
 def threads_of(runtime: Runtime, metadata: Mapping[str, Any], limits: Limits, pool: Pool | None = None) -> int | None:
     """Return the CPU threads of one request to a program; None for as many as its runtime takes.
 
-    Those that are set, or their share of the cores if the number of requests at once is set or was measured (``pool``). Otherwise, and until
-    it is measured, a program in ONNX Runtime shares the cores among the workers, and OpenVINO lets requests take turns on all cores.
-    torch's threads are those of the whole process, and a language program computes all of its texts in one call.
+    ``limits.threads`` if set; else an equal share of the cores if the number of requests at once is set or was measured (``pool``). Otherwise,
+    and until that is measured, a program in ONNX Runtime shares the cores among the workers, and in OpenVINO requests take turns on all cores.
+    torch's threads are those of the whole process, and a language program computes all of its texts together.
     """
     if metadata.get("task") == "language":
         return None
@@ -208,9 +209,9 @@ def proof(model: ServedModel) -> list[str]:
 
 
 def start(model: ServedModel) -> None:
-    """Warm up a model by one run.
+    """Warm up a model by one run, and measure small requests and batches of its program.
 
-    Any error of the model may leave it.
+    Errors of a detector, text or embedding model are raised; a program that refuses inputs of zeros is only warned of.
     """
     from arclight.deploy import ProgramError
 
@@ -295,14 +296,14 @@ def _check_numbers(old: Program, new: Program) -> None:
 
 PROBES = ("The quick brown fox jumps over the lazy dog.", "0 1 2 3 4 5 6 7 8 9", "Once upon a time there was a king.")
 SIMILAR = 0.9
-"""Least cosine between vectors of one text, of the program that is served and of the one that replaces it: 4-bit weights keep 0.9, and another
-model's vectors have nothing in common."""
+"""Least cosine between the vectors that the old and the new program give for one text: 4-bit weights keep 0.9, and another model's vectors
+have nothing in common."""
 
 
 def _check_vectors(old: Embedder, new: Embedder) -> None:
-    """Raise ProgramError if ``new`` embeds texts otherwise than ``old``.
+    """Raise ProgramError if ``new`` takes shorter texts, or its vectors are another model's.
 
-    Clients hold vectors of ``old`` that they compare.
+    Clients hold vectors of ``old``, with which they compare new ones.
     """
     from arclight.deploy import ProgramError
 
@@ -324,11 +325,11 @@ def _several(outputs: Any) -> tuple[Any, ...]:
 
 
 class Models:
-    """The models of a server by name, and what replaces them.
+    """Hold a server's models by name, and replace those whose programs have changed on disk.
 
-    A program is watched at its path: who may write there decides what is served, as at the next start, so no address or key of
-    the server has to be guarded for it, and a copy under way is harmless, for nothing is loaded before its digests fit. The new
-    program is loaded and run beside the old one, which requests under way keep until they have ended.
+    A program is watched at its path: who may write there decides what is served, so reloading needs no address or key. It is loaded once its
+    files are the same at two looks, and the digests of an exported program must fit, so that a copy under way does no harm. The new program
+    is loaded and run beside the old one, which requests in progress keep until they have ended.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Describe requests and answers for the OpenAPI document.
 
-FastAPI cannot read them off the routes of `app`. Bodies are read by hand, within limits, and refusals come from every depth, so both are
-described here. `tests/serve/test_openapi.py` sends requests drawn from the document, and compares what is answered with it.
+`app` gives these to its routes: bodies are read by hand, within limits, and refusals come from every depth, so FastAPI finds neither. It
+finds what a route returns as a dataclass. ``tests/serve/test_openapi.py`` sends requests drawn from the document and compares the answers
+with it, so a change of a route's body or refusals needs one here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class TextError:
-    """A refusal as clients of OpenAI's API read it."""
+    """A refusal in the form of OpenAI's API."""
 
     error: Failure
 
@@ -113,7 +114,10 @@ VECTORS_FOUND = _found(_json(_object({"object": {"const": "list"}, "model": _TEX
 
 
 def texts_found(kind: str, **choice: dict[str, Any]) -> Responses:
-    """Describe texts of a ``kind``, whole or streamed, whose choices have the fields ``choice``."""
+    """Describe answers with texts, whole or streamed.
+
+    ``kind``: value of the field ``object``; ``choice``: fields of each choice.
+    """
     choices = _objects({"index": _NUMBER, "finish_reason": _REASON, **choice})
     head = {"id": _TEXT, "object": {"const": kind}, "created": _NUMBER, "model": _TEXT}
     return _found({**_json(_object({**head, "choices": choices, "usage": _USAGE})), "text/event-stream": {}})

@@ -1,7 +1,7 @@
 """Extend uvicorn's protocol: take whole requests without a task, write answers by one call.
 
-`server` gives `direct_protocol` to uvicorn with ``middleware.Front.take``; `Write` reaches the middleware by the request's scope. All
-requests are also answered by plain ASGI, so this is speed alone: what it cannot take it must leave unchanged.
+`server` gives `direct_protocol` to uvicorn with ``Application.take`` of `app`; `middleware` finds a `Write` in the request's scope. This is
+speed alone: plain ASGI gives the same answers, which tests compare, and what cannot be taken or written must be left unchanged.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ WRITE = "arclight.write"
 """Key of a request's scope under which the protocol has a `Write`."""
 Write = Callable[[MutableMapping[str, Any], bytes, bytes], bool]
 """Write an answer of status 200 to the request of a scope: header lines with their ends, and content. ASGI messages would take two system
-calls, and check each header. Returns False, having done nothing, if only messages will do: the client reads too slowly, or the connection
-ends with this answer.
+calls, and check each header. Returns False, having done nothing, if ASGI messages are needed: the client reads too slowly, has left, or
+the connection ends with this answer.
 """
 FIRST_REQUEST_S = 1.0
 """Seconds in which a connection that was made just before the listener closed must have sent its first request."""
 Take = Callable[[MutableMapping[str, Any], bytes, Callable[[Any], None]], bool]
-"""Answer a request that has come whole: gets its scope, its body, and a function that starts a task of an application of ASGI to answer it.
+"""Answer a request that has come whole. Gets its scope, its body, and a function that starts an ASGI application as a task for it.
 
 Returns False, having done nothing, for a request that needs a task from its beginning.
 """

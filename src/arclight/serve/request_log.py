@@ -1,7 +1,7 @@
 """Identify every request, and write one line of JSON about each (``--request-log``).
 
-The middleware opens a `Record` for each request and writes its line at the end; who answers adds the model (`record_of`). Keys of the
-lines are public.
+`middleware` opens a `Record` for each request and writes its line at the end; in between `app` notes the model and `admission` the refusal
+(`record_of`). Keys of the lines and the header are public and stay.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_REFUSAL_CHARACTERS = 300
 
 @dataclass
 class Record:
-    """Record of one request for the log: its identifier, model, version and refusal."""
+    """Identifier, model, version and refusal of one request, for its log line."""
 
     id: str
     model: str = ""
@@ -120,7 +120,7 @@ class RequestLog:
             self._dropped += 1
 
     def close(self) -> None:
-        """Write the waiting lines, for at most a second, and end the thread."""
+        """Write the waiting lines, for two seconds at most, and end the thread."""
         with suppress(Full):
             self._lines.put(None, timeout=1)
         self._thread.join(1)

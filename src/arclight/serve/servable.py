@@ -1,6 +1,7 @@
 """Define Lightning's ``ServableModule``, and a callback that tries one before training.
 
-Only for users of Lightning's interface (`arclight.compat.lightning`), whose names and messages it keeps; programs are served by `app`.
+Users reach it as ``pytorch.serve`` of `compat.lightning`, and `ServableModuleValidator` starts a server by `server.make_server`; programs are
+not served here. Names, messages and the keys of `state_dict`, which are in checkpoints, are Lightning's and stay.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _REQUEST_SECONDS = 60.0
 
 
 class ServableModule(nn.Module):
-    """Interface of a Module that can be served; mix it in, as in Lightning."""
+    """Interface of a Module that can be served: a second base class beside `Module`."""
 
     @abstractmethod
     def configure_payload(self) -> dict[str, Any]:
@@ -78,12 +79,11 @@ class Reply:
 
 
 class ServableModuleValidator(Callback):
-    """Serve a copy of the module when training starts, and compare its answer.
+    """Serve a copy of the module when training starts, send its payload, compare the answer.
 
-    It is sent its own payload.
-
-    ``port`` 0 takes a free one; ``timeout`` is in seconds. With ``exit_on_failure`` a module that cannot answer ends the run
-    with MisconfigurationError. Raises MissingExtraError without the extra ``serve``.
+    ``port`` 0 takes a free one; ``timeout``: seconds in which the server must start, else TimeoutError. A response other than that of
+    `configure_response` ends the run with MisconfigurationError, and with ``exit_on_failure`` a module that cannot answer does. Raises
+    MissingExtraError without the extra ``serve``.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ServableModuleValidator(Callback):
 
 
 def _application(module: ServableModule, host: str, limits: Limits) -> Application:
-    """Build the product's application with ``POST /serve`` for ``module``."""
+    """Build `app`'s application with ``POST /serve`` for ``module``."""
     from fastapi.responses import Response
 
     from arclight.serve.app import build_app

@@ -1,8 +1,8 @@
-"""Run the server process: check access, load programs, bind, answer until stopped.
+"""Run the server process: check access, reserve the address, load programs, answer requests.
 
-``arclight serve`` and users call `serve`; `servable` uses `make_server` for Lightning's servable modules. In: program folders by model
-name, limits, keys, TLS; the application itself is `app`, its end `draining`. Arguments of `serve` are public; an address beyond
-loopback needs a key, unless ``insecure``.
+``arclight serve`` and users call `serve`; `servable` uses `make_server` for Lightning's servable modules. In: programs by model name, limits,
+keys, TLS; `app` answers, `draining` ends it. Arguments of `serve` and the exit status `STARTUP_FAILED` are public and stay. An address that
+other machines reach needs a key, and TLS or a proxy that speaks it, unless ``insecure``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tls:
 
 
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-"""Names of models, as they stand in addresses and metrics."""
+"""Pattern of the names of models, which are in addresses and metrics; ``arclight serve`` checks them by it, too."""
 
 
 def serve(
@@ -60,21 +60,22 @@ def serve(
     runtime: Runtime | FastestRuntime | Mapping[str, Runtime | FastestRuntime] | None = None,
     request_log: str | Path | None = None,
 ) -> None:
-    """Serve deployed programs until SIGINT or SIGTERM; requests in progress are finished first.
+    """Serve deployed programs until SIGINT or SIGTERM.
 
-    After SIGTERM the server reports that it is not ready and takes requests for ``limits.drain_s`` more.
+    Requests in progress then have ``limits.shutdown_s`` to finish. After SIGTERM the server first reports that it is not ready, and takes
+    requests for ``limits.drain_s`` more.
 
     A mapping of names to paths serves several programs, of any task: detectors answer photos, language programs texts by
     OpenAI's protocol, every other program tensors at ``/v2/models/NAME/infer``, detectors as well. Raises ProgramError if a
-    lone ``program_path`` neither detects nor generates nor embeds text, or one of several cannot be loaded, ValueError for a name that no
-    address can have, and AddressError if ``host`` and ``port`` cannot be listened on.
+    program cannot be loaded, or a lone ``program_path`` neither detects nor generates nor embeds text; ValueError for no program, a name that
+    no address can have, or the runtime of a model that is not there; AddressError if ``host`` and ``port`` cannot be listened on.
 
     With ``api_key``, requests other than for health need ``Authorization: Bearer KEY`` with it, or one of several; an address that
     other machines reach needs a key and ``tls``, or ``proxied`` if a proxy before it speaks TLS, or ``insecure`` for neither,
     else ValueError. On loopback the Host header must name loopback, so that no web page reaches the server under a name of its
     own. ``trusted`` and ``runtime``: as for ``Program.load``; a mapping has runtimes by the names of models.
-    A line of JSON about each request is appended to ``request_log``, "-" for standard
-    output, if nothing else is written then: the address goes to standard error. OSError if it cannot be.
+    A line of JSON about each request is appended to ``request_log``; with "-" it goes to standard output, and the server's
+    address to standard error. OSError if it cannot be opened.
     """
     keys = check_access(host, api_key, insecure=insecure, tls=tls, proxied=proxied)
     require_packages()
@@ -142,8 +143,8 @@ def check_access(
 ) -> tuple[str, ...]:
     """Return the keys, if they and the address may be used.
 
-    Raises ValueError for an address that everybody may use, or listen in to, by oversight, for a key that is easily guessed, and
-    for a certificate that a server cannot show.
+    Raises ValueError for an address beyond loopback without a key, or with neither ``tls`` nor ``proxied``, unless ``insecure``; for a key
+    that is easily guessed; and for a certificate that a server cannot show.
     """
     if api_key is None and not insecure and not is_loopback(host):
         raise ValueError(
@@ -175,8 +176,8 @@ def run(
 ) -> None:
     """Serve ``app`` by uvicorn until it ends, and print its address to ``address_to``.
 
-    ``listening``: a reserved address. By default it prints to standard output. Warns on standard error if ``host`` is
-    not this machine alone, unless the application asks for a key.
+    ``listening``: a reserved address, else ``host`` and ``port`` are reserved. ``address_to``: by default standard output. Warns on standard
+    error if other machines reach ``host`` and the application asks for no key. Ends the process with `STARTUP_FAILED` if it does not start.
     """
     if not is_loopback(host) and not has_key:
         sys.stderr.write(f"warning: other machines can reach {host}, and the server asks nobody who they are\n")

@@ -1,7 +1,7 @@
 """Define the limits of one server, and check its API keys and host.
 
-`server`, `app` and `servable` take a `Limits`; most of ``serve`` reads it. ``arclight serve`` sets its fields by name
-(``--limits.NAME``), so names and units must stay. Defaults may change.
+`server`, `app` and `servable` take a `Limits`; `admission`, `middleware`, `models` and `tasks` read it. ``arclight serve`` makes a flag
+``--limits.NAME`` of each field, with its docstring as help: names and units stay, defaults may change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 class Limits:
     """Bounds on one request and on all requests together.
 
-    A client beyond them gets a 4xx, or 503 for open connections and deadlines. A 429 is held back for ``refusal_s``.
+    A client beyond them gets a 4xx, or 503 for open connections and deadlines.
     """
 
     body_bytes: int = 25_000_000
@@ -31,28 +31,29 @@ class Limits:
     buffered_bytes: int = 200_000_000
     """Bodies held in memory at one time, bytes, over all clients."""
     workers: int = 2
-    """Requests worked on at the same time, each in a thread."""
+    """Worker threads: requests, or batches of tensor requests, that are computed at the same time. Texts have a thread of their own."""
     threads: int = 0
-    """CPU threads of one request to a program; 0: an equal share of the cores. Language programs keep all cores."""
+    """CPU threads of one request to a program; 0: an equal share of the cores for each of ``requests``, or of ``workers`` if that number is not
+    known (in OpenVINO all cores then). Language programs keep all cores, and programs that torch runs share its threads."""
     requests: int = 0
-    """Requests that one program computes at once, while others wait; 0: the number with the most requests per second, measured when the
-    program is loaded, unless ``threads`` is given. Language programs compute all of theirs together, and programs that torch runs share its threads."""
+    """Requests that one program computes at once, each on an equal share of the cores, while others wait; 0: the number with the most requests
+    per second, measured when an exported program is loaded, unless ``threads`` is given. Language programs compute all of theirs together."""
     queue: int = 16
     """Requests that may wait for a worker; the next one is answered 429."""
     refusal_s: float = 0.3
-    """How long a client waits for its 429, seconds; its upload is dropped by then. A client that asks again at once
-    would take the cores from those that are served."""
+    """How long a client waits for a 429 where the queue for workers or the memory is full, seconds; its upload is dropped by then. A client that
+    asks again at once would take the cores from those that are served."""
     batch: int = 16
-    """Rows of tensor requests that one call of a program computes at most. They are joined only if that is faster, measured when the
-    program is loaded, and changes no answer; 1: each request by itself."""
+    """Most rows of tensor requests that one call of a program computes. They are batched only if that is faster and changes no answer by more
+    than 1e-4 of its largest element, both measured when the program is loaded; 1: each request by itself."""
     streams: int = 8
     """Texts that a language model generates at the same time; ``queue`` more wait for it."""
     prefix_cache_bytes: int = 200_000_000
     """KV caches of past prompts that each language model holds, bytes, so that prompts with the same beginning need not be read again;
     0: none, for clients that must not learn from the time of an answer what others have sent."""
     deadline_s: float = 10.0
-    """Longest time from the whole upload to the answer, seconds: codes not tried by then are named as such; who cannot get
-    a worker in time is answered 429 or 503. Of texts, the time until they are begun."""
+    """Seconds after an upload has ended in which a worker must be free (else 429 or 503); codes of a photo not tried by then are named as such,
+    and embeddings not begun by then are answered 503. Texts must be begun in as long after they were queued."""
     head_s: float = 10.0
     """Longest time until the end of a request's headers, seconds, from the connection or the first byte of a further request; over TLS, from
     the end of its handshake, which may take as long."""

@@ -1,7 +1,8 @@
 """Batch waiting tensor requests into one call of their program, if measured faster.
 
-This is dynamic batching. `models` makes one batcher for each program and measures it when it is loaded; `app` gives it
-requests. A batched answer must equal that of a single request, within the bound that the measurement found.
+This is dynamic batching. `models` makes one `Batcher` for each program and measures it before it answers; `app` and ``admission.Workers`` give
+it requests. A batched answer may differ from that of a single request by `TOLERANCE` at most, which `measure` checks: programs that exceed
+it are not batched. Fields of `BatchCost` are in ``GET /models`` and stay.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _BEGINNING = 4096
 """Bytes of a request in which its first shape is looked for."""
 _SHAPE = re.compile(rb'"shape"\s*:\s*\[\s*(\d{1,9})')
 PAYS = 0.8
-"""Largest share of a single call's time for each row of a batch."""
+"""A batch pays if each of its rows takes at most this share of the time of a single row."""
 TOLERANCE = 1e-4
 """Largest difference between a row computed alone and in a batch, as a share of the row's largest element: the bound of float32
 exports."""
 ROUNDS = 5
 BUDGET_S = 0.5
-"""Most seconds of measuring one program, if a batch costs no more than its rows one by one."""
+"""Most seconds of timing one program, estimated as if a batch took as long as its rows one by one."""
 
 
 @dataclass(frozen=True)
@@ -71,25 +72,25 @@ class BatchCost:
     """Cost of a batch of a program on this machine, medians."""
 
     rows: int
-    """Rows of the batch that cost least each; none has more."""
+    """Rows of the measured batch with the least cost for a row, and the most rows of any batch."""
     one_ms: float
     """Milliseconds of a single row."""
     together_ms: float
     """Milliseconds of ``rows`` rows in one call."""
     largest_difference: float
-    """Difference between a row alone and in a batch, as a share of its largest element; 0 if they are bit-equal."""
+    """Largest difference between a row alone and in a batch, as a share of the row's largest element; 0 if they are bit-equal."""
 
 
 class Batcher:
     """Batcher of one program's requests.
 
-    It batches once `measure` has found that this pays and changes no answer.
+    It batches once `measure` has found that this pays and changes answers by `TOLERANCE` at most.
     """
 
     def __init__(self, most: int = 1, pace: Pace | None = None) -> None:
         """Initialise the batcher.
 
-        ``most`` rows are in a batch, with 1 none is made; ``pace`` notes the times of small requests.
+        ``most``: most rows of a batch; with 1 none is made. ``pace`` notes the times of small requests.
         """
         self.most = most
         self.measured: BatchCost | None = None
@@ -100,12 +101,12 @@ class Batcher:
     def measure(self, program: Program) -> None:
         """Measure the batch that costs least per row.
 
-        There is none if rows change each other, or if none pays.
+        Requests are computed one by one if rows change each other, or if no batch pays.
         """
         self.measured = measure(program, self.most)
 
     def observe(self, on_batch: Callable[[int], None]) -> None:
-        """Call ``on_batch`` with the number of requests of every call, from any thread."""
+        """Call ``on_batch`` with the requests of every call of the program, from any thread."""
         self._on_batch = on_batch
 
     @property
@@ -238,8 +239,8 @@ class Batcher:
 def measure(program: Program, most: int) -> BatchCost | None:
     """Measure batches of 2, 4, 8, ... up to ``most`` rows against single rows.
 
-    None if none pays, or if rows change each other. The program must be of our export (what it computes is
-    bounded by the sizes of its inputs), and the first dimension of each input and output the only one of any size.
+    None if no batch pays, or if rows change each other by more than `TOLERANCE`. None also for a program of another exporter (the sizes of
+    its inputs bound nothing), and unless the first dimension of each input and output is dynamic, and of inputs no other.
     """
     if "parity" not in program.metadata or not _is_batched(program):
         return None
@@ -272,10 +273,7 @@ def measure(program: Program, most: int) -> BatchCost | None:
 
 
 def _is_batched(program: Program) -> bool:
-    """Return True if the first dimension of all inputs and outputs is dynamic, and no other.
-
-    Others may be in outputs.
-    """
+    """Return True if the first dimension of inputs and outputs is dynamic, no other of inputs."""
     firsts = [spec.shape[:1] for spec in (*program.inputs, *program.outputs)]
     fixed = all(isinstance(size, int) for spec in program.inputs for size in spec.shape[1:])
     return fixed and all(first and isinstance(first[0], str) for first in firsts)
@@ -284,8 +282,8 @@ def _is_batched(program: Program) -> bool:
 def _rows(program: Program, count: int) -> list[Array]:
     """Return inputs of ``count`` rows of different scales, up to 64 times each other.
 
-    A scale that all rows share would show. Wider integers may be token ids, of which there are as few as two; those of
-    one byte are sizes, such as of pixels.
+    A program that rounds all rows by one shared scale then gives other numbers in a batch. One-byte integers are taken for magnitudes, such
+    as of pixels; wider ones may be token ids, of which only 0 and 1 are sure to exist.
     """
     random = np.random.default_rng(0)
     found = []
@@ -307,9 +305,9 @@ def _timed(program: Program, rows: list[Array], size: int, times: dict[int, list
 
 
 def _difference(program: Program, rows: list[Array], size: int) -> float | None:
-    """Return the largest relative difference between rows alone and in a batch.
+    """Return the largest difference between rows alone and in a batch; None beyond `TOLERANCE`.
 
-    It is of each row's largest element; None beyond the tolerance.
+    A difference is a share of its row's largest element.
     """
     together = compute(program, [value[:size] for value in rows])
     worst = 0.0

@@ -1,8 +1,7 @@
 """Answer a photo with the boxes that a detector finds and the payment codes read in them.
 
-The dataclasses are the JSON answer of ``POST /detect``; ``records`` is that of YOLOv5's REST interface.
-
-`app` calls it for each photo, `models` makes the detector. Keys of the JSON are public: they stay.
+`app` calls `answer` for ``POST /detect``, whose JSON the dataclasses are, and `records` for the address of YOLOv5's REST example. The detector
+comes from `models` or from the caller of `create_app`. Keys of the JSON are public and stay; the page reads those of ``/detect``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Answer requests for embeddings by OpenAI's API (POST /v1/embeddings).
 
-Fields, errors and status codes are those of OpenAI's protocol.
-
-`app` calls `answer` for each request, on a worker. A vector must not depend on the other texts of its batch, which tests compare.
+`app` calls `answer` for each request, on a worker. Fields and the form of errors are OpenAI's and stay; other fields are refused. A vector
+must not depend on the other texts of its batch, beyond rounding: tests compare.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ class EmbeddingRequest(BaseModel):
 def answer(body: bytes, model: Callable[[str], Embedder], limits: Limits, turn: Turn) -> bytes:
     """Answer a request for embeddings.
 
-    Raises Refusal 400 for texts that the model cannot embed, 404, 413, and 503 after the deadline.
+    Raises Refusal 400 for texts that the model cannot embed, 404 for an unknown model, 413 for long JSON, 503 after the deadline, and 500 for
+    vectors that are NaN or infinite.
     """
     request = read_json(body, EmbeddingRequest, limits, _describe)
     embedder = model(request.model)
@@ -97,10 +97,7 @@ def _encode(vector: np.ndarray[Any, Any], form: str | None) -> str | list[float]
 
 
 def _describe(error: ValidationError) -> str:
-    """Describe the errors of a request.
-
-    For ``input`` its forms are named instead of one error for each.
-    """
+    """Describe a request's errors in one sentence; for ``input``, name the forms it may have."""
     if error.error_count() > MAX_ERRORS:
         return wrong_field(error)
     fields = {
@@ -108,7 +105,7 @@ def _describe(error: ValidationError) -> str:
         for one in error.errors(include_url=False, include_context=False, include_input=False)
         if one["loc"]
     }
-    if fields == {"input"}:  # pydantic has an error for each form of it
+    if fields == {"input"}:  # pydantic has an error for each of its forms
         return (
             f"The field 'input' must be a text, a list of texts, a list of token ids or a list of such lists, of at most {MAX_TEXTS} "
             "texts, none of them empty."

@@ -1,8 +1,8 @@
 """Divide the cores among requests to one program by requests per second.
 
-One request on all cores, or several on fewer each.
-
-`models` measures each program once, as it loads it for the first time; a program that replaces another takes over what was found.
+The choice is between one request on all cores, and several at once on fewer each. `models` calls `pooled` as it loads a program of our export
+for the first time; a program that replaces another takes over what was found. Fields of `Pool` and `PoolRate` are in ``GET /models`` and
+stay.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ Share = tuple[int, int]
 """Requests at once, and the CPU threads of each."""
 
 BUDGET_S = 2.0
-"""Most seconds for opening and measuring a program again: a measurement that would take longer is not begun."""
+"""Most seconds for opening a program again and measuring it: what would take longer is not begun."""
 BURST_S = 0.05
 """Least seconds of computing in one measurement."""
 ROUNDS = 5
+"""Most rounds of measuring, each of all shares in turn."""
 GAIN = 1.1
-"""Least gain in requests per second over the default rule, as a ratio, for another choice to be taken."""
+"""Another share is taken if it gives at least this many times the requests per second of the share without a measurement."""
 POOLED = ("onnxruntime", "openvino", "openvino-bf16")
 """Runtimes with threads of their own; torch's threads are shared by the whole process."""
 
@@ -62,7 +63,7 @@ class Pool:
     threads: int
     """CPU threads of each."""
     measured: tuple[PoolRate, ...] = ()
-    """What was measured at the load; empty if a setting has decided."""
+    """Rates measured at the load; empty if a setting has decided, or if the share was measured in another runtime."""
 
 
 def shares(workers: int, cores: int) -> list[Share]:
@@ -85,11 +86,12 @@ def pooled(
 ) -> tuple[Program, Pool | None]:
     """Return ``program`` with the best share of the cores, and what was measured.
 
-    It is opened again if another share gives more requests per second.
+    It is opened again for each other share, and that with the most requests per second is kept if it gains `GAIN`.
 
-    ``program`` is open as without a measurement, which took ``load_s`` seconds. It stays so, without a `Pool`, if one core or one
-    worker leaves no choice, if a call is so short that the event loop computes it, or opening it again and calling it would take longer than
-    `BUDGET_S`, and if it is not of our export (what it computes is bounded by the sizes of its inputs).
+    ``program`` is open as without a measurement; opening it took ``load_s`` seconds. It is returned as it is, with None, if one core or one
+    worker leaves no choice, if a call is so short that the event loop computes it, if opening it again and calling it would take longer than
+    `BUDGET_S`, if it fails on its inputs, and unless it is of our export (the sizes of its inputs bound what it computes), in one of `POOLED`
+    and on the CPU.
     """
     options = shares(workers, cores)
     is_ours = "parity" in program.metadata and program.runtime in POOLED and program.device == "cpu"
@@ -141,7 +143,7 @@ def measure(
 ) -> dict[Share, float]:
     """Return the median requests per second of each share.
 
-    A round has ``calls`` of each request at once.
+    In each round, every thread of a share makes its number of ``calls``.
     """
     found: dict[Share, list[float]] = {share: [] for share in opened}
     with ExitStack() as stack:

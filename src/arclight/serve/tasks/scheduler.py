@@ -1,13 +1,12 @@
 """Generate several texts at once by one language program (continuous batching).
 
-Each joins and leaves the batch on its own.
-
 `models` makes one `Scheduler` for each language model; `text` submits a `Generation` for each text and cancels it when the client leaves.
-One thread calls the program. The KV caches of texts in progress are batched in the program's arrays, padded at the left as
-`arclight.text.generate` pads prompts; a text that would need much padding gets a batch of its own. A new prompt is read in chunks
-(chunked prefill) between decoding steps of the others; the tokens with which an earlier prompt began, too, are not read again (prefix
-sharing). A text must not depend on which others are in the batch, nor on earlier prompts, which tests compare: texts of programs that round
-all tokens of a call by one range (`Program.rounds_together`) are computed apart, and share no prefixes.
+After `Scheduler.start`, one thread calls the program. The KV caches of texts in progress are batched, padded at the left as
+`arclight.text.generate` pads prompts; a text that would need much padding gets a batch of its own. A new prompt is read in chunks (chunked
+prefill) between decoding steps of the others, and a beginning that it shares with an earlier prompt is not read again (prefix sharing).
+
+A text must not depend on the others in its batch, nor on earlier prompts: tests compare it with `arclight.text.generate`. So texts of programs
+that round all tokens of a call by one range (`Program.rounds_together`) are computed one by one, and share no prefixes.
 """
 
 from __future__ import annotations
@@ -31,18 +30,22 @@ from arclight.text.language_program import ProgramRun, tokenizer_of
 log = logging.getLogger("arclight.serve")
 
 CHUNK = 256
-"""Tokens of a prompt that are read between two decoding steps."""
+"""Most tokens of a prompt that are read between two decoding steps."""
 MIN_SHARED = 32
 """Tokens of a common prefix below which reading them again costs less than looking for them."""
 MAX_PREFIXES = 64
-"""Prompts held for their prefixes, each of which is compared with every new prompt."""
+"""Most prompts held for their prefixes, since every new prompt is compared with each."""
 MAX_PADDING = 2048
-"""Tokens of padding in a batch, over all texts: more cost more to copy and attend over than another call, which reads the weights again."""
+"""Most tokens of padding in a batch, over all texts: more would cost more, to copy and attend over, than another call, which reads the weights
+again."""
 Array = np.ndarray[Any, Any]
 
 
 class Piece(NamedTuple):
-    """Text added by a step; ``tokens`` counts all so far, ``finish`` is why the text has ended."""
+    """Text added by a step.
+
+    ``tokens`` counts all tokens of the text so far; ``finish`` is why it has ended, None before.
+    """
 
     text: str
     tokens: int
@@ -50,10 +53,7 @@ class Piece(NamedTuple):
 
 
 class Generation:
-    """One text to generate, whose pieces are passed to ``on_piece``, until `cancel`.
-
-    It is called in the scheduler's thread.
-    """
+    """One text to generate; ``on_piece`` gets its pieces in the scheduler's thread."""
 
     def __init__(
         self, prompt: list[int], new: int, settings: GenerationSettings, on_piece: Callable[[Piece], None]
@@ -81,7 +81,7 @@ class Generation:
 class Scheduler:
     """Schedule one program's generations: at most ``streams`` run and ``queue`` wait.
 
-    prefix_cache_bytes: KV caches of past prompts that are held for prompts with the same beginning.
+    prefix_cache_bytes: most bytes of the KV caches of past prompts, held for prompts with the same beginning.
     """
 
     def __init__(self, program: Program, *, streams: int, queue: int, prefix_cache_bytes: int) -> None:
@@ -109,7 +109,10 @@ class Scheduler:
         self._thread.start()
 
     def close(self, *, waiting: bool = False) -> None:
-        """Finish the texts in progress, with ``waiting`` also those that wait, and end the thread."""
+        """Finish the texts in progress, and end the thread.
+
+        Texts that wait fail; with ``waiting`` they are finished, too.
+        """
         with self._changed:
             self._is_closed = True
             self._starts_waiting = waiting
@@ -120,12 +123,15 @@ class Scheduler:
     def check(self, prompts: list[list[int]], new: int, field: str) -> None:
         """Raise ValueError for prompts that the model cannot continue by ``new`` tokens.
 
-        ``field``: what the request calls their number.
+        ``field``: the request's field that gives their number.
         """
         check_lengths(prompts, self.run, new, field)
 
     def submit(self, generations: Sequence[Generation]) -> None:
-        """Queue texts; raises Refusal 429 if the queue is full, 400 for more texts than ever fit."""
+        """Queue texts.
+
+        Raises Refusal 429 if the queue is full, 503 if closed, 400 for more texts than ever fit.
+        """
         if len(generations) > self.streams + self.queue:
             raise Refusal(400, f"The request has {len(generations)} prompts; send at most {self.streams + self.queue}.")
         with self._changed:
@@ -203,9 +209,9 @@ class Scheduler:
         return True
 
     def _join(self, generation: Generation, past: list[Array]) -> None:
-        """Add a text to the batch it fits best, or to a new one.
+        """Add a text to the batch in which it needs least padding.
 
-        A new one if padding would cost too much, or if texts of a batch would change each other.
+        It gets a batch of its own if that is more than `MAX_PADDING`, or if texts of a batch would change each other.
         """
         length, open_to_all = past[0].shape[2], [] if self._is_apart else self._batches
         best = min(open_to_all, key=lambda batch: batch.padding_with(length), default=None)
@@ -261,7 +267,7 @@ class Scheduler:
 
 
 class _Prefill:
-    """Prompt that is read chunk by chunk outside of the batch, from behind ``past``."""
+    """Prompt that is read in chunks outside of a batch; ``past``: KV caches of what was read."""
 
     def __init__(self, generation: Generation, past: list[Array]) -> None:
         self.generation, self.past = generation, past
@@ -279,9 +285,9 @@ class _Prefill:
 
 
 class _PrefixCache:
-    """Hold KV caches of past prompts, at most ``limit_bytes``, least recently used first out.
+    """Hold KV caches of past prompts, at most ``limit_bytes``; least recently used go first.
 
-    Nothing writes into these arrays: the program returns new ones.
+    The arrays may be held since nothing writes into them: the program returns new ones.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -290,9 +296,9 @@ class _PrefixCache:
         """By a prompt's tokens as bytes: its tokens, and its caches (1, K, P, C)."""
 
     def longest(self, prompt: list[int]) -> list[Array] | None:
-        """Return the caches of the longest shared prefix of ``prompt``; None for a short one.
+        """Return the caches of the longest prefix shared with a held prompt; None if short.
 
-        The last token of ``prompt`` is left out: the logits behind it are needed.
+        The last token of ``prompt`` is never in it, since the program has to give the logits after that token.
         """
         tokens = np.array(prompt[:-1], np.int64)
         shared = {key: _shared(tokens, held) for key, (held, _) in self._held.items()}
@@ -303,7 +309,7 @@ class _PrefixCache:
         return [np.ascontiguousarray(cache[:, :, : shared[best]]) for cache in self._held[best][1]]
 
     def add(self, prompt: list[int], past: list[Array]) -> None:
-        """Hold a prompt that has been read, in the place of those that it begins with."""
+        """Hold the caches of a prompt, in place of held prompts that are its beginning."""
         tokens = np.array(prompt, np.int64)
         if (
             len(tokens) < MIN_SHARED or _bytes(past) > self._limit_bytes

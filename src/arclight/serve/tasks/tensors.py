@@ -1,7 +1,7 @@
 """Decode and encode tensors of the Open Inference Protocol, as JSON or binary data.
 
-`app` and `batching` call `decode`, `compute` and `encode` for ``/v2/models/NAME/infer``. Fields and status codes are the protocol's
-(KServe v2); requests are untrusted.
+`batching` calls `decode`, `compute` and `encode` for ``/v2/models/NAME/infer``, `app` calls `described`, `models` and `pool` warm programs up by
+`zeros`, and `openapi` lists `DATATYPES`. Fields and datatypes are the protocol's (KServe v2) and stay. Requests are untrusted.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _MAX_DIMENSIONS = 32
 _ELEMENTS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 """Types of JSON values that a kind of data type accepts."""
 QUIET: Any = {"over": "ignore"}
-"""Arguments of ``np.errstate`` around `decode`, once for all requests of a batch."""
+"""Arguments of the ``np.errstate`` that callers of `decode` set, once for all requests of a batch."""
 _WIDEST: dict[str, type] = {"b": np.bool_, "i": np.int64, "u": np.int64}
 JSON_SIZE = "Inference-Header-Content-Length"
-"""Header that gives the bytes of JSON before the binary tensors."""
+"""Header that gives the number of bytes of JSON before the binary tensors."""
 
 
 class TensorRequest(NamedTuple):
-    """Inputs in the program's order, and the wanted outputs, each as bytes or JSON."""
+    """Inputs in the program's order, and wanted outputs by name: True for bytes, False for JSON."""
 
     id: str | None
     inputs: list[np.ndarray[Any, Any]]
@@ -65,7 +65,7 @@ def _described(spec: TensorSpec) -> dict[str, Any]:
 def decode(body: bytes | bytearray, json_size: bytes | None, program: Program, limits: Limits) -> TensorRequest:
     """Decode the body of an inference request.
 
-    A number too large for its type becomes infinity, as in NumPy, which warns of it unless it is told not to (`QUIET`).
+    A floating-point number too large for its type becomes infinity, as in NumPy, which warns of it outside of `QUIET`.
     Raises Refusal 400 for whatever the program cannot take, 413 for long JSON.
     """
     size = len(body) if json_size is None else _json_size(json_size, len(body))
@@ -230,16 +230,16 @@ def encode(
 
 
 def zeros(program: Program) -> list[np.ndarray[Any, Any]]:
-    """Return inputs of zeros, one of each size that may be any."""
+    """Return inputs of zeros for a program, with size 1 in each dynamic dimension."""
     return [
         np.zeros([size if isinstance(size, int) else 1 for size in spec.shape], spec.dtype) for spec in program.inputs
     ]
 
 
 def _listed(value: Any) -> Any:
-    """List the elements of an array of a type unknown to orjson, for JSON.
+    """Return the elements of an array whose type orjson does not write itself, as a list.
 
-    What JSON has no number for, NaN and infinity, it writes as null.
+    orjson writes NaN and infinity as null.
     """
     if not isinstance(value, np.ndarray):
         raise TypeError(f"a {type(value).__name__} is nothing that JSON holds")

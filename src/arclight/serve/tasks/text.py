@@ -1,7 +1,7 @@
 """Answer requests for text by OpenAI's API: completions and chats, whole or streamed.
 
-`app` routes ``/v1/completions`` and ``/v1/chat/completions`` here; `scheduler` generates. Fields, errors and status codes are those of
-OpenAI's protocol and stay.
+`app` calls `decode` and `answer` for ``/v1/completions`` and ``/v1/chat/completions``, `listed` and `described` for ``/v1/models``; `scheduler`
+generates. `embeddings` reads its requests by `read_json`. Fields and the form of errors are OpenAI's and stay; other fields are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from arclight.text.data.tokenizer import Tokenizer, TokenizerError
 from arclight.text.generation import GenerationSettings, encode_prompt
 
 MAX_ERRORS = 100
-"""Error of a request with wrong fields; names the first."""
+"""Most errors of a request of which the first is named; of more only their number is."""
 
 
 def whole(value: Any) -> Any:
@@ -59,9 +59,9 @@ class StreamOptions(BaseModel):
 
 
 class TextRequest(BaseModel):
-    """Fields of both requests.
+    """Fields of completion and chat requests.
 
-    What would change an answer and is not supported takes its neutral value only.
+    A field that is not supported and would change an answer takes its neutral value only.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -144,7 +144,7 @@ class ChatRequest(TextRequest):
 def rendered(tokenizer: Tokenizer, messages: list[Message]) -> str:
     """Render a chat by the tokenizer's template, up to where the answer begins.
 
-    Raises Refusal 400 without one.
+    Raises Refusal 400 without a template, or if it fails on the messages.
     """
     template = tokenizer.chat_templates.get("default")
     if template is None:
@@ -233,7 +233,7 @@ def wrong_field(error: ValidationError) -> str:
 
 
 class GenerationReply:
-    """Reply of a request's texts: their pieces, and their form in the API.
+    """Collect the pieces of a request's texts, and write them in the form of the API.
 
     Pieces come from the scheduler's thread.
     """
@@ -266,7 +266,7 @@ class GenerationReply:
     async def pieces(self, turn: Turn) -> AsyncIterator[tuple[int, Piece]]:
         """Yield the pieces of all texts.
 
-        Raises Refusal 503 if the first does not come before the deadline, 500 for a fault.
+        Raises Refusal 503 if the first does not come before the deadline, 500 if the model fails.
         """
         left = len(self.generations)
         waiting: float | None = turn.left_s()
@@ -341,7 +341,7 @@ class GenerationReply:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a reply, whose texts are generated no more once the client has left."""
+    """Server-sent events of a reply; ends the generation of its texts once the client has left."""
 
     def __init__(self, reply: GenerationReply, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -381,7 +381,7 @@ async def answer(request: GenerationRequest, turn: Turn, left: Callable[[], Awai
 async def _begun(reply: GenerationReply, turn: Turn) -> Response:
     """Return the answer, or its stream once the first piece has come.
 
-    Until then a status can tell of a failure.
+    Until then a failure can still be answered by its status.
     """
     if not reply.request.body.stream:
         return await reply.whole(turn)
