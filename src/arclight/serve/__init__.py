@@ -5,8 +5,8 @@ In: photos, tensors and texts; out: answers, a web page (the folder ``page``) an
 `server` takes programs and an address; `models` loads the programs, and reloads them when they are replaced. A request comes by `protocol`,
 passes `middleware` (whose first lines give the way of a small one) and `admission` (limits, queue), and is answered in `app` by one of the
 `tasks`, within the limits of `settings`; `metrics` counts it, `request_log` identifies it and writes a line about it. `openapi` describes
-requests and answers to clients. `draining` ends the server without failing requests. `servable` tries Lightning's servable modules. Open
-`app` first.
+requests and answers to clients. `draining` ends the server without failing requests in progress. `servable` tries Lightning's servable
+modules. Open `app` first.
 """
 
 from typing import TYPE_CHECKING
