@@ -1,9 +1,9 @@
 """Run the ``arclight`` command: parse arguments and dispatch to the verbs.
 
-The command line comes in through `command`, which calls a verb of `commands` (or of `federate` and `plan`); `arguments` reads recipes and
-options by `schema`, `run_setup` makes a run of them, `user_module` and `user_run` one of a user's own classes. `comparing`, `tune`,
-`federate` and `plan` are verbs of several modules. For all verbs: `help` and `style` are what a terminal shows, `interruption` handles Ctrl-C,
-`runs` finds run folders and checkpoints, `run_record` writes beside a run what repeats it, `quantization` reads that recipe. Open
+The command line comes in through `command`, which calls a verb of `commands`, `comparing`, `tune`, `federate` or `plan` (the last four are
+verbs of several modules). `arguments` reads recipes and options by `schema`, `run_setup` makes a run of them; `user_module` and `user_run` make
+one of a user's own classes. For all verbs: `help` and `style` are what a terminal shows, `interruption` handles Ctrl-C, `runs` finds run
+folders and checkpoints, `run_record` writes beside a run what repeats it, `quantization` reads the recipe of ``arclight quantize``. Open
 `command` first.
 """
 

@@ -1,8 +1,7 @@
 """Parse the arguments of ``arclight`` commands: a recipe with overrides, or options.
 
-Every verb uses its `Parser` and raises `UsageError`, which ends the command with status 2 and one sentence. Options are public and stay.
-
-A new option of several verbs belongs here, one of a single verb in its module below ``commands``.
+Every verb uses its `Parser` and raises `UsageError`, which ends the command with status 2 and its message. Options are public and stay. An
+option of several verbs belongs here, one of a single verb in the module of that verb.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Parser(argparse.ArgumentParser):
     """Argument parser with errors of one line, like all others of the command."""
 
     own_tables: Sequence[str] = ()
-    """Tables of a recipe that the help shows in full; others are only named. Empty: all are shown."""
+    """Tables of a recipe that the help shows in full, while others are only named; empty: all are shown in full."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -83,7 +82,7 @@ USUAL_NAMES = {
 
 
 def check_short_flags(words: Sequence[str], schema: type) -> None:
-    """Raise UsageError for a flag without its table or by another program's name."""
+    """Raise UsageError for a field's flag without its table, or by another program's name."""
     known = {field.name for field in dataclasses.fields(schema)}
     for word in words:
         name = word.partition("=")[0].removeprefix("--")
@@ -132,9 +131,9 @@ def recipe_parser(verb: str, about: str) -> Parser:
 
 
 def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argparse.Namespace]:
-    """Read a recipe as `read_as`, for a training run.
+    """Read the recipe of a training run as `read_as` does.
 
-    Of a federated recipe, the part that a run without a federation has.
+    A federated recipe gives the part that a run without a federation has; ``arclight train`` refuses it.
     """
     arguments = [*map(recipe_file, arguments[:1]), *arguments[1:]]
     if arguments and is_federated(arguments[0]):
@@ -160,7 +159,7 @@ def is_federated(source: str) -> bool:
 def read_as(schema: type[R], parser: Parser, arguments: Sequence[str]) -> tuple[R, argparse.Namespace]:
     """Read the recipe named first, with flags laid over it, and the verb's own options.
 
-    ``options.source`` is the recipe as it was named, or None. Prints the help and ends the program if that is asked
+    ``options.source`` is the file or name of the recipe (see `recipe_file`), or None. Prints the help and ends the program if that is asked
     for. Raises UsageError with every problem.
     """
     if asked := [place for place, word in enumerate(arguments) if word in ("-h", "--help")]:
@@ -184,7 +183,7 @@ def read_as(schema: type[R], parser: Parser, arguments: Sequence[str]) -> tuple[
 
 
 def help_about(schema: type[Recipe], parser: Parser, topic: str) -> str:
-    """Return the help of a schema, or of its table ``topic`` alone.
+    """Return the help of a verb and its schema, or of the schema's table ``topic`` alone.
 
     Raises UsageError if there is no such table.
     """
@@ -213,8 +212,8 @@ def shipped_recipes() -> dict[str, Path]:
 def recipe_file(source: str) -> str:
     """Resolve ``source``: itself, the recipe of a run folder, or one that comes with Arclight.
 
-    The latter are found as lm-debug and, if there is no such file, as recipes/lm-debug.toml. Raises UsageError for
-    the folder of a run of a user's own class, whose settings are no recipe.
+    The last are found as lm-debug or recipes/lm-debug.toml, if there is no such file. Raises UsageError for the folder of a run of a user's
+    own class, whose settings are no recipe.
     """
     path = Path(source)
     if (path / RECIPE).is_file():
@@ -283,7 +282,7 @@ def check_program_name(path: Path, is_folder: bool = False) -> None:
 
     Raises UsageError, also for another file format than ONNX.
 
-    is_folder: a folder is to be written, whatever its name; else its name has no suffix, as that of a file has.
+    is_folder: a folder is to be written, whatever its name; else a name without a suffix is that of a folder, and files end in .onnx.
     """
     if is_folder and path.suffix == ".onnx":
         raise UsageError(
@@ -319,14 +318,11 @@ def trusted(options: argparse.Namespace) -> list[str] | None:
 
 
 RUNTIMES: tuple[str, ...] = (*get_args(Runtime), *get_args(FastestRuntime))
-"""What ``--runtime`` takes: the runtimes, and the one of them that is measured to be fastest."""
+"""What ``--runtime`` takes: the runtimes, and "fastest" for the one that is measured to be."""
 
 
 def add_runtime(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--runtime`` of verbs that run a program.
-
-    `runtime_said` reports what came of it.
-    """
+    """Add the option ``--runtime`` of verbs that run a program; see `runtime_said`."""
     parser.add_argument(
         "--runtime", choices=RUNTIMES,
         help="what runs the program (default: what it was exported for); another one is compared with that at the load, and fastest times ONNX Runtime "
@@ -343,9 +339,9 @@ def runtimes(text: str) -> list[str]:
 
 
 def runtime_said(program: Program, asked: str | None) -> Program:
-    """Print how the runtime of ``program`` was chosen, if one was asked for; return the program.
+    """Print to standard error how the runtime was chosen, if one was asked for.
 
-    Prints to standard error.
+    Returns ``program``.
     """
     if asked is not None:
         sys.stderr.write(f"{program.path}: {program.choice.summary(program.runtime)}\n")

@@ -1,7 +1,7 @@
-"""Dispatch the words after ``arclight`` to their verb's function, importing nothing else.
+"""Dispatch the words after ``arclight`` to their verb's function.
 
-The installed command and ``python -m arclight.cli`` call `main`. A new verb needs a line in its table and a module that is imported when
-the verb is called, so that ``arclight --help`` stays fast.
+The installed command and ``python -m arclight.cli`` call `main`; `tune.trial` words errors by `sentence`. A new verb needs a line in `VERBS`;
+its module is imported only when the verb is called, so that ``arclight --help`` stays fast. Verbs and exit statuses are public and stay.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ USAGE_STATUS, INTERRUPTED_STATUS, BROKEN_PIPE_STATUS = 2, 130, 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.
 
-    A user's mistake is one line on standard error and status 2; a fault of ours is a traceback and status 1.
+    A user's mistake is its message on standard error and status 2. Any other error is raised, which ends the command with a traceback and
+    status 1. Ctrl-C gives 130, and a pipe that nobody reads any more 141.
     """
     verb, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
     # Before NumPy is imported: its products are small here, and a second thread waits for the next one longer than it computes.
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _let_streams_hold_any_name() -> None:
-    """Let standard input and output hold names of files that are no text in their encoding."""
+    """Let standard input and output pass file names that are not valid in their encoding."""
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors=errors)
@@ -130,9 +131,9 @@ def dispatch(verb: str, rest: list[str]) -> int:
 
 
 def is_fault_of_use(error: Exception) -> bool:
-    """Return True if the message says all that a person needs.
+    """Return True if the message of an error is enough, without a traceback.
 
-    Our own errors do, and those about files and addresses that were named.
+    It is for classes of this package, and for errors about files and addresses that were named.
     """
     ours = type(error).__module__.partition(".")[0] == "arclight"
     named = isinstance(error, OSError) and error.errno in FAULTS_WITHOUT_CLASS
@@ -140,7 +141,10 @@ def is_fault_of_use(error: Exception) -> bool:
 
 
 def sentence(error: Exception) -> str:
-    """Return the message of an error, with the file and a remedy if it is an OSError."""
+    """Return the message of an error.
+
+    An OSError's has the file and a remedy; torch's list of weights that do not fit is summarised.
+    """
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         advice = (
             "; name a place that can be written to" if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM) else ""

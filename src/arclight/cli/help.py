@@ -1,7 +1,7 @@
 """Print the ``--help`` of commands that take a recipe: options, then every recipe field.
 
-`arguments` and `user_run` print ``--help`` by it. Settings come in with types, defaults and docstrings of fields; text as wide as the
-terminal goes out. Looks may change freely.
+`arguments` calls `recipe_help`, `user_run` calls `listing` and `field_help`. Types, defaults and docstrings of fields come in; text as wide as
+the terminal, at most 130 columns, goes out. Wording and layout are free.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TYPE_WIDTH = 28
 def recipe_help(parser: ArgumentParser, schema: type, topic: str = "", own: Sequence[str] = ()) -> str:
     """Return ``parser``'s own options and the fields of ``schema``, as wide as the terminal.
 
-    topic: a table whose fields, and those of tables in it, are all that is shown; ``ALL`` for everything. own: the tables that are
-    shown without a topic, the others being named; none for all. Raises LookupError, with the nearest ones, if there is no such table.
+    topic: the only table to show, with those in it; ``ALL`` for everything. own: the tables that are shown without a topic, while others are
+    only named; empty for all. Raises LookupError, with the nearest table as its argument, if there is no table ``topic``.
     """
     width = min(shutil.get_terminal_size((120, 24)).columns, 130)
     settings = explain(schema)
@@ -73,7 +73,7 @@ def _title(table: str) -> str:
 
 
 def _below(table: str) -> str:
-    """Return a table's name without what says that there are several."""
+    """Return a table's name without the [] of tables of which there may be several."""
     return table.replace("[]", "")
 
 
@@ -101,9 +101,9 @@ def listing(settings: list[Setting], width: int, shows: Callable[[str], bool] = 
 
 
 def heading(table: str, kind: str, field: Setting | None, first: Setting, width: int) -> list[str]:
-    """Return the title of a table and what it is for.
+    """Return the title of a table and its explanation.
 
-    ``field`` is the table as a field of its parent.
+    ``field`` is the table as a field of its parent, None at the top; ``first`` is its own first row.
     """
     if field is None:
         return [bold("Top-level fields")]

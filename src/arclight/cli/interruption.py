@@ -1,7 +1,7 @@
 """Handle Ctrl-C: save between two steps of training, and print the command to resume.
 
-Training verbs pass `Interruption` as a callback, `predict` and `scan` use `stopping`. The first ctrl-C must leave a checkpoint to resume
-from.
+`train`, `user_run` and, for trials one at a time, `tune.trial` pass `Interruption` as a callback; `predict` and `scan` use `stopping`. Once
+training has begun, the first ctrl-C must leave a checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -63,12 +63,15 @@ class Interruption(Callback):
 
     @contextmanager
     def explained(self, run: RunPaths, command: str) -> Iterator[None]:
-        """Turn an end by ctrl-C into a KeyboardInterrupt that names what is kept, and how to resume."""
+        """Turn an end by ctrl-C into a KeyboardInterrupt with the checkpoint and how to resume.
+
+        ``command``: the command that resumes, with ``{run}`` for the run's folder.
+        """
         try:
             yield
         except (KeyboardInterrupt, SIGTERMException) as end:
             if isinstance(end, SIGTERMException) and not self.asked:
-                raise  # requested by another process, who gets the status of SIGTERM
+                raise  # a SIGTERM from another process, which gets that signal's exit status
             raise KeyboardInterrupt(resume_note(run.opened, command)) from None
 
 

@@ -1,7 +1,7 @@
 """Read the recipe of ``arclight quantize``: a kind or a file, with flags laid over it.
 
-``arclight quantize`` calls `parse_quantization`. Kinds and fields are those of ``deploy.settings``; a flag ``--recipe.NAME`` is made of
-each.
+``commands.export`` calls `parse_quantization`. A flag ``--recipe.NAME`` sets a field of the kinds in ``deploy.settings``: names of kinds and
+fields stay, and a new kind needs nothing here but its name in the help.
 """
 
 from __future__ import annotations

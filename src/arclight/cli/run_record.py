@@ -1,7 +1,8 @@
 """Record a run beside its results, so that it can be repeated: recipe, environment, log.
 
-Training verbs pass `RunRecord` as a callback. ``arclight train RUN/recipe.toml`` repeats a run by what it writes: the resolved recipe,
-with measured settings filled in. Names of files stay.
+`train`, `demo`, `tune.trial` and `federated_run` (the centralised run) pass `RunRecord` as a callback, `user_run` its subclass. The first line
+of ``recipe.toml`` is the command that repeats the run, with measured settings as flags. Names of the files, and that line, which `arguments`
+shows for a run of a user's class, stay.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _LOG = logging.getLogger("arclight")
 
 @runtime_checkable
 class FreezesAtSteps(Protocol):
-    """A callback that freezes something at a step, which the run should reach."""
+    """Callback that freezes something at a step, such as ranges of quantization-aware training."""
 
     def check_reached(self, steps: float) -> None:
-        """Raise MisconfigurationError where a run of ``steps`` steps does not reach it."""
+        """Raise MisconfigurationError if a run of ``steps`` steps does not reach that step."""
 
 
 class Preparation(logging.StreamHandler[TextIO]):
-    """Show on standard output what is done before a run has a log; see `RunRecord`."""
+    """Print log messages on standard output until `RunRecord` has opened the run's log."""
 
     def __init__(self) -> None:
         super().__init__(sys.stdout)
@@ -80,13 +81,13 @@ class RunRecord(Callback):
             _LOG.addHandler(handler)
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        """Write and print what "auto" settings were measured as, which nobody knew before."""
+        """Write and print the values that "auto" settings were measured to have."""
         if trainer.is_global_zero and trainer.measured and not trainer.fast_dev_run:
             self.keep(trainer.run_folder, measured_flags(trainer.measured))
             print(f"measured: {assignments(trainer.measured)}")
 
     def keep(self, run: RunFolder, flags: str = "") -> None:
-        """Write the settings where the run keeps them; ``flags``: those that fix what was measured."""
+        """Write the settings where the run keeps them; ``flags`` fix what was measured."""
         self.write(run.recipe, f"arclight train {run.recipe}{flags}")
 
     def write(self, path: Path, command: str) -> None:

@@ -1,7 +1,8 @@
 """Build a run from its settings: task, plan, trainer, callbacks and checkpoint.
 
-A recipe, or the settings of a user's own module, comes in; `build_task` and `make_trainer` are where every verb that
-runs a trainer begins.
+A recipe, or the settings of a user's own module, comes in. Verbs that run a trainer make it by `make_trainer`: `train`, `evaluate`, `demo`,
+`user_run`, `tune.trial`, and `federated_run` and `sites` of ``federate``; for a recipe they call `build_task` first. A setting with a callback
+belongs in `callbacks`.
 """
 
 from __future__ import annotations
@@ -90,9 +91,9 @@ def build_loggers(recipe: TrainingRun) -> list[Logger]:
 
 
 def check_there_is_a_run(runs: Path, flag: str) -> None:
-    """Raise UsageError if ``flag last`` would find nothing.
+    """Raise UsageError if ``flag last`` would find nothing, before any run folder is made.
 
-    The first process looks, before any run folder is made.
+    Only the first process looks.
     """
     from arclight.checkpoint import find_last
     from arclight.fabric.rank_zero import rank_zero_only
@@ -111,7 +112,7 @@ def check_there_is_a_run(runs: Path, flag: str) -> None:
 
 
 def with_replicas(plan: Plan, diloco: Diloco | None) -> Plan:
-    """Adapt the plan to a recipe's ``diloco``; UsageError if only one of them has replicas."""
+    """Make replicas independent if a recipe has ``diloco``; UsageError if its plan disagrees."""
     if plan.independent_replicas and diloco is None:
         raise UsageError(
             'plan.replicas = "independent" never synchronises replicas: add a table [diloco], which averages them'
@@ -174,7 +175,7 @@ def callbacks(recipe: TrainingRun) -> list[Callback]:
 def evaluating_callbacks(recipe: TrainingRun, checkpoint: str | Path | None) -> list[Callback]:
     """Build the callbacks that evaluate weights as they are deployed.
 
-    Weights that were trained with rounding are evaluated with rounding.
+    They round if ``checkpoint`` was trained with rounding, or else if the recipe has ``qat``.
     """
     from arclight.checkpoint.remote import to_path
     from arclight.deploy.quantizing.trained import trained_by
@@ -189,12 +190,11 @@ def evaluating_callbacks(recipe: TrainingRun, checkpoint: str | Path | None) -> 
 def resume_from(
     place: str | None, flag: str = "--resume", among: Path | None = None
 ) -> tuple[RunFolder | None, str | Path | None]:
-    """Return the run folder to resume in (None: a new one) and the checkpoint to load.
+    """Return the run folder to resume in and the checkpoint to load.
 
-    None may also be the newest one.
-
-    ``place`` is what ``flag`` says; ``last`` is for the newest run, which ``among``, if given, must hold. Raises UsageError
-    if there is nothing to go on from: who asks for it does not want to begin again.
+    ``place`` is the value of ``flag``. For None both are None: a new run. For ``last`` they are None and "last", by which the trainer finds the
+    newest run; ``among``, if given, must hold one. For an address, and a checkpoint outside of a run, the folder is None: a new one. Raises
+    UsageError if there is nothing to resume from.
     """
     from arclight.checkpoint import find_last, remote
     from arclight.checkpoint.manifest import is_checkpoint

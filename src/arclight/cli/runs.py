@@ -1,7 +1,7 @@
 """Find run folders and checkpoints that an argument names, and recognise programs.
 
-Verbs that take a run, a checkpoint or a program find by it what a path means. Layout of run folders is that of ``trainer.run``.
-UsageError says what was expected.
+Verbs that take a run, a checkpoint or a program resolve its path here. The layout of run folders is that of ``trainer.run``: a run is
+recognised by its folder ``checkpoints``, one of a language model also by ``tokenizer``. Names of folders and files stay.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run_folder(place: Path) -> Path | None:
 
 
 def checkpoint_of(place: Path) -> Path:
-    """Return the checkpoint ``place``, or the best one of the run in the folder ``place``."""
+    """Return the checkpoint ``place``, or the best one if ``place`` is a run folder."""
     return best_checkpoint(place) if (place / "checkpoints").is_dir() or (place / RECIPE).is_file() else place
 
 

@@ -1,7 +1,8 @@
 """Define the settings of a training run: of a built-in task, or of the user's own module.
 
-``arclight train`` and all verbs that take a recipe read a `Recipe`; a user's own module has a `UserRun`. Names of fields are keys of
-recipes and of saved runs: they must stay. Tasks, loggers and callbacks define their own tables.
+Verbs that take a recipe read a `Recipe` (by `arguments`), ``arclight federate`` its subclass `FederatedRecipe`; `user_module` reads a `UserRun`.
+Names of fields are keys of recipes and of saved runs: they must stay. Tasks, loggers and callbacks define their own tables; a new kind joins
+one of the unions here.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class TrainingRun(Checked):
     """Settings of every run: its folder, seed, trainer, plan and callbacks."""
 
     name: str | None = None
-    """What the run is called; its files lie in <root>/<name>/<number>/. None: as the module's class, in lower case."""
+    """Name of the run, whose folder is <root>/<name>/<number>/; None: the name of the module's class, in lower case."""
     root: Path = Path("runs")
     """Folder of all runs."""
     seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] = 0
@@ -69,7 +70,7 @@ class TrainingRun(Checked):
     timeline: Timeline | None = None
     """Draw a training step of the pipeline, as plots/pipeline.html."""
     monitors: tuple[Activations | Curvature | Experts, ...] = ()
-    """What is measured each n-th step; or kind = "package.module:Class", with build()."""
+    """Values to measure each n-th step; or kind = "package.module:Class", with build()."""
     loggers: tuple[TensorBoard | Wandb | MLflow | Comet | ClearML | CSV, ...] = ()
     """Loggers beside the run folder's metrics.csv, each a table [[loggers]]; or kind = "package.module:Class", a Logger of your own."""
     search: dict[str, Any] | None = None

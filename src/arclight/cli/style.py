@@ -1,7 +1,7 @@
-"""Create the console of every command: colours at a terminal, plain text in a pipe.
+"""Create consoles and progress bars: colours at a terminal, plain text in a pipe.
 
-Commands print tables through `console_of` and show waiting by `progressed`, `counted` and `working`, on standard error. In a pipe nothing
-but plain text may appear on standard output. Looks may change freely.
+Verbs print most tables through `console_of` and show waiting by `progressed`, `counted` and `working`, on standard error; `help`, `command`
+and `federate.progress` colour words. In a pipe nothing but plain text may appear on standard output. Looks may change freely.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WIDTH = 140
-"""Columns of tables that are written to a file or pipe, which has no edge to break lines at."""
+"""Least columns of tables that are written to a file or pipe."""
 
 
 def console_of() -> Console:

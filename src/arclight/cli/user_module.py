@@ -2,6 +2,9 @@
 
 ``arclight train package.module:Model --data package.module:Data --model.hidden 64 --config a.toml --config b.toml``: the
 files are laid over each other in the order named, the flags over them.
+
+`user_run`, `export`, `tune` and `plan.model` read runs by `read_run`; verbs that take a class recognise it by `named_module`. `config_text` is the
+config.toml of a run, which later versions must read.
 """
 
 from __future__ import annotations
@@ -107,9 +110,9 @@ def read_run(model: type, options: argparse.Namespace, flags: Sequence[str]) -> 
 
 
 def data_class(options: argparse.Namespace, table: dict[str, Any]) -> type | None:
-    """Return the class of the data, named by ``--data`` or else by a file, noted in ``table``.
+    """Return the data's class, named by ``--data`` or else by a file; write it into ``table``.
 
-    Another one than the file's takes none of the file's settings.
+    A class other than the file's takes none of the file's settings.
     """
     from arclight.trainer import DataModule
 
@@ -136,7 +139,7 @@ def load_config(path: Path) -> dict[str, Any]:
 def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merge ``above`` into ``below``, table by table.
 
-    A table of another kind replaces the one below.
+    A table whose ``kind`` differs replaces the one below.
     """
     both = dict(below)
     for name, value in above.items():
@@ -174,7 +177,7 @@ def completed(made: Imported) -> Imported:
 
 
 def argument_docs(cls: type) -> dict[str, str]:
-    """Return each argument's first line in the docstrings of class and constructor."""
+    """Return each argument's line in the docstrings of class and constructor; "" without one."""
     text = "\n".join(inspect.getdoc(part) or "" for part in (cls, cls.__init__))  # type: ignore[misc]
     docs = {}
     for name in parameters(cls):

@@ -1,7 +1,8 @@
-"""``arclight train|validate|test|predict package.module:Model``: a user's own module.
+"""Run a user's own module: ``arclight train|validate|test|predict package.module:Model``.
 
-``arclight train``, ``validate``, ``test``, ``predict`` and ``tune`` call it if the first word names a class. Flags come from the
-constructors of module and data module; the run folder has a config.toml, which ``--config`` reads.
+`train`, `evaluate` and `predict` call `run_user_module` if the first word names a class; `export` calls `build`, and `tune` its parts. Flags
+come from the constructors of module and data module. The run folder has a config.toml, which ``--config`` and `export` read: its name and
+its [model] kind stay.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""``arclight benchmark``: time programs and models side by side on the same inputs.
+"""Time programs and models side by side on the same inputs: ``arclight benchmark``.
 
-`command` calls it. Programs and models come in, a table goes out, and JSON if asked for; ``deploy.programs.benchmark`` measures.
+`command` calls `benchmark`. Programs, and models as `export` opens them, come in; a table goes out, and JSON if asked for.
+``deploy.programs.benchmark`` measures. Options and the keys of the JSON are public and stay.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 WIDTH = 120
 """Least width of the table in characters: a narrower one would cut numbers off."""
 PAST = 64
-"""Tokens that a language program has read before the one it is timed on, unless the inputs say otherwise."""
+"""Tokens that a language program has read before the one it is timed on, unless --dim past=N says otherwise."""
 
 
 def benchmark(arguments: list[str]) -> None:
@@ -190,10 +191,9 @@ def random_inputs(
 ) -> list[torch.Tensor]:
     """Return random inputs of ``program``: numbers in [0, 1), integers below ``values``.
 
-    The first dimension is the batch.
-
-    sizes: of dynamic dimensions by name; ``size`` is that of all others. Of a language program tokens are of its vocabulary, none of them
-    padding, behind `PAST` others. Raises UsageError for dimensions and types that are not known.
+    batch: the first dimension. sizes: of other dynamic dimensions by name; size: of those that are not in ``sizes``, by default the image size
+    of a vision program. values: by default the size of a language program's vocabulary, else 1. A language program gets one token behind
+    `PAST` others, without padding, unless ``sizes`` says otherwise. Raises UsageError for dimensions and types that are not known.
     """
     import torch
 

@@ -1,6 +1,7 @@
-"""``arclight checkpoint``: inspect, verify and convert checkpoints, and federated rounds.
+"""Inspect, verify and convert checkpoints, and federated rounds: ``arclight checkpoint``.
 
-`command` calls it. ``arclight.checkpoint`` does the work for checkpoints, ``cli.federate.rounds`` for the rounds of a federated run.
+`command` calls `checkpoint`. ``arclight.checkpoint`` does the work for checkpoints, ``cli.federate.rounds`` for the rounds of a federated run.
+Verbs, options and status 1 for damage are public and stay.
 """
 
 from __future__ import annotations

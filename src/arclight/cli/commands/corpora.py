@@ -1,7 +1,7 @@
-"""``arclight data tokenize|pack|inspect|retokenize``: turn text files into token shards.
+"""Turn text files into token shards: ``arclight data tokenize|pack|inspect|retokenize``.
 
-``arclight data`` adds these verbs by `add_verbs`. ``data.token_shards`` and ``text.data`` do the work; here are flags and what is
-printed.
+`commands.data` adds these verbs by `add_verbs`, and calls `show_corpus` for ``arclight data sets``. ``data.token_shards``, ``data.packing`` and
+``text.data`` do the work; here are flags and what is printed. Verbs, flags and the keys of ``--json`` are public and stay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_verbs(verbs: Any) -> None:
-    """Add what concerns text to the verbs of ``arclight data``."""
+    """Add the verbs for text to those of ``arclight data``."""
     verb = verbs.add_parser("tokenize", help="tokenize text into shards")
     verb.add_argument("sources", nargs="+", metavar="SOURCE", help='"stdlib", or files and folders of text')
     verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")

@@ -1,9 +1,7 @@
-"""``arclight data``: lint, import, export and split image data sets, and draw scenes.
+"""Lint, convert and split image data sets, draw scenes and posters: ``arclight data``.
 
-The scenes are of payment codes; `corpora` has the verbs for text.
-
-`data` parses the options and calls the function of the verb, which returns the exit status; the work is done in ``arclight.vision.data``
-and `qris`. Names of verbs and options are public and stay.
+`command` calls `data`, which parses the options and calls the function of the verb; that returns the exit status. ``vision.data`` and
+``vision.qris`` do the work; the verbs for text are in `corpora`. Names of verbs and options are public and stay.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""``arclight demo``: train a detector on scenes, export it as int8, and read payment codes.
+"""Train a detector on scenes, export it, read and verify payment codes: ``arclight demo``.
 
-``make demo`` runs this. It calls the other verbs' code as a user would, so it has nothing of its own to keep.
+`command` calls `demo`, also for ``make demo``; `Demo` has the steps. The benchmark ``benchmarks/qr_photos.py`` imports `Demo`, `recipe_for`,
+`SCENES` and `EPOCHS`, and a test reads ``summary.json``: these stay.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def demo(arguments: list[str]) -> None:
 def recipe_for(data: Path, root: Path = Path("runs"), *, epochs: int = EPOCHS, seed: int = 0) -> Recipe:
     """Make the demo's recipe.
 
-    Its schedule counts steps of this small data set: hardly any warm-up, then down to almost nothing.
+    Its schedule suits the few steps on this small data set: hardly any warm-up, then down to almost nothing.
     """
     return Recipe(
         name="demo",
@@ -174,9 +175,9 @@ class Demo:
     def scan(self, program: Program, data: Path) -> dict[str, int]:
         """Count the codes of held-out scenes that are read, and those that are readable.
 
-        Readable are those that a reader can read that is given their corners.
+        Readable is a code that is read, or would be by a reader that is given its corners.
 
-        One process per processor reads: scenes are read one by one, so that nothing else keeps them all busy.
+        One process per processor reads, each one scene at a time.
         """
         import multiprocessing
         from concurrent.futures import ProcessPoolExecutor

@@ -1,8 +1,7 @@
-"""``arclight doctor``: report this machine's devices, threads, disk, packages and problems.
+"""Report this machine's devices, threads, disk, packages and problems: ``arclight doctor``.
 
-Each section is a function that returns a table of facts; `advice` turns facts into remarks. Keys of ``--json`` are public.
-
-`command` calls `doctor`.
+`command` calls `doctor`. Each section is a function that returns a table of facts; `advice` turns facts into remarks. A new section needs a
+line in `doctor`. Keys of ``--json`` are public and stay.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def accelerators() -> dict[str, Any]:
 
 
 def memory_and_disk(folder: Path) -> dict[str, Any]:
-    """Return memory, and free disk space of ``folder``, in GiB."""
+    """Return memory, free shared memory, and free disk space of ``folder``, in GiB."""
     facts = {"disk free GiB": round(shutil.disk_usage(folder).free / 2**30, 1)}
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         facts["memory GiB"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)

@@ -1,7 +1,8 @@
-"""``arclight validate`` and ``arclight test``: evaluate a checkpoint on its recipe's data.
+"""Evaluate a checkpoint on its recipe's data: ``arclight validate`` and ``arclight test``.
 
-`command` calls it. A run or a checkpoint comes in, with its own recipe or another; the metrics go out, for detectors with a page. Scripts
-and ``vision.results.labelling`` read its JSON: keys stay.
+`command` calls `validate` and `test`. A recipe or a run comes in, and perhaps another checkpoint; metrics go out, for detectors with a page.
+Questions for language models go to `language`, ``package.module:Model`` to `user_run`. Scripts read ``--json``, and
+``vision.results.labelling`` the JSON beside the page: keys stay.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def report_place(
 ) -> Path | None:
     """Return the path of a detector's page, by default in the run; None for no page.
 
-    Raises UsageError for a page of something that is no detector, and for one whose numbers would take the place of another file.
+    Raises UsageError for ``--report`` without a detector, and if the JSON beside the page would have the path of ``--report`` or ``--json``.
     """
     chosen: Path | None = options.report
     kind, run = kind_of(type(recipe.task)), run_folder(checkpoint)

@@ -1,8 +1,8 @@
-"""``arclight export`` and ``arclight quantize``: write a trained model as a program.
+"""Write a trained model as a program: ``arclight export`` and ``arclight quantize``.
 
-What is named first (`opened`: a run, a checkpoint, a class) becomes a module and its data, and its deployment is what is shipped.
-
-`command` calls it; `benchmark` and ``comparing.candidates`` open runs and classes by the same functions.
+What is named first (`opened`: a run, a checkpoint, a class) becomes a module and its data, and ``deploy.deployment`` ships its deployment; a
+language model may be written as a Hugging Face folder instead. `command` calls `export` and `quantize`; `benchmark` and
+``comparing.candidates`` open runs and classes by the same functions. Options, and the run's config.toml that is read here, stay.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ def _ship(
 ) -> None:  # fmt: skip
     """Write the program that ``options`` ask for.
 
-    Raises UsageError or ExportError before any work if it cannot be written.
+    Raises UsageError or ExportError, before the model is opened, for a place or format that cannot be written.
 
-    said: the flags that say something of the recipe. A model that was trained with rounding has one of its own.
+    said: the recipe's flags. A model that was trained with rounding has its own recipe, and takes none of them.
     """
     check_program_name(options.out, is_folder=options.format is not None)
     from arclight.deploy.deployment import configured, planned, ship, trained_recipe

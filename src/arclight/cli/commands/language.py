@@ -1,7 +1,7 @@
-"""Verbs of a run that trained a language model: write text, answer questions.
+"""Generate text with a language model's run or program, or score its answers to questions.
 
-`predict` and `evaluate` call it for runs and programs of language models. Generated text goes to standard output as it comes, scores as a
-table.
+`predict` (the verb) calls `names_program` and `predict`, and `evaluate` calls `answer` for ``arclight test RUN --suite`` or ``--questions``.
+Generated text goes to standard output as it comes, scores as a table. Options and the keys of ``--json`` stay.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def names_program(words: list[str]) -> bool:
 
 
 def _load(path: Path, trusted: list[str] | None, runtime: Any) -> tuple[Decoder | Program, Tokenizer]:
-    """Load a text generator, of a run or a program, and its tokenizer."""
+    """Load the model of a run, or a program, and its tokenizer."""
     from arclight.deploy.programs.folder import description
 
     if path.suffix == ".onnx" or description(path) is not None:

@@ -1,8 +1,8 @@
-"""``arclight predict``: run a detector, language model or module of your own on new inputs.
+"""Run a detector, language model or module of your own on new inputs: ``arclight predict``.
 
-`command` calls it. Detectors and vision programs take images, videos, cameras and streams; runs and programs of language models go to
-``commands.language``, and ``package.module:Model`` to ``cli.user_run``. Flags and the keys of JSON output must stay; lines printed for
-people may change.
+`command` calls `predict`. Detectors and vision programs take images, videos, cameras and streams; runs and programs of language models go to
+``commands.language``, and ``package.module:Model`` to ``cli.user_run``. Flags, and the JSON that ``vision.results.writers`` writes, stay; lines
+printed for people may change.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def predictions(
 ) -> Iterator[Prediction]:
     """Detect in the images of a source, ``batch`` at a time, and track what was found.
 
-    What is less confident than ``surely`` is a candidate only.
+    With ``surely`` above 0, less confident objects are only in a prediction's ``candidates``.
     """
     from arclight.vision.results.writers import Names, Prediction
 
@@ -124,7 +124,10 @@ def predictions(
 
 
 class TrackCounting:
-    """Tracker that also counts objects at lines and in zones, from zero in each video."""
+    """Track objects and count them at lines and in zones.
+
+    Counts begin at zero in each video, and in each folder of images.
+    """
 
     def __init__(self, tracker: str | None, lines: list[Points], zones: list[Points]) -> None:
         self.tracker, self.lines, self.zones = tracker, lines, zones
@@ -346,11 +349,9 @@ def _points(text: str) -> Points:
 
 
 def doubt_of(options: argparse.Namespace) -> tuple[float | None, dict[str, float] | None]:
-    """Return the floor for doubtful boxes, if wanted, and each class's label threshold.
+    """Return the least confidence of doubtful boxes, and each class's threshold for labels.
 
-    Boxes above a class's threshold are labels.
-
-    Raises UsageError if there are no thresholds, or doubtful boxes would become tracks.
+    Either is None if no option needs it. Raises UsageError if there are no thresholds, or with a tracker.
     """
     if options.save_labels is None and options.thresholds is not None:
         raise UsageError("--thresholds are those of --save-labels: give it a folder, too")
@@ -397,9 +398,9 @@ def _check_measured(numbers: Path, run: Path) -> None:
 
 
 def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float, list[str]]:
-    """Build the detector of programs and runs.
+    """Build the detector of the program or the runs that are named.
 
-    Also returns the words that name images, the confidence of tracks, and the classes.
+    Also returns the words that name images, the confidence threshold, and the names of classes.
     """
     from arclight.vision.boxes import MAX_DET, TOP_K
 
@@ -491,17 +492,15 @@ def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:
 
 
 def _suppression(options: argparse.Namespace) -> dict[str, Any]:
-    """Return how boxes of several passes suppress each other."""
+    """Return the options by which boxes of several passes suppress each other (NMS)."""
     given: dict[str, Any] = {"agnostic": options.agnostic_nms}
     return given if options.iou is None else {**given, "iou_threshold": options.iou}
 
 
 def _wanted(options: argparse.Namespace, processing: Any, head: str) -> tuple[Any, float]:
-    """Return processing with the doubtful boxes for a tracker or labeller, and the threshold.
+    """Return processing that keeps the doubtful boxes for a tracker or labeller.
 
-    The threshold is the one without them.
-
-    A classifier finds no boxes: its processing stays, without a threshold.
+    Also returns the confidence threshold without them. A classifier finds no boxes: its processing stays, and its threshold is 0.
     """
     if head == "classify":
         return processing, 0.0

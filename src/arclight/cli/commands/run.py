@@ -1,7 +1,7 @@
-"""``arclight run``: start a script that uses Fabric in several processes, unchanged.
+"""Start a script that uses Fabric in several processes, unchanged: ``arclight run``.
 
-`command` calls it. It sets the environment variables that `Fabric` reads, under Lightning's names (``LT_*``), and starts torch's
-launcher. Names of flags and variables must stay.
+`command` calls `run`. It sets the environment variables from which `arclight.Fabric` takes arguments that the script leaves at their defaults
+(``trainer.fabric.fabric``), under Lightning's names (``LT_*``), and starts torch's launcher. Names of flags and variables must stay.
 """
 
 from __future__ import annotations

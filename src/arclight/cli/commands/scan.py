@@ -1,7 +1,7 @@
-"""``arclight scan``: find and read the payment codes in images.
+"""Find and read the payment codes in images: ``arclight scan``.
 
-`command` calls it. ``vision.qris.reading`` finds and reads codes, ``vision.qris.verification`` judges them. Text of codes is untrusted:
-it is printed by `printable` only.
+`command` calls `scan`. ``vision.qris.reading`` finds and reads codes, ``vision.qris.verification`` judges them. Text of codes is untrusted: it
+is printed by `printable` only. Flags, keys of the JSON and the exit status `MISMATCH_STATUS` stay.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""``arclight serve``: serve exported programs over HTTP.
+"""Serve exported programs over HTTP: ``arclight serve``.
 
-`command` calls it. Each flag ``--limits.NAME`` is a field of ``serve.settings``; ``serve.server`` does the rest.
+`command` calls `serve`. Options are read and checked here, and ``serve.server`` does the rest; each flag ``--limits.NAME`` is a field of
+``serve.settings``. Flags are public and stay.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""``arclight train``: train by a recipe and write the run folder.
+"""Train by a recipe and write the run folder: ``arclight train``.
 
-`command` calls it. A recipe or the run to resume comes in; a run folder goes out. ``package.module:Model`` goes to ``cli.user_run``.
+`command` calls `train`. A recipe or the run to resume comes in; a run folder goes out. ``package.module:Model`` goes to ``cli.user_run``. A task
+that can check its data before a model is built has a method ``check_data`` (`ChecksData`).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class ChecksData(Protocol):
     """A task that can look through its data before a model is built."""
 
     def check_data(self) -> None:
-        """Log what is wrong with the data. Raises ValueError if they cannot be trained on."""
+        """Log what is wrong with the data. Raises ValueError for data that cannot be trained on."""
 
 
 def check_data_of(recipe: Recipe) -> None:

@@ -1,7 +1,5 @@
-"""``arclight compare``: compare two programs, checkpoints or runs of one task.
+"""Compare two programs, checkpoints or runs of one task: ``arclight compare``.
 
-The exit status is for CI.
-
-`compare` reads the options; `candidates` opens both and finds the data and scores to compare them by; `detectors` adds intervals, images
-and a page for detectors. Open `compare` first.
+`compare` reads the options and returns the exit status, by which CI decides; `candidates` opens both and finds the data and scores to compare
+them by; `detectors` adds intervals, images and a page for detectors. Open `compare` first.
 """

@@ -1,6 +1,7 @@
 """Open the candidates of a comparison, and find the evaluation for both.
 
-`compare` opens both sides with it, `detectors` uses the result. A new kind of task needs a way to be recognised here and an evaluation.
+`compare` opens both sides with it; `compare` and `detectors` get samples and scores from `evaluation`. A new kind of task must be recognised in
+`open_candidate` and needs an evaluation; what makes two of it incomparable belongs in `check_comparable`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from arclight.deploy.comparison import Evaluation
 
 BATCHES = 8
-"""Training batches that are read of a user's own module without validation data."""
+"""Training batches that the deployment of a user's own module reads, as its samples if it has no validation data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +32,9 @@ class Candidate:
     network: Any
     """A `Program`, or a model."""
     task: str | None
-    """Metadata of its programs; None if unknown."""
+    """Its task, as the metadata of programs name it; None if unknown."""
     evaluation: Callable[[], Evaluation] | None = None
-    """Makes the evaluation of both; None for a program, which has no data."""
+    """Makes an evaluation that can score both candidates; None for a program, which has no data."""
     module: Any = None
     """Its `VisionModule`; None for a program, and for other tasks."""
     own: bool = False
@@ -158,9 +159,9 @@ def check_comparable(a: Candidate, b: Candidate) -> None:
 def evaluation(
     parser: Parser, options: argparse.Namespace, rest: Sequence[str], a: Candidate, b: Candidate
 ) -> Evaluation:  # fmt: skip
-    """Return the evaluation of both candidates; UsageError if there is none.
+    """Return the evaluation for both candidates; UsageError if there is none.
 
-    It is that of A's or B's module, else of ``--module``, else the one for programs of their task.
+    It is that of A's or else B's model, else of ``--module``, else the one for programs of their task on ``--data``.
     """
     from arclight.text.embedding_program import TASK as EMBEDDING
     from arclight.text.language_program import TASK, program_evaluation

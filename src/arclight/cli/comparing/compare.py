@@ -1,6 +1,7 @@
-"""``arclight compare``: compare scores, outputs, latency and size; status 1 beyond a bound.
+"""Compare scores, outputs, latency and size: ``arclight compare``, status 1 beyond a bound.
 
-`command` calls it. Two candidates come in; scripts read the exit status and the JSON, so both stay. ``deploy.comparison`` measures.
+`command` calls `compare`. Two candidates come in; ``deploy.comparison`` measures, for detectors also `detectors`. A bound is a flag of
+`_add_bounds` and a field of ``Bounds``. Scripts read the exit status and the JSON, so both stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compare two detectors on one data set: scores with intervals, errors and images.
 
-``arclight compare`` (`compare`) calls `compare_detectors` if both sides are detectors. Out: printed tables, ``--json`` and a page of
-``vision.results.comparison``. Keys of the JSON are public.
+`compare` calls `compare_detectors` if both sides have the task "detect". Out: printed tables, ``--json`` and a page, of ``deploy.comparison`` and
+``vision.results.comparison``. Keys of the JSON are public and stay.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from arclight.vision.results.metrics import DetectionResults
 
 TIMED = 32
-"""Images whose stages of prediction are timed, in turns."""
+"""Most images whose stages of prediction are timed, in turns."""
 TURN = 8
-"""Images that one of the two is timed on before the other has its turn."""
+"""Images on which one detector is timed before the other has its turn."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,8 @@
-"""Run a federated recipe in one process: ``arclight federate RECIPE``.
+"""Run a federated recipe in one process, and dispatch the verbs: ``arclight federate``.
 
-``arclight federate serve`` uses the same `open_run`.
-
-`federate` dispatches to the other verbs; `run_here` runs server and clients. Everything that a run leaves in its folder is written
-here or by the `ServerRun`, and ``--resume`` must find what older versions left.
+`command` calls `federate`, which calls `run_here` or one of `VERBS`. `network` serves a run by `open_run`; `flower` takes `record_run` and
+`first_weights`. A run's folder gets recipe, environment, log, report and last weights here, the rest by ``federated.server.server_run`` and
+the clients; ``--resume`` must find what older versions left.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ VERBS = {
     "report": "arclight.cli.federate.run_report",
 }
 SHUTDOWN_S = 30.0
-"""Seconds that nodes and loggers have to finish after the end of a run."""
+"""Seconds that a run has to end after its clients in this process, and its loggers after it."""
 ABOUT = """
 Train one model on the data of many sites, which exchange updates of the weights. This command runs server and clients in one
 process. Across processes and machines: `arclight federate serve` on the server, `arclight federate join` at each site, `arclight
@@ -158,7 +157,7 @@ class Worker(threading.Thread):
 
 @contextmanager
 def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> Iterator[tuple[ServerRun, Progress]]:
-    """Serve a run inside the block; afterwards write its results, or a report of its failure."""
+    """Open a run for the block; afterwards write its results, or a report of its failure."""
     from arclight.cli.federate.progress import Progress
     from arclight.cli.federate.sites import ServerEvaluation, client_names, with_vocabulary
     from arclight.cli.run_setup import build_loggers
@@ -354,7 +353,7 @@ def first_weights(recipe: FederatedRecipe, evaluation: ServerEvaluation | None) 
 def write_results(
     recipe: FederatedRecipe, folder: RunFolder, server: Server, options: Namespace, evaluation: ServerEvaluation | None
 ) -> None:
-    """Write the final weights as a checkpoint that other verbs open, and the report."""
+    """Write the report, and with ``evaluation`` the final weights as an ordinary checkpoint."""
     from arclight.cli.federate.run_report import federated_report
 
     print(f"\nThe run is in {folder.path}")
@@ -371,7 +370,7 @@ def write_results(
 
 
 def describe_node_folder(node: Path) -> str:
-    """Describe what a node's folder keeps after the run; hard links count once."""
+    """Describe what a node's folder keeps after the run, with its size; hard links count once."""
     from arclight.trainer.run.report import size_text
 
     found = (path.stat() for path in node.rglob("*") if path.is_file())
@@ -436,7 +435,7 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
 
 
 def is_unfinished(folder: RunFolder) -> bool:
-    """Return True if a run was started and has not ended: killed, interrupted or still running."""
+    """Return True if a run has begun and not ended: it was killed or interrupted, or still runs."""
     from arclight.federated.coordination.records import RunEnded, RunOpened
     from arclight.federated.coordination.run_database import RunDatabaseError, read_journal
     from arclight.federated.coordination.run_state import StateSaved
@@ -454,7 +453,7 @@ def is_unfinished(folder: RunFolder) -> bool:
 
 
 def run_name(recipe: FederatedRecipe, folder: RunFolder) -> str:
-    """Name the run by recipe and start time, so that nodes do not confuse it with an older one."""
+    """Name the run by recipe and first start, the same after --resume: nodes tell runs by it."""
     import json
 
     started = json.loads(folder.environment.read_text(encoding="utf-8"))["started"]

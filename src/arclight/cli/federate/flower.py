@@ -1,7 +1,7 @@
 """Write a recipe as an app that Flower starts: ``arclight federate flower``.
 
-``arclight federate flower`` writes a folder; the app in it calls `server_of` and `client_of` when ``flwr run`` starts it. These names are
-in written apps: they must stay.
+`federated_run` calls `flower`, which writes a folder; the app in it calls `server_of` and `client_of` when ``flwr run`` starts it. These names and
+the variable ``ARCLIGHT_FLAGS`` are in written apps and at sites: they must stay. ``benchmarks/federated_flower.py`` writes its own by `write_app`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Make a certificate for the server and keys for nodes: ``arclight federate keys``.
 
-``arclight federate serve`` reads the files (``--tls-cert``, ``--tls-key``, ``--node-keys``), a node its private key. Files written
-before must stay valid.
+`federated_run` calls `keys`. ``arclight federate serve`` reads the files (``--tls-cert``, ``--tls-key``, ``--node-keys``), ``arclight serve`` the
+first two, a node its private key (``join --key``). Files written before must stay valid.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run a federation across processes and machines: ``arclight federate serve`` and ``join``.
 
-``arclight federate`` calls `serve` at the server and `join` at each node. The node gets its recipe from the server and adds its own
+`federated_run` calls `serve` at the server and `join` at each node. The node gets its recipe from the server and adds its own
 overrides (`Site`). Flags, and the line that joins a node, must stay.
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 REPORT_AFTER_S = 3.0
 """Seconds after which a node reports that it cannot reach its server; it keeps retrying."""
 NODE_SETTINGS = ("task.", "trainer.")
-"""Settings in which a node may differ from the server: paths of its data, its devices."""
+"""Beginnings of the fields that a node may set itself, such as paths of its data and its devices."""
 
 
 # -- serve ---------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def log_to_folder(folder: Path) -> Iterator[None]:
 
 
 class OneLineFormatter(logging.Formatter):
-    """Format a message without its traceback, which the file has."""
+    """Format a message without its traceback, which only the log file has."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"arclight: {record.getMessage()}"
@@ -187,7 +187,7 @@ class LoggingLink:
     def __init__(self, link: Link, site: Site, address: str) -> None:
         self._link, self._site, self._address, self._shown = link, site, address, ""
         self.run = ""
-        """The one that the node has joined, once it has."""
+        """Name of the run that the node has joined; empty before."""
 
     @property
     def blobs(self) -> BlobStore:
@@ -314,7 +314,7 @@ def check_address(options: Namespace) -> None:
 class Site:
     """Build a node's learners from the server's recipe and this site's overrides.
 
-    It goes to worker processes as it is.
+    It is pickled for the worker processes.
     """
 
     def __init__(self, data: str | None, overrides: list[str], clients: Sequence[str] = (), devices: int = 1) -> None:
@@ -396,7 +396,7 @@ def listen_on(where: Listening) -> socket.socket:
 def read_listening(options: Namespace) -> Listening:
     """Read where to listen.
 
-    Raises UsageError for a bad address, and off this machine for what is missing.
+    Raises UsageError for a bad address, and beyond loopback without a certificate, its key and registered nodes.
     """
     from arclight.federated.transports.settings import Listening, is_loopback
 
@@ -438,9 +438,9 @@ def check_requirements(where: Listening) -> None:
 
 
 def public_address(address: str, where: Listening) -> str:
-    """Return the address for others.
+    """Return the address by which nodes reach a server.
 
-    Of a server that listens everywhere, with its certificate's name.
+    If it listens at all addresses, that has the name in its certificate.
     """
     if where.host not in _EVERYWHERE or where.certificate is None:
         return address

@@ -1,7 +1,7 @@
 """Show a federated run as it goes on, at a terminal or in a log: a line for each round.
 
-`federated_run` gives a run's records to `Progress`; it and `network` wrap the server in `ObservedServer` to see heartbeats. Nothing reads
-the lines but people: they may change freely.
+`federated_run` gives a run's records to `Progress`; it and `network` wrap the server in `ObservedServer` to see heartbeats. Only people and tests
+read the lines: their wording is free.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from arclight.federated.transports.link import ServerApi
 
 MAX_NAMED = 4
-"""Most clients that a line names; further ones are counted."""
+"""Most clients that a line names; of others it gives the number."""
 QUIET_S = 30.0
 """Seconds of silence after which a log names the clients that the round waits for."""
 REDRAW_S = 0.5
@@ -36,7 +36,7 @@ REDRAW_S = 0.5
 
 @dataclass
 class _OpenRound:
-    """A round under way, and what its clients have sent."""
+    """A round in progress, and what its clients have sent."""
 
     number: int
     clients: dict[str, None]
@@ -50,9 +50,9 @@ class _OpenRound:
 class Progress:
     """Print the records of a `Server` and its nodes' heartbeats. Use as a context.
 
-    Pass it as `observe` and `observe_heartbeat`.
+    ``observe`` takes records and commands, as the server's observer; ``observe_heartbeat`` is called by `ObservedServer`.
 
-    A terminal has one line that is redrawn, with every client's steps; everything else is printed once.
+    A terminal has one line that is redrawn, with the steps of clients that are waited for; everything else is printed once.
     """
 
     def __init__(self, rounds: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -60,9 +60,9 @@ class Progress:
         self._moves = self._stream.isatty()
         self._lock = threading.Lock()
         self._open: dict[int, _OpenRound] = {}
-        """Rounds under way; of streamed ones there are several."""
+        """Rounds in progress, by number; with streamed rounds there are several."""
         self._failed: dict[tuple[int, str], list[str]] = {}
-        """Clients that have just failed, by round and reason: printed unless the run ends of it, whose error has it too."""
+        """Clients that have just failed, by round and reason. Printed unless the run fails at once, since its error says the same."""
         self._waiting, self._printed_at, self._drawn = "", clock(), ""
         self._metrics: dict[int, dict[str, float]] = {}
         self._ended = threading.Event()

@@ -1,7 +1,7 @@
 """Define a federated run's recipe: training settings, clients and their data.
 
-``arclight federate`` reads a `FederatedRecipe`, the server sends it to nodes that join. Names of fields are keys of recipes and travel
-between machines: they must stay.
+`federated_run`, `network` and `flower` read a `FederatedRecipe`, and `arguments` for verbs that take its plain part; the server sends it to nodes
+that join. Names of fields are keys of recipes and travel between machines: they must stay.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class FederatedRecipe(Recipe):
     federation: Federation = field(default_factory=Federation)
     """Federated training: clients, rounds, strategy, exchange."""
     partition: Source | Merchant | IID | Dirichlet | Size | None = None
-    """Partition of the task's data among clients; none: the task's own, which is at random for texts and
-    images. A client that joins with data of its own takes all of them."""
+    """Partition of the task's data among clients; none: the task's own rule, for texts and images at random. A client that joins with data of
+    its own uses all of that."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,7 +66,7 @@ class FederatedRecipe(Recipe):
 
     @property
     def steps(self) -> int:
-        """Count the optimizer steps that schedules go by, from the first round to the last."""
+        """Return the optimizer steps of schedules: trainer.max_steps, else those of all rounds."""
         rounds = self.federation.rounds * self.federation.local_steps
         return rounds if self.trainer.max_steps < 0 else self.trainer.max_steps
 
@@ -77,7 +77,7 @@ class FederatedRecipe(Recipe):
     def central(self) -> Recipe:
         """Return the same run without a federation, on as many samples.
 
-        Every step takes what all clients of a round would.
+        Each step uses the samples of one step of all clients of a round.
         """
         federation, batches = self.federation, self.trainer.accumulate_grad_batches
         batches *= federation.sampling.per_round or federation.clients

@@ -1,7 +1,7 @@
 """Manage a federated run's rounds: ``arclight checkpoint rounds|validate|edit|fork|prune``.
 
-`arclight.cli.commands.checkpoint` adds these verbs to its parser, and calls `inspect` for a run's folder; the functions of
-`arclight.federated.rounds.tools` do the work. Verbs and options are public.
+`commands.checkpoint` adds these verbs to its parser, and calls `inspect` for a run's folder; the functions of ``federated.rounds.tools`` do the
+work. Verbs, options and the keys of ``--json`` are public and stay.
 """
 
 from __future__ import annotations

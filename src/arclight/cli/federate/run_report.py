@@ -1,7 +1,7 @@
 """Report a federated run as one page: metrics, clients, traffic, time and privacy.
 
-``arclight federate`` writes it when a run ends, ``arclight federate report`` again later. In: the run's history (``federated.rounds``);
-out: ``report.html`` and ``metrics.csv``. Nothing reads the page back: its layout is free.
+`federated_run` writes it when a run has ended or failed, and ``arclight federate report`` again later, with ``metrics.csv``. In: the run's history
+(``federated.rounds``); out: ``report.html``. Nothing reads the page back: its layout is free.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ def report(arguments: list[str]) -> None:
 
 
 def with_curves(path: str) -> Path:
-    """Return the folder of a run with curves.
-
-    Argparse refuses others before anything is trained.
-    """
+    """Return the folder of a run with curves, as the ``type`` of an argument."""
     if not (Path(path) / "metrics.csv").is_file():
         raise argparse.ArgumentTypeError(
             f"{path} has no metrics.csv: give the folder of a run, as runs/<name>/<number>"

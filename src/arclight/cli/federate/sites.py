@@ -1,7 +1,7 @@
 """Build the learners of a recipe's clients and server, the same on every machine.
 
-`federated_run` (one process), `network` (machines) and `flower` build learners and checks here. A recipe and a site's number come in;
-every machine must get the same module and data from them.
+`federated_run` (one process), `network` (machines) and `flower` build learners and check recipes here. From a recipe and a site's number every
+machine must build the same module and data. A task takes part by the methods that are called here, such as ``site`` and ``with_data``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from arclight.trainer import Callback, DataModule, Module, Trainer
 
 NEVER = 10**9
-"""Batches between validations of a client: the server requests evaluations."""
+"""Batches between validations of a client: none comes, as the server requests evaluations."""
 MEASURING = "server"
+"""Name of the client in the server's own evaluations."""
 
 
 def client_names(recipe: FederatedRecipe) -> tuple[str, ...]:
@@ -89,9 +90,7 @@ def recipe_at_site(recipe: FederatedRecipe, number: int) -> FederatedRecipe:
 def check_division(recipe: FederatedRecipe, or_else: str = "") -> None:
     """Raise UsageError if the task's data cannot be divided among all sites.
 
-    or_else: ends the message.
-
-    A class of a person's own finds that out by itself, in its method site.
+    or_else: ends the message. A user's own task must find that out itself, in its method ``site``.
     """
     recipe_at_site(recipe, 0)
     check = getattr(recipe.task, "check_sites", None)
@@ -169,7 +168,7 @@ def recipe_with_data(recipe: FederatedRecipe, data: str) -> FederatedRecipe:
 
 
 def check_devices(recipe: FederatedRecipe) -> None:
-    """Raise UsageError for more than one device, unless a node of its own has them."""
+    """Raise UsageError for a recipe with several devices, which only `join` gives a client."""
     if recipe.trainer.devices not in ("auto", 1):
         raise UsageError(
             f"trainer.devices = {recipe.trainer.devices}: a server, a run in one process and clients under Flower use one device; a site "
@@ -217,11 +216,9 @@ def trainer_maker(recipe: FederatedRecipe, folder: Path, devices: int = 1) -> Ca
 
 
 class ServerEvaluation:
-    """Evaluate at the server.
+    """Give a run's initial weights, evaluate those of its rounds, and keep the last ones.
 
-    Give the initial weights, measure those of rounds, keep the last ones.
-
-    folder: the run's own.
+    folder: the run's folder.
     """
 
     def __init__(self, recipe: FederatedRecipe, folder: Path) -> None:
@@ -235,15 +232,15 @@ class ServerEvaluation:
         self._learner = TrainerLearner(self.module, self.data, trainer_maker(recipe, apart), apart)
 
     def begin(self) -> Module:
-        """Build the module as a centralised run of the same seed begins with it.
+        """Return the module with the initial weights of a centralised run of the same seed.
 
-        It is warm-started and fitted to the data if the recipe says so.
+        What a fit does before its first step has been done, such as loading the weights that the recipe names.
         """
         self._fit_nothing()
         return self.module
 
     def __call__(self, weights: Mapping[str, torch.Tensor]) -> tuple[int, dict[str, float]]:
-        """Return samples, and metrics over them."""
+        """Return the number of samples, and the metrics of ``weights`` over them."""
         from arclight.federated.protocol import Evaluate, Manifest
 
         nothing = Manifest(kind="weights", tensors={}, blobs={})
@@ -252,7 +249,7 @@ class ServerEvaluation:
         return measured.samples, measured.metrics
 
     def keep(self, weights: Mapping[str, torch.Tensor], steps: int) -> Path:
-        """Write ``weights`` into the run's checkpoints, which every other verb reads."""
+        """Write ``weights`` as the run's last checkpoint, which other verbs read."""
         from arclight.trainer.checkpoint.named_state import load_parameters
 
         trainer = self._fit_nothing()

@@ -1,7 +1,8 @@
-"""``arclight plan package.module:Model``: find the fastest pipeline that fits in memory.
+"""Find the fastest pipeline of any model: ``arclight plan package.module:Model``.
 
-One forward (a Module's training step) is captured, the costs of its calls are predicted, or measured if asked for, and every
-schedule is simulated with them.
+`recipe_plan` calls `plan_model` if the first word names a class or function. One forward (a Module's training step) is captured, the costs of
+its calls are predicted, or measured if asked for, and ``parallel.pipeline.cost.pipeline_search`` chooses the fastest plans that fit in memory.
+Options and the keys of `as_json` are public and stay.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 FIXED = ("pp", "schedule", "micro_batches", "activation_checkpointing")
 """Settings that --fix takes."""
 OVERHEAD = {"cpu": 1e-4, "gpu": 3e-5}
-"""Seconds that an action takes besides computing: Python, and messages that are sent and received. An estimate."""
+"""Estimated seconds that an action of a schedule takes besides computing: for Python, and for messages that are sent and received."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class PlannedModel:
     function: str | None
     """The method that is a step; None: the forward."""
     example: Any
-    """Arguments of the model for one micro-batch: ``(args, kwargs)``."""
+    """Arguments of the model for one micro-batch: ``(args, kwargs)``, a tuple, a dict, or a single argument."""
     parameters: int
 
 
@@ -280,7 +281,7 @@ CAUSES = {
 def show(
     subject: PlannedModel, graph: CallGraph, costs: ModelCosts, choice: Choice, device: Hardware, samples: int, limit: float
 ) -> None:  # fmt: skip
-    """Print a `choose.Choice`: the best candidates and why others were rejected."""
+    """Print the best plans, the stages of the first one, and why others were rejected."""
     console, best = console_of(), choice.best[0]
     processes = best.setting.processes * best.setting.replicas
     console.print(Text.assemble(
@@ -363,7 +364,7 @@ def _time(best: EvaluatedPlan) -> Table:
 
 
 def _nearest(choice: Choice) -> list[RejectedChoice]:
-    """Keep rejected choices worth a line: of micro-batches only the nearest numbers."""
+    """Return the rejected choices to show: of numbers of micro-batches only the two nearest."""
     number = choice.best[0].setting.micro_batches
     tried = [one for one in choice.rejected if one.choice.endswith(("micro-batch", "micro-batches"))]
     near = sorted(tried, key=lambda one: abs(log(int(one.choice.split()[0]) / number)))[:2]

@@ -1,7 +1,8 @@
-"""``arclight plan``: predict how a recipe runs on many GPUs, and choose a plan.
+"""Predict how a recipe runs on many GPUs, and choose a plan: ``arclight plan``.
 
-``arclight plan`` calls `plan`. A recipe and a number of GPUs come in; a table, JSON and a recipe with the chosen plan go out.
-``parallel.planning`` predicts; keys of the JSON stay.
+`command` calls `plan`. A language model's recipe and a number of GPUs come in; a table, JSON and a recipe with the chosen plan go out, and status 1
+if ``--verify`` finds other sizes. ``parallel.planning`` predicts; `model` plans any other model. Options and the keys of the JSON are public and
+stay.
 """
 
 from __future__ import annotations
@@ -242,9 +243,9 @@ def _require_free(path: Path) -> None:
 
 
 def write(recipe: Recipe, best: Estimate, options: argparse.Namespace) -> None:
-    """Write the recipe with ``best`` as its plan, and batches that make the same step.
+    """Write the recipe with ``best`` as its plan, and with batches of as many samples a step.
 
-    Raises an error for a file that exists.
+    Raises UsageError if the file exists.
     """
     from arclight.recipe import write as text_of
     from arclight.text.workload import with_batches

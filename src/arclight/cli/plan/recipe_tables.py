@@ -1,9 +1,7 @@
 """Print the results of ``arclight plan RECIPE``: the chosen plan and its rivals, as tables.
 
-`recipe_plan` calls `show` with the search result of ``arclight.parallel.planning``: plans, memory, traffic, time, and reasons against
-the others. ``arclight plan package.module:Model`` (in `model`) takes `table_of`, `short` and the constants for tables of its own.
-
-Layout and colours are free; programs read ``--json``, which `recipe_plan` writes.
+`recipe_plan` calls `show` with the search result of ``arclight.parallel.planning``; `model` takes `table_of`, `short` and the constants for
+tables of its own. Layout and colours are free: programs read ``--json``, which `recipe_plan` writes.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ COLOURS = {
 }  # fmt: skip
 BAR = 40
 LEAST = 1e-3
-"""Share of the whole below which a row of zeros is left out."""
+"""Share of the whole below which a row is left out, if it would show zeros."""
 REASONS = 12
 """Reasons against other plans that are printed; all are in the JSON."""
 
@@ -95,7 +93,7 @@ def _memory(best: Estimate, limits: Limits) -> Table:
     table.columns[-1].justify = "left"
     for field in dataclasses.fields(MemoryEstimate):
         sizes = [getattr(best.memory[stage], field.name) for stage in stages]
-        if max(sizes) < min(0.005 * GIB, LEAST * best.memory[fullest].total):  # 0.00, and not for want of digits
+        if max(sizes) < min(0.005 * GIB, LEAST * best.memory[fullest].total):  # 0.00, and a small share of all
             continue
         bar = "█" * round(BAR * getattr(best.memory[fullest], field.name) / limits.memory)
         table.add_row(memory_name(field.name), *(f"{size / GIB:.2f}" for size in sizes), Text(bar, COLOURS[field.name]))

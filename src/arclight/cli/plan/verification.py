@@ -1,7 +1,8 @@
-"""Compare predicted shares of processes with what `parallelize` makes at real size.
+"""Compare predicted bytes of weights with what `parallelize` makes at real size.
 
-Each verified rank is a process of its own (``python -m arclight.cli.plan.verification``) in a group of the plan's size whose
-exchanges are not carried out (torch's backend "fake"), with the model on the meta device: shapes are real, memory is not taken.
+`recipe_plan` calls `verify` and `line` for ``arclight plan --verify``. Each verified rank is a process of its own
+(``python -m arclight.cli.plan.verification``, which reads standard input) in a group of the plan's size whose exchanges are not carried out
+(torch's backend "fake"), with the model on the meta device: shapes are real, no memory is taken.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Compare one rank's weights with the prediction."""
+    """Bytes of one rank's weights, as they are made and as they were predicted."""
 
     rank: int
     bytes: int
@@ -55,7 +56,7 @@ def _share(best: Estimate, rank: int, model: str, overrides: dict[str, Any]) -> 
 
 
 def line(best: Estimate, shares: list[Share]) -> str:
-    """Return one line that says what was compared, and whether it is the same."""
+    """Return one line on the ranks and bytes that were compared, and whether they are equal."""
     ranks = ", ".join(f"{share.rank:,}" for share in shares)
     sizes = ", ".join(f"{share.bytes / 2**20:,.1f}" for share in shares)
     start = f"of {best.plan.world_size:,} processes, ranks {ranks} have {sizes} MiB of weights (as much of gradients and each moment)"
@@ -117,7 +118,7 @@ def _module(model: nn.Module) -> nn.Module:
 
 
 def _bytes(parameter: nn.Parameter) -> int:
-    """Count the bytes of the share's storage, in which FSDP fills up what does not divide."""
+    """Count the bytes of a parameter's local storage, with the padding of FSDP."""
     from torch.distributed.tensor import DTensor
 
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,7 +1,8 @@
-"""``arclight tune``: run trials until the budget is spent, and write the best recipe.
+"""Run trials until the budget is spent, and write the best recipe: ``arclight tune``.
 
-`command` calls `tune`. In: a recipe with a space (`space`); out: a folder of ordinary runs (`trial`), Optuna's database (`study`),
-``recipe.toml`` with the best values and a page (`search_report`). A stopped search is resumed from its folder, so names in it stay.
+`command` calls `tune`. In: a recipe, or a user's module, with a space (`space`); out: a folder of ordinary runs (`trial`), Optuna's database
+(`study`), ``best.toml`` with the best values and a page (`search_report`). A stopped search is resumed from its folder, so the names of files and
+settings in it stay.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ TRIALS = 20
 OF_USER_MODULE = "config.toml"
 SETTINGS = "search.json"
 KEPT = ("study", "monitor", "mode", "sampler", "pruner", "jobs")
-"""Fields of a search that its folder keeps."""
+"""Fields of a `Search` in ``search.json``; ``--resume`` reads them."""
 OF_RECIPE = "recipe"
-"""Attribute of a study: the recipe that it was begun with."""
+"""Attribute of a study in the database: the recipe with which it was begun."""
 CHECKED_FIRST = 3
-"""A search whose first trials have all failed ends with their error: the next would fail too."""
+"""A search ends with an error if so many first trials have all failed, or so many processes in succession have begun none."""
 
 
 def tune(arguments: list[str]) -> None:
@@ -190,9 +191,9 @@ def next_search(parent: Path) -> Path:
 
 
 def agree_with_study(search: Search, own: dict[str, Any] | None) -> None:
-    """Record in the study what it searches; UsageError if it is another search.
+    """Record in a new study what is searched; UsageError if the database has another search.
 
-    Its first trial has the recipe's ``own`` values.
+    own: the recipe's own values, which the first trial gets; None if they are not in the space.
     """
     from arclight.cli.tune import study as studies
 
@@ -214,10 +215,7 @@ def agree_with_study(search: Search, own: dict[str, Any] | None) -> None:
 
 
 def agree_with_folder(search: Search) -> None:
-    """Check that the database has the search of the folder, with its ranges.
-
-    Raises UsageError if not.
-    """
+    """Raise UsageError unless the database has the search of the folder, with its ranges."""
     from arclight.cli.tune import study as studies
 
     study = search.open()
@@ -238,7 +236,7 @@ def _described(search: Search) -> dict[str, Any]:
 
 
 def _difference(search: Search, study: Any) -> str:
-    """Describe how a study's search differs; "" if it does not."""
+    """Describe how the search of ``study`` differs from ``search``; "" if it does not."""
     before, here = study.user_attrs["search"], _described(search)
     for name in ("monitor", "mode"):
         if before.get(name) != here[name]:
@@ -281,7 +279,10 @@ def _describe(parameter: Parameter) -> str:
 
 
 def resume(parser: Parser, words: Sequence[str]) -> tuple[Search, dict[str, Any]]:
-    """Open the search that ``--resume`` names; options given again replace those that it had."""
+    """Open the search that ``--resume`` names; options that are given replace those it had.
+
+    Its monitor, mode and name, its recipe and ranges are fixed: UsageError if they are given.
+    """
     from arclight.cli.tune import study as studies
     from arclight.cli.tune.trial import Search
     from arclight.recipe import read
@@ -317,7 +318,7 @@ def resume(parser: Parser, words: Sequence[str]) -> tuple[Search, dict[str, Any]
 
 
 def run_search(search: Search, limits: dict[str, Any]) -> None:
-    """Run trials until enough have ended or the time is over; then say which was the best."""
+    """Run trials until enough have ended or the time is over; then print which was the best."""
     from arclight.cli.tune import study as studies
 
     study = search.open()
@@ -354,7 +355,7 @@ def run_search(search: Search, limits: dict[str, Any]) -> None:
 def run_trials(search: Search, study: Any, budget: int, deadline: float, look: Callable[[], None]) -> None:
     """Keep ``search.jobs`` trials running until ``budget`` have ended.
 
-    ``look`` is called whenever one has.
+    ``look`` is called after each trial, with several jobs after each process that has ended.
     """
     from arclight.cli.tune import study as studies
     from arclight.cli.tune.trial import TrialProcess, run_trial
@@ -412,9 +413,9 @@ class Watch:
         self._warned = False
 
     def report_ended(self) -> None:
-        """Report trials that have ended since.
+        """Report trials that have ended since the last call.
 
-        Raises UsageError if the first ones have all failed.
+        Raises UsageError if `CHECKED_FIRST` trials or more have ended, and all have failed.
         """
         from arclight.cli.tune import study as studies
 
@@ -428,7 +429,7 @@ class Watch:
             raise UsageError(f"the first {len(ended)} trials have all failed. {self.first_error()}")
 
     def keep(self) -> None:
-        """Write the best settings and the page; only warn of a full disk."""
+        """Write the best settings and the page; only warn if that fails, as on a full disk."""
         from arclight.cli.tune import study as studies
         from arclight.cli.tune.search_report import write_search_report
 

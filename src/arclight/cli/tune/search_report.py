@@ -1,7 +1,7 @@
 """Show a search as a page: history, parameters, importance and all trials.
 
-``arclight tune`` (`search`) calls `write_search_report` as trials end. In: the Optuna study; out: one HTML file that opens offline, of
-the trainer's report parts. Nothing reads it back: layout and wording are free.
+`search` calls `write_search_report` as trials end. In: the Optuna study; out: one HTML file that opens offline, of the trainer's report parts,
+with links to the trials' own reports. Nothing reads it back: layout and wording are free.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from arclight.cli.tune.trial import Search
 
 FEWEST_FOR_IMPORTANCE = 4
-"""Complete trials below which nothing can be said about the importance of parameters."""
+"""Least complete trials for which the importance of parameters is shown."""
 
 
 def write_search_report(search: Search, study: Any) -> Path:
@@ -133,7 +133,7 @@ def _choice_grid(parameter: Choice, y_axis: Axis, trials: Sequence[Any]) -> tupl
 
 
 def _objective_axis(trials: Sequence[Any]) -> Axis:
-    """Return the axis of values: logarithmic if one that diverged would hide all others."""
+    """Return the axis of values: logarithmic if positive ones span more than a factor of 1000."""
     values = [one.value for one in trials]
     log = min(values) > 0 and max(values) > 1000 * min(values)
     return Axis(*padded(min(values), max(values), log), HEIGHT - BOTTOM, TOP, log)

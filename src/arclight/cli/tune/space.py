@@ -1,6 +1,7 @@
 """Read the search space: ranges or choices for fields of a recipe, checked at once.
 
-`search` calls it before the first trial, `study` and the report use its `Range` and choices. The notation of ranges is public.
+`search` calls `parameters` before the first trial and `trial` turns drawn values into flags by `flags_of`; `study` and `search_report` read
+`Range` and `Choice`. The notation of ranges is public, in recipes and in the folders of stopped searches: it stays.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FORMS = "low:high, low:high:log, low:high:STEP, or choices a,b,c"
 OF_THE_RUN = ("name", "root", "search", "trainer.devices", "trainer.num_nodes")
 """Fields that a search sets itself: each trial is a run in the folder of the search, in one process."""
 MAX_WHOLE = 2**53
-"""Largest integer below which a float64 is exact."""
+"""Largest bound of a range of integers: up to it, float64 has each integer."""
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -70,7 +71,7 @@ class Range:
         return str(int(value)) if self.integer else repr(float(value))
 
     def value_of(self, at: Any) -> float | None:
-        """Return the value ``at`` of a recipe if it lies in the range; else None."""
+        """Return ``at``, a recipe's own value, if it is a number of the range; else None."""
         known = isinstance(at, int | float) and not isinstance(at, bool)
         return at if known and self.low <= at <= self.high and (not self.log or at > 0) and self._on_grid(at) else None
 

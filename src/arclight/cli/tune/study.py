@@ -1,8 +1,8 @@
 """Keep the trials of a search in Optuna's database, sample their values, and count them.
 
-`search` opens the study, `trial` runs one of its trials, `search_report` shows them. The state of every sampler is a function of the
-earlier trials: nothing is pickled, and a resumed search draws the values that one without interruption would have drawn. Names of trial
-and study attributes are stored in users' databases and stay.
+`search` and `trial` open the study, `trial` draws values by `TrialSampler`, `search_report` shows the trials. The state of every sampler is a
+function of the seed and the earlier trials: nothing is pickled, and with one job a resumed search draws what one without interruption would
+have drawn, which tests compare. Names of trial and study attributes are in users' databases and stay.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ OPEN_ATTEMPTS = 10
 SIGMA = 0.2
 """Initial standard deviation of CMA-ES, as a share of each range."""
 PROCESS, PLACE, FATAL, START = "process", "place", "fatal", "start"
-"""Stored attributes: of a trial the process that runs it, its place in the order of draws, and the place that it had if its process was
-killed; of a study the values of the first trial."""
+"""Stored attributes. Of a trial: the process that runs it, its place in the order of draws, and that place again once its process was killed.
+Of a study: the values of the first trial."""
 DEATHS = 3
 """Values are not drawn again after this many processes were killed with them."""
 COMPLETE, PRUNED = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
@@ -58,7 +58,7 @@ def cause(error: BaseException) -> str:
 
 
 class TrialStorage(optuna.storages.RDBStorage):  # type: ignore[name-defined]
-    """Optuna's database, with trials that live while their process on this machine does."""
+    """Optuna's database, in which no trial is stale while its process on this machine lives."""
 
     _missed = False
 
@@ -146,7 +146,7 @@ def _pruner(kind: str) -> Any:
 
 
 class TrialSampler(optuna.samplers.BaseSampler):  # type: ignore[name-defined]
-    """Sampler that draws each trial by a new one, from the seed and the trial's place.
+    """Draw each trial by a new sampler, seeded by the search's seed and the trial's place.
 
     A trial's place is the first that no earlier trial holds; killed trials hold none. So processes that draw at the same time draw
     different values, and a resumed search repeats the values of killed trials. Place 0 has the recipe's own values.

@@ -1,7 +1,8 @@
 """Run one trial of a search: an ordinary run with sampled values.
 
-``arclight tune`` (`search`) calls `run_trial` here or, with several jobs, in a `TrialProcess` each. In: a `Search`; out: value or error
-in the study, and an ordinary run folder. `Search` is pickled for the processes; studies of stopped searches are resumed by name.
+`search` calls `run_trial` in its own process or, with several jobs, in a `TrialProcess` for each trial. In: a `Search`; out: value or error in the
+study, and an ordinary run folder. `Search` is pickled for the processes. The study is found by its name in the database, the run by the trial's
+number: both stay.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Search:
 def run_trial(search: Search, *, own_process: bool = False) -> None:
     """Train with a new trial's values, and report the outcome to the study.
 
-    An error ends the trial alone.
+    An error of the trial is stored in the study and ends only that trial.
     """
     study = search.open()
     study.sampler = studies.TrialSampler(study, search.sampler, search.seed, search.parameters, search.jobs > 1)
