@@ -1,7 +1,8 @@
 """Accumulate gradients: weigh micro-batches within an accumulation window and across ranks.
 
-`step` asks it for each batch whether a window begins or ends; `RunState` keeps the state, which checkpoints hold. The gradient must be
-the mean over all samples of a window, whatever the sizes of its batches.
+`step` asks it for each batch whether a window begins or ends; `RunState` keeps the state, whose keys are in checkpoints. The gradient
+must be the mean over all samples of a window (or what ``batch_weight`` counts), whatever the sizes of its batches; with ``weigh_windows``
+off (Lightning) each batch counts alike.
 """
 
 from __future__ import annotations
@@ -83,19 +84,19 @@ def _shard_like_parameter(parameter: torch.nn.Parameter, gradient: torch.Tensor)
 BatchWeight = Callable[[Any], Any]
 """Returns what the loss of a batch is a mean over (`Module.batch_weight`)."""
 EPS = 1e-20
-"""In the place of a total of 0, whose gradients are 0."""
+"""Least total to divide by: a total of 0 has gradients of 0, which stay 0."""
 
 
 class GradientAccumulator:
     """Decide when accumulation windows begin and end, and how their batches count.
 
-    Ours: the gradient is the mean over the window's samples (or over what the module counts, `Module.batch_weight`), not a mean
+    The gradient is the mean over the window's samples (or over what the module counts, `Module.batch_weight`), not a mean
     of means: each loss counts with its batch's weight, so a smaller last batch and a shorter last window come out right; batches
     of other ranks may differ in weight too, so several processes agree on a window's total, once for each.
 
     ``batch_weight``: the module's own, if it has one; ``length``: gives the batches of a window that begins now; ``batch_size``: the samples
     of the batch under way; ``ends``: tells if the batch of an index ends an epoch that closes its window; ``weigh_windows``: batches
-    count by their samples.
+    count by their samples; else, without a ``batch_weight``, alike.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ def weigh_across_ranks(
 
     ``parameters``: all of the module's, whose types decide that of the weights.
 
-    The mean over the processes of an update of the gradients is that of the mean over all that their batches count.
+    The gradients averaged over ranks are then those of the mean over all that their batches count.
     """
     share = torch.tensor(1.0)
     dtype = _weight_dtype(parameters)

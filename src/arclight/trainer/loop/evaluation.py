@@ -1,7 +1,8 @@
 """Run evaluation: one loop of batches and hooks for validate, test and predict.
 
-`session` runs it for validate, test and predict, `fit` between training batches. Out: metrics by loader, or predictions. The order of
-hooks is Lightning's; modes of submodules are restored.
+`session` runs it for entry points and the sanity check, `fit` for validation, ``tuner.trial`` for trials. Out: logged values by loader,
+or predictions. Tests compare the order of hooks, which follows Lightning's, callbacks with ``runs_last`` after the module; every
+submodule's mode is restored.
 """
 
 from __future__ import annotations

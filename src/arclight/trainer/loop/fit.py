@@ -1,10 +1,9 @@
 """Run the training loop: epochs, batches, and what happens between them.
 
-Everything that may run at some moment was resolved before the first batch (``FitPlan``), so the loop body
-calls what exists and asks about nothing else.
-
-`session` makes a `FitLoop` for ``Trainer.fit``, and the tuner for its trials. The order of hooks is Lightning's, and tests compare it:
-move nothing across a hook. What runs within a batch is composed in `step`; a new per-batch action belongs into `FitPlan`.
+`session` makes a `FitLoop` for ``Trainer.fit``, ``tuner.trial`` for trials. What a batch calls is resolved before the first one
+(`FitPlan`), and again at an epoch's start if settings changed: the innermost loop looks nothing up. Tests compare the order of hooks,
+which follows Lightning's; callbacks with ``runs_last`` come after the module and the logged row. What runs within a step is composed in
+`step`; a new action for every batch belongs in `FitPlan`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class FitPlan:
     batch_start: tuple[Hook, ...]
     batch_end: tuple[Hook, ...]
     batch_save: tuple[Hook, ...]
-    """``on_train_batch_end`` of the callbacks that run last: after the step's row is written, so that a checkpoint includes it."""
+    """``on_train_batch_end`` of callbacks with ``runs_last``: after the step's row is written, so that a resume finds it."""
     on_progress: tuple[Hook, ...]
     epoch_schedulers: list[Callable[[], Any]]
     plateau_schedulers: list[Callable[[], Any]]

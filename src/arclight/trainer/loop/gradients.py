@@ -1,7 +1,7 @@
 """Compute gradients from a step's output: check the loss, run backward, clip.
 
-`step` calls it for every batch, `Trainer` for manual optimization (``manual_backward``, ``clip_gradients``). Arguments of these are
-Lightning's.
+`step` calls it for every batch, `Trainer` for manual optimization (``manual_backward``, ``clip_gradients``), whose arguments are
+Lightning's; `diagnosis`, `MicroBatching` and the learning rate finder read losses by `loss_of`.
 """
 
 from __future__ import annotations

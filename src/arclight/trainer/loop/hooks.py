@@ -1,7 +1,8 @@
-"""Resolve the overridden hooks of module, callbacks and strategy before the first batch.
+"""Find the hooks that module and callbacks override, and resolve them for the loops.
 
-The loops (`fit`, `evaluation`, `step`) ask here once per run which hooks exist, and call only these: an empty hook costs nothing. Which
-attribute counts as overridden, and the order of callbacks, must stay.
+`fit`, `step` and `evaluation` resolve hooks of a batch before the first one, so an empty hook costs nothing; `Trainer.call` resolves
+those of epochs and runs when it calls them. ``trainer.data`` and ``checkpoint.state`` ask `overridden` too. Which attribute counts as
+overridden, and the order of callbacks (`checkpoints_last`), must stay.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def overridden(owner: object, name: str, base: type) -> bool:
 def logging_as(module: Module, name: str, hook: Hook) -> Hook:
     """Wrap ``hook`` so that the values that it logs are attributed to it.
 
-    For hooks that run inside a step; for others the loop sets the current hook itself.
+    For hooks that are called inside a step or another hook; elsewhere `Trainer.enter` sets the current hook.
     """
 
     def run(*arguments: Any, **options: Any) -> Any:
@@ -145,7 +146,7 @@ def takes_iterator(step: Callable[..., Any]) -> bool:
 
 
 def note_iterator(name: str) -> None:
-    """Warn once that steps that take the iterator are experimental."""
+    """Warn that steps that take the iterator are experimental."""
     rank_zero_warn(
         f"Found `{ITERATOR}` argument in the `{name}`. Note that the support for this signature is experimental: batches are not "
         "moved to the device, and a step may take several of them"

@@ -178,7 +178,7 @@ def _check_scheduler(config: LRSchedulerConfig, optimizers: list[Optimizer], any
 class ManagedOptimizer:
     """Proxy of ``optimizer`` that runs hooks and counts steps; ``isinstance`` sees through it.
 
-    Everything but :meth:`step` is the optimizer's own.
+    Everything but :meth:`step`, :meth:`unscale` and :meth:`toggle_model` is the optimizer's own.
     """
 
     def __init__(

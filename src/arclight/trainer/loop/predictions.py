@@ -1,6 +1,7 @@
 """Collect the outputs of predict, with the sample indices of each batch.
 
-The loop of predict (`evaluation`) fills it; ``trainer.predict`` returns `predictions`, and prediction writers get the indices.
+The loop of predict (`evaluation`) fills it; ``trainer.predict`` returns `predictions`, and prediction writers get the indices. Its
+attributes are ``trainer.predict_loop``'s, under Lightning's names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Count the progress of training: a handful of integers, advanced before anything is saved.
+"""Count the progress of training, in integers that are advanced before anything is saved.
 
-The loops advance it, callbacks read it. It is saved in checkpoints under ``loops``: a new field needs a default.
+The loops advance it, callbacks and `ValidationSchedule` read it; federated clients set the step (`set_step`). Checkpoints hold its
+fields: a new one needs a default. The words of status, entry point and stage are Lightning's, and hooks get them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Progress:
     batch: int = 0
     """Batches of this epoch that are done."""
     global_step: int = 0
-    """Optimizer updates completed."""
+    """Optimizer updates completed; batches, of a module without an optimizer."""
     batches: int = 0
     """Batches seen in all."""
     samples: int = 0

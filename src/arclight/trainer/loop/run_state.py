@@ -1,6 +1,8 @@
-"""Hold the state of a run: everything that fit, validate, test or predict changes.
+"""Hold the state of a run: position, logged values, data, optimizers and requests to stop.
 
-The Trainer owns one `RunState`, loops and logging write to it. What a resume needs of it is saved by `arclight.trainer.checkpoint.state`.
+The Trainer owns one `RunState`, and swaps in a copy for a trial or a nested evaluation; loops, data and logging write to it. What a
+resume needs of it is saved by ``checkpoint.state``. A new field that a fit must not inherit is reset in `_clear`, one that a trial must
+not share in `for_trial`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 class RunState:
     """State of a run: position, logged values, data, optimizers and requests to stop.
 
-    A trainer has one; a trial gets one of its own.
+    A trainer has one; a trial and a nested evaluation get one of their own.
     """
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ class RunState:
         self.batch_iterator: BatchIterator | None = None
         self.loader_state: dict[str, Any] = {}
         self.loader_seeds: list[int] | int = []
-        """Seeds of the training loaders from a checkpoint, until those are asked for; one number for all from versions without more."""
+        """Seeds of the training loaders from a checkpoint, until the loaders are made; older checkpoints have one number for all."""
         self.data_seed = data_seed
 
     def begin_fit(self, data_seed: int) -> None:

@@ -1,6 +1,7 @@
 """Step learning-rate schedulers, after optimizer steps or when an epoch ends.
 
-`step` and `fit` resolve these functions once for a run. When a scheduler steps is Lightning's behaviour, and part of exact resuming.
+`step` and `fit` resolve these functions before the first batch; federated clients set a schedule's step by `StepSync`. When a scheduler
+steps is part of exact resuming and follows Lightning's, but for ``frequency``, which counts updates unless ``frequency_counts_batches``.
 """
 
 from __future__ import annotations

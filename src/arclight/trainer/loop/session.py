@@ -1,8 +1,9 @@
 """Run fit, validate, test or predict for a Trainer: launch, set up, loop, tear down.
 
-Each entry point of `Trainer` makes one `Session`. It launches ranks, sets strategy and data up, calls `FitLoop`, `EvaluationLoop` or
-prediction, and tears down also after an error. One that a hook of a run under way calls makes a `NestedEvaluation`: ranks, strategy and
-callbacks are the run's, and what the evaluation changes is restored. Both set module and data up by `StageSetup`, in Lightning's order.
+Each entry point of `Trainer` makes one `Session`. It launches ranks, sets strategy and data up, runs `FitLoop` or `EvaluationLoop`, and
+calls the teardown hooks; after an error it calls ``on_exception`` in their place, and closes the loaders' workers in any case. An entry
+point that a hook of a run calls makes a `NestedEvaluation`: ranks, strategy and callbacks are the run's, and what the evaluation changes
+is restored. Both set module and data up by `StageSetup`, in Lightning's order.
 """
 
 from __future__ import annotations

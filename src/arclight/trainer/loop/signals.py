@@ -1,7 +1,7 @@
 """Handle SIGTERM and SLURM preemption: record the signal, act between two batches.
 
-`session` installs the handlers around a run, `fit` asks between two batches whether to stop. Exit status 143 and the names of requeue
-checkpoints are relied on by schedulers and by resumed jobs.
+`session` installs the handlers around a run; `fit` asks between two batches whether to save and end, `evaluation` ends after a batch.
+Exit status 143 and the names of requeue checkpoints, which `resume` looks for, are relied on by schedulers and by resumed jobs.
 """
 
 from __future__ import annotations
@@ -101,10 +101,8 @@ class SignalConnector:
     def handlers(self) -> Iterator[None]:
         """Handle SIGTERM by saving and ending, and SLURM's requeue signal by also requeuing.
 
-        For the duration of the block.
-
-        A handler that the user has set for SIGTERM runs too; one for the requeue signal is left alone, with a notice. Afterwards all
-        is as before.
+        Within the block: afterwards the former handlers are set again. One that the user has set for SIGTERM runs too; one for the
+        requeue signal is left alone, with a notice.
         """
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread may set handlers

@@ -1,9 +1,9 @@
 """Compose the function of one training step: forward, backward, clipping, optimizer step.
 
-`FitLoop` calls what ``StepBuilder.step`` returns for each batch; callbacks such as micro-batching bring their own (`BuildsStep`).
-`StepParts` holds the hooks and functions around backward, resolved before the first batch, so that absent ones cost nothing.
-
-The order of hooks within a step is Lightning's and stays.
+`fit` calls what ``StepBuilder.step`` returns for each batch, `diagnosis` replays with it; callbacks such as `MicroBatching` bring their
+own (`BuildsStep`). `StepParts` holds the hooks and functions around backward, resolved before the first batch, so that absent ones cost
+nothing. Tests compare the order of hooks. It is Lightning's under ``compat``; by default gradients are cleared after the step
+(``zero_grad_first``).
 """
 
 from __future__ import annotations

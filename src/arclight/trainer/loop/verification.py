@@ -1,7 +1,7 @@
 """Check that a module has the steps that an entry point needs; unwrap compiled modules.
 
-`arclight.trainer.loop.session` calls these first in fit, validate, test and predict. Messages begin with Lightning's words, which users'
-tests match.
+``loop.session`` calls these when it sets fit, validate, test and predict up; ``compat`` offers the unwrapping. Messages hold Lightning's
+words, which users' tests match. Hooks of Lightning 1.x that nothing calls are the tables here.
 """
 
 from __future__ import annotations
