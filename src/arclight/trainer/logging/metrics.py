@@ -1,7 +1,7 @@
 """Hold the newest logged values for callbacks and progress bars, computed on demand.
 
-`RunState` holds one; callbacks and bars read it as ``trainer.callback_metrics`` and its like. Reading a tensor waits for the device, so
-values are read on demand only.
+`RunState` holds one, `reporting` updates it; callbacks and bars read it as ``trainer.callback_metrics`` and its like. Reading a tensor
+waits for the device, so values stay there until a bar or a caller reads them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Write logger rows, update callback metrics, and raise for NaN or infinite losses.
+"""Write logger rows, update callback metrics, and describe NaN or infinite losses.
 
-`Trainer` holds one `Reporter`; loops call it at log intervals and ends of epochs. Names of rows and when they are written are
-Lightning's; values stay on the device until then.
+The loops call a `Reporter` (``trainer.reporter``) at logging intervals, around evaluations and at ends of epochs; `Trainer` asks
+`nonfinite_loss`. All ranks call it, as it reduces over them. Values stay on the device until then. Names of values (``x_step``,
+``x_epoch``) are Lightning's; numbers of rows are, with ``zero_based``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def nonfinite_loss(run: RunState, log_every: int) -> str | None:
     None if it is finite.
 
     Asked at each logging interval of ``log_every`` steps, at epoch ends and before saving: such a loss corrupts the weights for
-    good, so it cannot be missed for long, and no checkpoint is ever written from a corrupted model.
+    good, so it cannot be missed for long, and no checkpoint is written after it.
     """
     if run.last_loss is None or math.isfinite(loss := float(run.last_loss.detach())):
         return None

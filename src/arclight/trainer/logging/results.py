@@ -1,8 +1,9 @@
 """Collect values of ``Module.log`` on their device; reduce and read them on demand.
 
-``Module.log`` appends a detached reference; nothing here waits for a device until the logging interval,
-the end of an epoch or a display asks. Epoch means are sums of value times weight (weight = samples) in
-float64, so that every sample counts once whatever the batch sizes and the number of processes.
+``Module.log`` appends a detached reference to the `ResultCollection` of its stage; `sync` and `reporting` reduce it, `metrics` shows it,
+and checkpoints hold an epoch's sums, whose keys stay. Nothing here waits for a device until the logging interval, the end of an epoch or
+a display asks. Epoch means are sums of value times weight (weight = samples) in float64, so that every sample counts once whatever the
+batch sizes and the number of processes.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def _like(value: Any, present: Any, metric: Any) -> Any:
 
 
 FLUSH = 256
-"""Pending values per name before they are folded into one sum; fixed, so that sums never depend on when they were read."""
+"""Values of a name that are kept before they are added to its sum: fixed, so that sums have the same bits whenever they are read."""
 
 LOADER_SUFFIX = "/dataloader_idx_{}"
 """Ending of a name's values if an evaluation has several loaders."""

@@ -1,6 +1,8 @@
 """Check the arguments of ``Module.log`` against its hook, once per name and hook.
 
-``logging.results`` calls these when a value is logged. In: hook, name and arguments; out: settings, or an error with Lightning's text.
+``logging.results`` calls these for a new name or other arguments, `Module` for collections and refusals. In: hook, name and arguments;
+out: `LogSettings`, or an error with Lightning's words. Checkpoints hold the settings: a new field needs a default. A new hook belongs in
+one of the tuples here.
 """
 
 from __future__ import annotations

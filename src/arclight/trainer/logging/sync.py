@@ -1,6 +1,8 @@
-"""Reduce an epoch's logged values over all ranks in one packed all-reduce.
+"""Reduce logged values over all ranks: in one exchange per epoch, or per row for steps.
 
-`reporting` calls `reduce_epoch` and `reduce_steps` on all ranks. Both are collectives: a rank that logged nothing must call them, too.
+`reporting` calls `reduce_epoch` and `reduce_steps` on all ranks, also on one that logged nothing. Each gathers plain numbers from all
+ranks and merges them in order of rank; a second exchange describes entries that a rank lacks, and metric objects compute over ranks by
+themselves.
 """
 
 from __future__ import annotations
