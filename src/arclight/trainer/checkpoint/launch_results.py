@@ -1,7 +1,7 @@
 """Copy weights, progress and callback state from spawned workers to the launcher.
 
-`session` calls both functions, for strategies that spawn processes (``ddp_spawn``, notebooks). Values cross as bytes and plain data; nothing
-is pickled here.
+`session` calls these for strategies that start processes of their own (``ddp_spawn``, notebooks). Weights and buffers cross as bytes of
+safetensors; the launcher pickles the rest of the dictionary between processes of this one run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Read checkpoints of any kind for ``load_from_checkpoint``, and load weights into a module.
+"""Read checkpoints of any kind under Lightning's keys, and load weights into a module.
 
-``load_from_checkpoint`` (``trainer.hparams``) and ``deploy`` call `read`: Arclight's folders and Lightning's files come in, a dictionary
-under Lightning's keys goes out. Runs and resuming call `load_weights`. Nothing is ever unpickled.
+``load_from_checkpoint`` (``trainer.hparams``), ``deploy.quantizing.trained`` and ``vision.tasks`` call `read`: Arclight's folders and
+Lightning's files come in, a dictionary under Lightning's keys goes out. `session`, `state`, `Module` and ``callbacks.loss_guard`` call
+`load_weights`. Nothing is ever unpickled.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Gather and load full (unsharded) tensors by parameter name.
 
-For federated clients and other users outside the trainer. Tensors go in and out whole and plain, one at a time, under the names of
-``module.named_parameters`` and of saved buffers. Every rank makes the same calls, with the same names.
-
-Federated clients load and send weights and moments by this (`clients.round_callback`), the server reads its first ones. Names are the
-protocol's.
+Federated clients (``clients.round_callback``, ``clients.local_policy``) load and send weights and moments by it; the server takes its
+first weights from `named_tensors`. Tensors go in and out whole and plain, one at a time, under the names of ``module.named_parameters``
+and of saved buffers, which are the protocol's. Every rank makes the same calls, with the same names.
 """
 
 from __future__ import annotations

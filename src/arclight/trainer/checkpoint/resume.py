@@ -1,7 +1,7 @@
-"""Resolve ``ckpt_path`` ("last", "best", a path) to a checkpoint and its run folder.
+"""Resolve ``ckpt_path`` ("last", "best", "hpc", a path) to a checkpoint and its run folder.
 
-`Trainer` asks a `CheckpointSelector` before each entry point with ``ckpt_path``. The words and their order of search are public; a
-damaged checkpoint is passed over with a warning.
+`session` asks the trainer's `CheckpointSelector` at each entry point. The words and their order of search are public. For "last" and
+"hpc" a damaged checkpoint is passed over with a warning; "best" and a path are taken as they are, and reading them raises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Save and restore a trainer: everything that a resume needs, as one dictionary.
 
-Its keys are those that Lightning's hooks ``on_save_checkpoint`` and ``on_load_checkpoint`` know:
+`Trainer` saves and captures by it; `session`, `diagnosis` and ``callbacks.loss_guard`` restore. Its keys stay: they are those that
+Lightning's hooks ``on_save_checkpoint`` and ``on_load_checkpoint`` know (``fabric.checkpoint_io.to_tree`` has their names in a folder):
 
     state_dict          weights under their own names
     ema (or another)    averaged weights, same names, if a callback keeps an average
@@ -10,7 +11,7 @@ Its keys are those that Lightning's hooks ``on_save_checkpoint`` and ``on_load_c
     loops               layout: number of the layout of all that follows
                         progress: how far training has come
                         logged: the running epoch's sums, so that its metrics come out the same
-                        metrics: the newest epoch values, which plateau schedulers and callbacks go by
+                        metrics: the newest value of each logged name, which plateau schedulers and callbacks go by
                         precision: its name and its state
                         rng, window: every rank's generators and accumulation window
                         data: the seed of the sample order and of each loader, the loaders' own state, and how the work was divided
@@ -50,9 +51,9 @@ if TYPE_CHECKING:
 
 
 LAYOUT = 1
-"""Of what lies below ``loops``. A field that is added needs a default, not another number: readers name what they do not know and go on.
+"""Number of the layout of what lies below ``loops``; a higher one is refused. 0: checkpoints without a number, 1: that of ``_loops``.
 
-0 is that of checkpoints without a number, 1 that of ``_loops``.
+A field that is added needs a default, not another number: readers leave out fields that they do not know.
 """
 
 
