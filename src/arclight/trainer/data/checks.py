@@ -1,7 +1,7 @@
 """Validate the loaders of a stage: raise on mistakes, warn of what costs time or surprises.
 
-`connector` calls `check_stage` once for each stage, on all ranks. Texts of warnings are Lightning's if it has them: users filter by
-them.
+`connector` calls `check_stage` whenever it loads a stage, on all ranks, and `check_training` for training. Texts of warnings are
+Lightning's if it has them: users filter by them.
 """
 
 from __future__ import annotations

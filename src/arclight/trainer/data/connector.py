@@ -1,8 +1,8 @@
 """Request the dataloaders of each stage, prepare them, and move their batches to the device.
 
-`DataConnector` (``trainer.data``) finds whose loaders count and fills the `StageData` that the loops read; `batch_transfer` composes what
-moves a batch. Positions within loaders are saved in checkpoints, so a resumed run depends on their keys. The order of the three transfer
-hooks, and whose hook is called (data module before module), are Lightning's and stay.
+`DataConnector` (``trainer.data``) asks the data module's hook, else the module's, and fills the `StageData` that the loops read;
+`batch_transfer` composes what moves a batch. Checkpoints hold what `position` gives: its keys stay. The order of the three transfer hooks
+is Lightning's, and so is that a data module's hook goes before the module's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Decide how many batches a stage runs, when a fit validates, and how long it lasts.
 
-`connector` limits loaders by this. `Trainer` builds the `ValidationSchedule`, which `FitLoop`, `EarlyStopping` and `ModelCheckpoint`
-ask (``trainer.validation_schedule``, ``trainer.next_validation``). Meanings of ``limit_*`` and ``val_check_interval`` are Lightning's.
+`connector` limits loaders by `count_batches`, `fit` asks `timed_validation`. `Trainer` builds the `ValidationSchedule`, which `FitLoop`,
+`EarlyStopping` and `ModelCheckpoint` ask (``trainer.validation_schedule``, ``trainer.next_validation``). Meanings of ``limit_*`` and
+``val_check_interval`` are Lightning's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Count = int | float
 """A number of batches; infinity for a loader that does not know its length."""
 
 BATCHES_BETWEEN_CLOCKS = 100
-"""With several ranks, check the time at least every N batches: they may become slower than expected."""
+"""Most batches between two looks at the clock, with several ranks: batches may become slower than expected."""
 
 
 def limit_name(stage: str) -> str:

@@ -1,7 +1,8 @@
 """Hold the dataloaders of a stage, and iterate over their batches.
 
-`DataConnector` (``trainer.data``) makes a `StageData` for each stage and fills it; the loops read it, and `RunState` keeps it. A step
-with a ``dataloader_iter`` argument gets a `BatchIterator` and takes as many batches as it wants.
+`DataConnector` (``trainer.data``) makes a `StageData` for each stage and fills it; `EvaluationLoop` and the connector read it, and
+`RunState` keeps it. A step with a ``dataloader_iter`` argument gets a `BatchIterator` and takes as many batches as it wants; checkpoints
+hold how many.
 """
 
 from __future__ import annotations

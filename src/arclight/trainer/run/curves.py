@@ -1,6 +1,7 @@
 """Group, smooth and thin logged metrics into the charts of training and federated reports.
 
-Reports of training, searches and federated runs draw their charts from these. Nothing depends on the thinning: it may be tuned.
+`report` and the report of federated runs draw their charts from these. If a search is not told which way its metric goes, ``cli.tune``
+asks `mode_of`, so its patterns decide what is kept. Nothing depends on smoothing and thinning: they may be tuned.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Create and lay out the folder of one run, `<root>/<name>/<n>/`.
 
-The Trainer's `RunPaths`, the command and loggers use it. Names of files and folders are public: users and older runs rely on them.
+`RunPaths` makes it for a Trainer, ``cli`` for searches and federated runs, a logger without a Trainer its own. Names of files and folders
+are public: users and older runs rely on them.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def environment() -> dict[str, Any]:
 
 
 def assignments(values: Mapping[str, Any]) -> str:
-    """Return "name = value, ...", as people read what "auto" settings were measured as."""
+    """Return "name = value, ...", to show what "auto" settings were measured as."""
     return ", ".join(f"{name} = {value}" for name, value in values.items())
 
 

@@ -1,7 +1,7 @@
 """Decide where a run writes: its run folder, its loggers, its checkpoints.
 
-The Trainer owns one `RunPaths`; an entry point calls ``agree()`` when it starts. Folder names on disk are public: runs of older versions
-are found and resumed by them.
+The Trainer owns one `RunPaths`; each entry point calls ``agree()`` by way of `CheckpointSelector`. Folder names on disk are public: runs
+of older versions are found and resumed by them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Write a run's report as one HTML page that needs no network and no other file.
 
-The callback `RunReport` writes it at the end of a fit; searches, federated runs and vision pages are made of the same parts (`Section`,
-`table`, `figure`). Texts come from users: escape them. The layout is free.
+The callback `RunReport` writes it at the end of a fit, ``cli`` for searches and federated runs; these and vision's pages are made of the
+same parts (`Section`, `table`, `figure`). Texts come from users: escape them. The layout is free, but for what ``assets/report.css`` and
+``report.js`` name.
 """
 
 from __future__ import annotations

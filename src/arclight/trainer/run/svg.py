@@ -1,9 +1,8 @@
 """Draw SVG charts for pages and pictures: axes, ticks, curves and bars.
 
-Charts of a page take their colours from its style sheet; :func:`standalone` makes a picture that carries its own.
-
-`curves` and `report` draw with it, and so do reports of federated runs, searches and vision. Nothing reads the charts back: the look may
-change freely.
+`curves` and `report` draw with it, and so do reports of federated runs and searches, vision and the monitor of experts. Charts of a page
+take their colours from its style sheet; :func:`standalone` makes a picture that carries its own. The look may change freely, but
+``assets/report.js`` reads ``data-chart``, and the style sheets know the classes.
 """
 
 from __future__ import annotations
