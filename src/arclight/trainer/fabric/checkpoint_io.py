@@ -1,10 +1,8 @@
 """Write and read checkpoints: folders, torch files, either in the background.
 
-A Trainer writes folders (:class:`FolderCheckpointIO`), for Lightning's users files (:class:`TorchCheckpointIO`); a Fabric what the
-name asks for (:class:`StateIO`). All of them read both.
-
-The Trainer's saves, `ModelCheckpoint` and `Fabric` call a plugin's three methods, which users may override: their names and arguments
-are Lightning's.
+A Trainer writes folders (:class:`FolderCheckpointIO`), under ``compat`` files (:class:`TorchCheckpointIO`); a Fabric what the name asks
+for (:class:`StateIO`). All of them read both. Strategies (``fabric.strategies``) save and load by a plugin for Trainer and Fabric; users
+may write their own: names and arguments of the methods are Lightning's. The names that `to_tree` gives are on disk and stay.
 """
 
 from __future__ import annotations
@@ -39,7 +37,8 @@ class CheckpointIO(ABC):
 
     Subclass it and pass an instance as ``Trainer(plugins=...)``.
 
-    Rank 0 alone saves and removes; every rank loads. A save must be complete or leave what was there before.
+    Rank 0 alone saves; every rank loads. A save must be complete or leave what was there before. A ModelCheckpoint deletes by path,
+    not by :meth:`remove_checkpoint`.
     """
 
     suffix: str = ""
@@ -47,7 +46,7 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write ``checkpoint``, as :func:`arclight.trainer.checkpoint.state.dump` gives it."""
+        """Write ``checkpoint``, as ``checkpoint.state.CheckpointConnector.dump`` gives it."""
 
     @abstractmethod
     def load_checkpoint(

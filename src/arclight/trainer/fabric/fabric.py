@@ -1,7 +1,8 @@
-"""Fabric: devices, precision and processes for people who write their own loop.
+"""Define Fabric: devices, precision and processes for people who write their own loop.
 
-`Fabric` is public; its strategy, precision and launcher are the Trainer's. ``setup`` returns the objects of `wrappers`. Method names
-and arguments are Lightning Fabric's and stay.
+`Fabric` is public; it chooses strategy, precision and launcher as the Trainer does. ``setup`` returns the objects of `wrappers`, ``save``
+writes by `StateIO`. Method names and arguments are Lightning Fabric's and stay, as do the variables ``LT_*``, in which
+``cli.commands.run`` passes its flags.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Select the strategy of a Trainer or Fabric; those of ``parallel`` are imported on demand.
 
 `Trainer` and `Fabric` call `select`. ``fabric.selection`` does the rest; only what needs ``parallel``, which ``fabric`` must not import,
-is here.
+is here. Importing this registers the name ``pipeline``.
 """
 
 from __future__ import annotations

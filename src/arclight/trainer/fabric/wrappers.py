@@ -1,6 +1,7 @@
 """Wrap a module, an optimizer and a loader so that they know of precision and processes.
 
-`Fabric.setup` and ``setup_dataloaders`` return these to users. State dicts and attributes must stay the user's own, without prefixes.
+`Fabric.setup` and its like return these to users; TensorBoard's logger unwraps modules. State dicts and attributes of modules and
+optimizers must stay the user's own, without prefixes; the keys of a loader's state are in checkpoints.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find the largest batch size that fits in memory.
 
-The callback `BatchSizeFinder` and `Tuner.scale_batch_size` call `scale_batch_size`; model and progress are restored afterwards.
-Arguments are Lightning's.
+The callback `BatchSizeFinder`, which `Tuner` runs too, calls `scale_batch_size`; model and progress are restored afterwards. Arguments
+are Lightning's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find a learning rate by a short fit whose rate grows at every step.
 
-`Tuner.lr_find` and the callback `LearningRateFinder` call `lr_find`; model, optimizer and progress are restored afterwards. Arguments
-and ``results`` are Lightning's and stay.
+The callback `LearningRateFinder`, which `Tuner` runs too, calls `lr_find`; model, optimizer and progress are restored afterwards.
+Arguments and ``results`` are Lightning's and stay; checkpoints hold ``results``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Define Tuner, like Lightning's: find a batch size or a learning rate before training.
 
-Users call it before a fit, as Lightning's. It runs `BatchSizeFinder` or `LearningRateFinder` on a trainer; names and arguments stay.
+Users call it before a fit. It puts `BatchSizeFinder` or `LearningRateFinder` before a trainer's callbacks and runs an entry point that
+ends after the search. Names and arguments are Lightning's and stay.
 """
 
 from __future__ import annotations
