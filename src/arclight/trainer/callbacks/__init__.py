@@ -1,7 +1,8 @@
-"""Callbacks that come with the trainer. A user's own is a subclass of ``Callback``.
+"""Provide the trainer's callbacks. A user's own is a subclass of ``Callback``.
 
 In: hook calls; out: checkpoints, stops, changed weights, displays. ``checkpoint`` saves, ``progress`` displays, ``monitoring`` observes,
-``weights`` changes weights; each other file is one callback, and ``monitored`` are the checks of those that watch a logged value.
+``weights`` changes weights; of the other files ``settings`` holds the tables of recipes, ``monitored`` the checks of callbacks that watch a
+logged value, and each of the rest callbacks of one purpose. Public ones are listed here; names are Lightning's where it has them.
 """
 
 from typing import TYPE_CHECKING

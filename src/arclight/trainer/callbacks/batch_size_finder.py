@@ -1,7 +1,7 @@
 """Find the largest batch size that fits in memory before a run, which then goes on with it.
 
 Users pass it as a callback; `Tuner.scale_batch_size` runs it too. The search itself is ``tuner.batch_size_scaling``. Name and arguments
-are Lightning's.
+are Lightning's; the size that a fit found is in checkpoints (``batch_size``).
 """
 
 from __future__ import annotations

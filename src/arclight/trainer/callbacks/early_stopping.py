@@ -1,6 +1,7 @@
 """Stop training when a value no longer improves.
 
-Users pass it to a Trainer, recipes choose it. Arguments, attributes and messages are Lightning's and stay.
+Users pass it to a Trainer, a recipe's ``[stopping]`` makes it. Arguments, attributes and reasons are Lightning's and stay; keys of its
+state are in checkpoints.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class EarlyStopping(Callback):
     number of times (or if ``check_on_train_epoch_end`` says so). An improvement is a change of more than
     ``min_delta`` in the direction of ``mode``. Training also stops when the value is not finite
     (``check_finite``), as good as ``stopping_threshold``, or worse than ``divergence_threshold``.
-    With several processes, all stop when one of them would: they agree once per check. With ``log_rank_zero_only``
+    With several processes, all stop when one of them would: they agree at each check. With ``log_rank_zero_only``
     only the first says why.
 
     A run that was stopped and is resumed from a checkpoint of that moment stays stopped: train on without this callback.

@@ -1,7 +1,7 @@
 """Change the number of accumulated batches at given epochs.
 
-Users pass it as a callback; it sets ``accumulate_grad_batches`` of the trainer, which `accumulation` reads. Name and arguments are
-Lightning's.
+Users pass it as a callback; it sets the trainer's ``accumulate_grad_batches``, for which ``loop.fit`` builds the step again. Name and
+arguments are Lightning's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class GradientAccumulationScheduler(Callback):
     ``GradientAccumulationScheduler({4: 2})`` steps after every batch in epochs 0 to 3 and after every second one later.
     The trainer's own ``accumulate_grad_batches`` must be 1, and is so again after fit.
     Raises TypeError for an empty schedule, MisconfigurationError for epochs below 0 and numbers of batches below 1,
-    and if training begins RuntimeError for manual optimization, ValueError for a trainer with a number of its own.
+    and when training begins RuntimeError for manual optimization, ValueError for a trainer with a number of its own.
     """
 
     def __init__(self, scheduling: dict[int, int]) -> None:

@@ -1,9 +1,8 @@
 """Handle loss spikes and NaN or infinite losses or gradients: stop, skip or roll back.
 
-``LossGuard`` judges on the device. ``SpikeDetection`` reads each loss and ends the run, as Lightning's does; ``FabricSpikeDetection``
-is the same for a loop of one's own. A file says which batches to leave out of the next run.
-
-Recipes (``callbacks.settings``) and users choose them.
+A recipe's ``[guard]`` or users choose `LossGuard`, which judges on the device and logs what it left out to ``loss_guard.jsonl``.
+`SpikeDetection` (and `FabricSpikeDetection`, for a loop of one's own) is Lightning's: it reads each loss, lists the batches to leave out
+of the next run in ``skip_batches.json``, and ends the run. Keys of their state are in checkpoints.
 """
 
 from __future__ import annotations
@@ -54,9 +53,10 @@ class FabricSpikeDetection:
     ``mode``: whether lower ("min") or higher ("max") is better. ``finite_only``: NaN and infinity are spikes whatever
     the tolerances.
 
-    Then the numbers of that batch and of the one before it, which may have corrupted the weights, are added to
-    ``exclude_batches_path`` (a JSON file, or the folder for ``skip_batches.json``; default: the working directory) and
-    every process raises :class:`TrainingSpikeException`. Judging each batch reads its loss: a wait for the device per step.
+    Then the numbers of that batch and of the one before it, which may have corrupted the weights, are written to
+    ``exclude_batches_path``, after those of the resumed state (a JSON file, or the folder for ``skip_batches.json``; default: the
+    working directory) and every process raises :class:`TrainingSpikeException`. Judging each batch reads its loss: a wait for the
+    device per step.
     """
 
     def __init__(
@@ -226,14 +226,15 @@ class LossGuard(Callback):
 
     A spike is more than ``sigma`` standard deviations above the mean of the newest ``window`` losses of good updates (None: only
     finite numbers are asked for; deviations below 1 % of the mean count as that much), once there are ``warmup`` of them.
-    Loss and gradient norm are averaged over all processes before they are judged, so all decide alike; of a window of
-    accumulated batches it is the whole that is judged. ``policy``: what else happens.
+    Loss and gradient norm (not the norm under a loss scaler, which looks for infinite gradients itself) are averaged over all
+    processes before they are judged, so all decide alike; of a window of accumulated batches it is the whole that is judged.
+    ``policy``: what else happens.
 
     * ``skip``: training goes on with the next batch; the step counts, for schedules too. After ``patience`` bad
       updates in a row it ends with NonFiniteLossError.
-    * ``rollback``: weights, optimizers, schedules and logged rows go back to the newest checkpoint of a ModelCheckpoint that is ``margin`` steps
-      older than the bad update, and training goes on with the data that comes next: the batches since then, the bad ones among
-      them, are not met again. ``patience`` is then the number of rollbacks from which on training ends.
+    * ``rollback``: weights, optimizers, schedules and logged rows go back to the newest checkpoint of a ModelCheckpoint that is
+      at least ``margin`` steps older than the bad update, and training goes on with the data that comes next: the batches since
+      then, the bad ones among them, are not met again. The ``patience``-th rollback ends training instead.
     * ``stop``: the run ends with NonFiniteLossError or TrainingSpikeException; the weights are those before the bad update.
 
     Each event goes to ``events``, into ``file`` (one JSON object per line; default ``loss_guard.jsonl`` in the run folder) and to the

@@ -1,7 +1,7 @@
 """Split batches that do not fit in memory into micro-batches that do.
 
-Users pass it as a callback; the loop calls the step that `build_step` returns. It must give the gradients of the whole batch, up to
-rounding. Its state, the size found, is in checkpoints.
+Users pass it as a callback; ``loop.step`` takes the step that `build_step` returns. For a loss that is a mean over samples it must give
+the gradients of the whole batch, up to rounding. Its state, the size found, is in checkpoints.
 """
 
 from __future__ import annotations

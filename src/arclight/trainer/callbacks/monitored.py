@@ -1,4 +1,4 @@
-"""Look up the logged value that a callback monitors (``monitor=``).
+"""Check ``monitor=`` and ``mode=`` of callbacks, and describe a value that is not logged.
 
 `EarlyStopping`, `ModelCheckpoint` and `MetricReport` raise `MissingMetricError` with these words when ``monitor=`` names nothing that was
 logged. Words may change; the class is public in ``arclight.trainer.callbacks``.

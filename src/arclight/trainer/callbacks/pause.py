@@ -1,7 +1,7 @@
 """Pause a fit after a number of steps, so that the next fit continues it bit for bit.
 
-The callback of federated clients (``federated.clients.round_callback``) derives from it: a round ends in a pause. `hooks` orders it after
-all other callbacks. The next fit must give the bits of an unbroken one.
+The callback of federated clients (``federated.clients.round_callback``) derives from it: a round ends in a pause.
+``loop.hooks.checkpoints_last`` orders it after all other callbacks. The next fit must give the bits of an unbroken one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Settings of common callbacks, each of which builds its callback.
+"""Define settings of common callbacks, each of which builds its callback.
 
-No torch is imported here: a recipe is read without it.
+They are tables of recipes (``cli.schema``), built by ``cli.run_setup.callbacks``: names of fields stay, and docstrings are texts of
+``--help``. No torch is imported here: a recipe is read without it. A further callback for recipes is a class here, a field of
+``cli.schema.TrainingRun`` and a place in ``cli.run_setup.callbacks``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Stop training when its time is up.
 
-Users pass a `Timer`, or ``Trainer(max_time=...)`` adds one. Arguments and saved state are Lightning's.
+Users pass a `Timer`, or ``Trainer(max_time=...)`` adds one; with one, ``loop.session`` sets no default limit of epochs. Arguments and
+saved state are Lightning's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Name checkpoints; move, link and delete them without ever leaving half of one behind.
 
-`model_checkpoint` and `history` name and delete by it; `resume` and `signals` ask when a checkpoint was written. Local paths and
-addresses come in. A crash at any line must leave whole checkpoints only.
+`model_checkpoint`, `history` and `on_exception_checkpoint` name and delete by it; ``checkpoint.resume`` and ``loop.signals`` ask when a
+checkpoint was written. Local paths and addresses come in. A crash at any line must leave whole checkpoints only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def format_name(
     A name without a value becomes 0.
 
     With ``auto_insert_metric_name`` the value is preceded by ``name=``, a ``/`` in the name becoming ``_`` so that
-    ``{val/loss:.3f}`` makes a file name and not a folder. Raises ValueError for a format that does not fit the value.
+    ``{val/loss:.3f}`` makes a file name and not a folder. Raises MisconfigurationError for a format that does not fit the value.
     """
 
     def fill(field: re.Match[str]) -> str:
@@ -144,9 +144,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 def link_checkpoint(source: Path, target: Path) -> None:
     """Link ``target`` to ``source`` by a relative symbolic link, so that both can be moved.
 
-    Copies it instead if the file system does not allow symbolic links.
-
-    A copy, if the file system or the system's rules have no such links.
+    Copies it instead if the file system or the system's rules do not allow symbolic links.
     """
     link = files.temporary_file(target)
     try:
@@ -158,7 +156,10 @@ def link_checkpoint(source: Path, target: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint file, folder or link; leave missing paths and other folders alone."""
+    """Remove a checkpoint file, folder or link, if it is there.
+
+    Raises CheckpointError for a folder that is no checkpoint.
+    """
     if path.is_file() and not path.is_symlink():
         path.unlink()
     elif files.is_there(path):

@@ -1,7 +1,7 @@
 """Rank checkpoints, plan a save, write it and delete what it replaces.
 
 `ModelCheckpoint` is the only user. In: monitored values; out: `SavePlan` objects, applied so that the new checkpoint is complete before
-an old one is deleted. Keys of its state are in checkpoints.
+an old one is deleted. Keys of `CheckpointHistory.state_dict` are in checkpoints; those of its `attributes` are Lightning's.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ class TopK:
         return best if best and scores[best] != self.worst_value else ""
 
     def replaced(self, scores: dict[str, float]) -> str:
-        """Return the checkpoint that the next better one replaces, or "" while there is room."""
+        """Return the checkpoint that the next better one replaces, or "" while there is room.
+
+        If all are kept it is the worst.
+        """
         return self.worst(scores) if self.keep == -1 or len(scores) >= self.keep > 0 else ""
 
     def qualifies(self, scores: dict[str, float], score: float) -> bool:
@@ -105,7 +108,7 @@ class CheckpointHistory:
     kept: tuple[str, ...] = ()
     """Checkpoints that stay without a value to rank them by, if all are kept."""
     interim: tuple[str, ...] = ()
-    """Checkpoints for a resume only, written if a run was broken off: they go when there is a newer one."""
+    """Checkpoints for a resume only, written if a run was broken off: they are deleted when there is a newer one."""
 
     def paths(self) -> set[str]:
         return {*self.scores, self.best, self.last, self.newest, *self.kept, *self.interim} - {""}
@@ -223,7 +226,7 @@ class CheckpointWriter:
     """Writer of one checkpoint at a time: :meth:`write` starts it, :meth:`take` completes it."""
 
     asynchronous: bool | None
-    """None: where processes write their own shards, and there is more than one."""
+    """None: True if several processes write their own shards."""
     plan: SavePlan | None = None
     """What is being written."""
     _future: Future[Any] | None = None
@@ -290,9 +293,7 @@ def apply_plan(
 ) -> None:
     """Update ``last`` and delete the checkpoints that a complete one replaces. For rank 0.
 
-    ``keep``: paths never to delete.
-
-    resumed: the checkpoint that the run began from.
+    ``keep``: paths never to delete; ``resumed``: the checkpoint that the run began from.
     """
     if plan.path and plan.last:
         (link_checkpoint if link else copy_checkpoint)(to_path(plan.path), to_path(plan.last))

@@ -1,7 +1,8 @@
 """Save checkpoints on a schedule while training, and keep the best.
 
-Users pass it, a recipe's ``[callbacks]`` makes it, and the Trainer adds one by default. `history` ranks and writes, ``checkpoint_io``
-is the format. Arguments, attributes and file names are Lightning's and stay.
+Users pass it, a recipe's ``[checkpoint]`` makes it, and the Trainer adds one if no callback saves (``enable_checkpointing``). `history`
+ranks and writes, ``trainer.fabric.checkpoint_io`` is the format. Arguments (but ``every`` and ``asynchronous``), attributes and file
+names are Lightning's and stay; keys of its state are in checkpoints.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ class ModelCheckpoint(Checkpoint):
     * ``dirpath`` defaults to ``checkpoints/`` in the run folder; it may be an address such as ``s3://bucket/name``.
 
     ``best_model_path`` and its siblings change only when the checkpoint they name is complete, and a checkpoint is
-    pruned only after its successor is complete, never the one that the run was resumed from. When a resumed run finds
+    pruned only after its successor is complete, never the one that the run was resumed from (one that a signal or an
+    error made: only if the user named its path). When a resumed run finds
     its folder moved, the record moves with it; a run that is resumed into another folder begins a new record there.
     Raises MissingMetricError when ``monitor`` is not logged although everything that could log it has run.
     """
@@ -507,8 +509,8 @@ class ModelCheckpoint(Checkpoint):
     def _is_in_use(self, path: str) -> bool:
         """Return True if ``path`` is in use by this run or another one.
 
-        Such a file is newer than that point and older than this fit, and in no record: one of this run's, or of
-        another process beside it, is younger.
+        A file is free if the resumed run saved it after the checkpoint that it resumes from, as its steps are done again: it is newer
+        than that checkpoint, older than this fit and in no record.
         """
         if not file_ops.is_taken(path):
             return False

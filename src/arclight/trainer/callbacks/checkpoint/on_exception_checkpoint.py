@@ -1,6 +1,7 @@
 """Save a checkpoint when training fails.
 
-Users pass it as a callback; name and arguments are Lightning's. One rank only: see the class for what is not saved.
+Users pass it as a callback; name and arguments are Lightning's. With one process only: see the class for what is not saved.
+``checkpoint.resume`` finds its file as "last".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measure norms and kurtosis of modules' outputs during training.
 
-``monitors`` of a recipe build it (``callbacks.settings``), or users pass it. Keys of what it logs stay; training must not change: no
-random numbers are drawn.
+A recipe's ``[[monitors]]`` builds it (`Activations` of ``callbacks.settings``), or users pass it. Keys of what it logs stay; training
+must not change: no random numbers are drawn.
 """
 
 from __future__ import annotations

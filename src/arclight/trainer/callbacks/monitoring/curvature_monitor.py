@@ -1,7 +1,7 @@
 """Estimate the curvature of the loss from two consecutive optimizer steps.
 
-``monitors`` of a recipe build it (``callbacks.settings``), or users pass it. Keys of what it logs stay. Between two steps it keeps
-weights and gradients in memory; training keeps its bits.
+A recipe's ``[[monitors]]`` builds it (`Curvature` of ``callbacks.settings``), or users pass it. Keys of what it logs stay. Between two
+steps it keeps weights and gradients in memory; training keeps its bits.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ _PSUTIL_AVAILABLE = find_spec("psutil") is not None
 
 
 class DeviceStatsMonitor(Callback):
-    """Log the device's statistics before and after the batches whose values are logged.
+    """Log the device's statistics before and after batches of training, validation and test.
 
-    Names are ``DeviceStatsMonitor.<hook>/<statistic>``; the accelerator decides which there are (``torch.cuda.memory_stats`` on CUDA).
+    Every ``log_every_n_steps``-th step or evaluation batch, on rank 0. Names are ``DeviceStatsMonitor.<hook>/<statistic>``; the
+    accelerator decides which there are (``torch.cuda.memory_stats`` on CUDA).
     ``cpu_stats``: the machine's load (needs psutil) with any device (True), with none (False), or if the CPU is the device (None).
     ``filter_keys``: only these statistics.
 

@@ -1,7 +1,7 @@
 """Print a table of the model's layers when training begins.
 
-`Trainer` adds it by itself unless ``enable_model_summary=False``; ``trainer.summary`` counts. Name and arguments are Lightning's; the
-look of the table may change.
+`Trainer` adds it if ``enable_model_summary`` is on (by default: if the progress bar is); ``trainer.summary`` counts. Name and arguments
+are Lightning's; the look of the table may change.
 """
 
 from __future__ import annotations

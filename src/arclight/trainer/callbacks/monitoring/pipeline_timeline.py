@@ -1,7 +1,7 @@
 """Write an HTML timeline of a pipeline's steps.
 
-``[timeline]`` of a recipe builds it (``callbacks.settings``), or users pass it. ``parallel.pipeline`` records and draws; this chooses the
-step and the files.
+A recipe's ``[timeline]`` builds it (``callbacks.settings``), or users pass it. ``parallel.pipeline`` records and draws; this chooses the
+step and the files, ``plots/pipeline.*`` in the run folder, whose names stay.
 """
 
 from __future__ import annotations

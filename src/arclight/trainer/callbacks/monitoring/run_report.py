@@ -1,6 +1,7 @@
 """Write the run's report when training ends, well or not.
 
-Users pass it, and recipes' runs have it. ``trainer.run.report`` writes the page from the run folder; names of files stay.
+Users pass it, and commands add it to the runs of recipes and of users' modules (``cli``). ``trainer.run.report`` writes the page from the
+run folder; names of files stay.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Log what is measured in the course of every n-th optimizer step.
+"""Log what a callback measures in the course of every n-th optimizer step.
 
-Base of `ActivationMonitor`, `CurvatureMonitor` and ``text.callbacks.expert_monitor``: a subclass measures where `is_due`, and gives its
+Base of `ActivationMonitor`, `CurvatureMonitor` and ``text.callbacks.expert_monitor``: a subclass measures if `is_due`, and gives its
 values to `publish`.
 """
 

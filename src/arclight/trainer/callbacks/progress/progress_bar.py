@@ -1,6 +1,7 @@
-"""Base of progress bars: totals, descriptions, metrics.
+"""Define the base of progress bars: totals, descriptions, metrics.
 
-`rich_progress` and `tqdm_progress` build on it, and users' own bars; `Trainer` picks one. Names are Lightning's and stay.
+`rich_progress` and `tqdm_progress` build on it, and users' own bars; `Trainer` adds the rich one if none is given. Names are Lightning's
+and stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Show progress in the terminal with rich: a line for the position, a line for metrics.
 
-The Trainer adds it by default (``enable_progress_bar``); users and recipes choose it or `TQDMProgressBar`. Class names, arguments and
-attributes are Lightning's; what the lines look like is free.
+The Trainer adds it unless ``enable_progress_bar`` is False or users pass a bar. Class names, arguments and attributes are Lightning's;
+what the lines look like is free.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ class RichProgressBar(ProgressBar):
     """Epoch, batches, speed, time left and the metrics logged with ``prog_bar=True``.
 
     ``refresh_rate``: pictures per second, at most ten; 0 turns the display off. It reads numbers that are on the host
-    already and hooks into no step. If the console is not a terminal it writes one plain line every ten seconds and one at
-    the end. ``leave`` keeps a line for each epoch. ``theme``: styles and number format. ``console_kwargs``: arguments of
-    ``rich.console.Console`` (stderr by default).
+    already and hooks into no step, but under ``metrics_by_batch`` (Lightning, on a CPU) into each. If the console is not
+    a terminal it writes one plain line every ten seconds and one at the end. ``leave`` keeps a line for each epoch.
+    ``theme``: styles and number format. ``console_kwargs``: arguments of ``rich.console.Console`` (stderr by default).
 
     A subclass may override :meth:`get_metrics`, :meth:`configure_columns` and the descriptions.
     """

@@ -1,6 +1,7 @@
 """Estimate speed and time left from a counter that is read now and then.
 
-The rich bar, the run's report and the display of federated runs show times by it. Nothing is stored: the look may change freely.
+The rich bar estimates by `ProgressClock`; the run's report and the display of federated runs write times by `clock_text`. Nothing is
+stored: the look may change freely.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class ProgressClock:
         self._start = self._time = clock()
         self._paused = False
         self.rate: float | None = None
-        """Units per second, lately; None before the first."""
+        """Units per second, smoothed; None before the first update."""
 
     def update(self, done: int) -> None:
         now = self._clock()

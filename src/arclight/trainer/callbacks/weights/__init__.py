@@ -1,4 +1,4 @@
-"""Change weights between steps: average, finetune, prune or synchronise them.
+"""Change weights during a fit: average, finetune, prune or synchronise them.
 
 In: the weights after a step; out: their average, or weights that replace them.
 

@@ -1,7 +1,7 @@
 """Train replicas by DiLoCo: many local steps, then one step of an outer optimizer.
 
-Users pass it to a Trainer with independent replicas, recipes choose ``diloco``. The outer step is ``optim.outer``; keys of its state
-are in checkpoints.
+Users pass it to a Trainer with independent replicas, a recipe's ``[diloco]`` makes it. The outer step is ``optim.outer``; keys of its
+state are in checkpoints.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Freeze parts of a model, and unfreeze them at a later epoch.
 
-Users subclass `BaseFinetuning` or pass `BackboneFinetuning`, as in Lightning. Parameter groups that it adds are restored on resume by
-their names.
+Users subclass `BaseFinetuning` or pass `BackboneFinetuning`, as in Lightning. Checkpoints hold each optimizer's parameter groups by names
+of parameters, under Lightning's keys; a resume makes the groups again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def multiplicative(epoch: int) -> float:
 
 
 class BaseFinetuning(Callback):
-    """Override :meth:`freeze_before_training` and :meth:`finetune_function`.
+    """Base of finetuning: override :meth:`freeze_before_training`, :meth:`finetune_function`.
 
     The first runs before ``configure_optimizers``, which should then take only parameters that require gradients; the
     second at the start of every epoch, once per optimizer, and adds what it unfreezes with
@@ -44,7 +44,7 @@ class BaseFinetuning(Callback):
     def __init__(self) -> None:
         self._internal_optimizer_metadata: dict[int, list[dict[str, Any]]] = {}
         self._thawed: dict[str, Any] = {}
-        """Which parameters and batch norms were in training after the newest epoch's finetune_function, and that epoch."""
+        """Names of parameters and batch norms in training after the newest epoch's finetune_function, and that epoch."""
         self._restarting = False
 
     def freeze_before_training(self, pl_module: Module) -> None:
@@ -144,7 +144,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def freeze(modules: Modules, train_bn: bool = True) -> None:
-        """Freeze all parameters, those of batch norms only if ``train_bn`` is False."""
+        """Freeze all parameters, but make those of batch norms trainable if ``train_bn``."""
         for module in BaseFinetuning.flatten_modules(modules):
             _set_trainable(module, train_bn and isinstance(module, _BatchNorm))
 
@@ -196,7 +196,7 @@ class BackboneFinetuning(BaseFinetuning):
     """Train the module's ``backbone`` from epoch ``unfreeze_backbone_at_epoch`` on.
 
     Its learning rate begins at ``backbone_initial_lr``, by default ``backbone_initial_ratio_lr`` times that of the first
-    group, and is multiplied by ``lambda_func(epoch)`` every epoch, with ``should_align`` up to that of the first group.
+    group, and is multiplied by ``lambda_func(epoch + 1)`` in every later epoch, with ``should_align`` up to that of the first group.
     ``train_bn``: whether its batch norms are trained. ``verbose`` logs both rates, rounded to ``rounding`` digits.
     ``initial_denom_lr`` is kept for callers of :meth:`unfreeze_and_add_param_group`.
     """

@@ -1,6 +1,7 @@
 """Prune a model while it trains, with torch.nn.utils.prune.
 
-Users pass it to a Trainer, as in Lightning, whose arguments and overridable methods it has.
+Users pass it to a Trainer, as in Lightning, whose arguments and overridable methods it has. Checkpoints hold masks and initial weights by
+their position among the parameters to prune, so that order must stay.
 """
 
 from __future__ import annotations

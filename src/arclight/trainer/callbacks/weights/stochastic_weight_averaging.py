@@ -1,6 +1,7 @@
-"""Stochastic weight averaging (SWA): average weights along a constant, high learning rate.
+"""Average weights along a constant, high learning rate (SWA).
 
-Users pass it to a Trainer, as in Lightning, whose arguments it has. Keys of its state are in checkpoints and stay.
+Users pass it to a Trainer, as in Lightning, whose arguments it has; `weight_averaging` keeps the average. Keys of its state are in
+checkpoints and stay.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     The learning rate is held at ``swa_lrs`` meanwhile.
 
-    * ``swa_epoch_start``: the first such epoch, counted from 1, or the share of ``max_epochs`` that comes before it.
+    * ``swa_epoch_start``: the first such epoch, counted from 1; a float is a share of ``max_epochs``, rounded down.
     * ``swa_lrs``: the learning rate, or one for each parameter group. The rate moves there within ``annealing_epochs``
       epochs (``annealing_strategy``: cos or linear), and the module's own scheduler rests from then on.
     * ``avg_fn(average, weight, n_averaged)``: another average than the mean. ``device``: where it lives (None: with the model).

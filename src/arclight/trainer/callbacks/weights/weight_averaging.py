@@ -1,7 +1,7 @@
 """Average weights during training (EMA and others), and evaluate and save with the average.
 
-Users pass `EMAWeightAveraging`, recipes choose ``ema``; SWA shares the base. In checkpoints ``model`` is what is trained and the
-average is beside it: that layout stays.
+Users pass `EMAWeightAveraging`, a recipe's ``[ema]`` makes it; SWA derives from the base. In checkpoints the model's entry is what is
+trained and the average (``ema``) is beside it: that layout stays, as ``load_from_checkpoint`` takes the average.
 """
 
 from __future__ import annotations
