@@ -1,7 +1,7 @@
-"""Loggers of metrics and hyper-parameters. A user's own is a subclass of ``Logger``.
+"""Log metrics and hyper-parameters. A user's own logger is a subclass of ``Logger``.
 
 In: rows of numbers; out: files (``folder_logger``: CSV, TensorBoard) or a service's experiment (``hosted_logger``: MLflow, Weights & Biases,
-Comet, ClearML). Open ``logger`` first, their base; ``params`` converts hyper-parameters.
+Comet, ClearML). Open ``logger`` first, their base; ``params`` converts hyper-parameters, ``settings`` are the tables of recipes.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """Log metrics, parameters and checkpoints to a ClearML task.
 
-Users pass it as a logger, or a recipe's loggers (``loggers.settings``) build it. The package is imported when it is used.
+Users pass it as a logger, or a recipe's ``[[loggers]]`` builds it (``loggers.settings``). The package is imported when a logger is made.
 """
 
 from __future__ import annotations

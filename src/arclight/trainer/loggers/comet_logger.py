@@ -1,7 +1,7 @@
 """Log metrics, parameters and the model's description to a Comet experiment.
 
-Users pass it as a logger, or a recipe's loggers (``loggers.settings``) build it. Name and arguments are Lightning's. The package is
-imported when it is used.
+Users pass it as a logger, or a recipe's ``[[loggers]]`` builds it (``loggers.settings``). Name and arguments are Lightning's. The package
+is imported when a logger is made.
 """
 
 from __future__ import annotations

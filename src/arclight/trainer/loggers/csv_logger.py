@@ -1,7 +1,7 @@
 """Log metrics to a CSV file, with the same bytes after a kill and resume as without one.
 
-The Trainer's default logger: ``metrics.csv`` in the run folder, which reports, searches and ``read_metrics`` read. Columns may be
-added; those that are there keep their names, and a resumed run goes on in the same file.
+The Trainer's default logger: ``metrics.csv`` in the run folder, which `read_metrics` reads for ``run.report`` and federated runs. Columns
+may be added; those that are there keep their names, and a resumed run goes on in the same file.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class CSVLogger(FolderLogger):
     there is moved aside, with a warning. Numbers are written with ``repr``, so that they read back bit for bit. Rows
     reach the operating system every ``flush_logs_every_n_steps`` rows and at :meth:`save`.
 
-    A row is only ever appended. A name seen for the first time adds a column: the file is then replaced
-    whole, in one step. Columns are in the order of the alphabet, whatever was logged first.
+    Rows are appended. A name seen for the first time adds a column: the file is then replaced
+    whole, in one step, as for a resume or rollback, which deletes later rows. Columns are in the order of the alphabet, whatever was logged first.
     The newest logger of a process has the file: one that wrote it before raises MisconfigurationError for another row.
     """
 
@@ -359,7 +359,7 @@ def complete_rows(text: str) -> str:
 def parse_rows(text: str) -> list[Row]:
     """Parse the rows of a CSV text, without empty cells and without a torn last row.
 
-    So are rows that a disk has damaged: others than the header says, or without a step. A warning counts them.
+    Rows that a disk has damaged (with more or fewer cells than the header, or without a step) are left out; a warning counts them.
     """
     rows, damaged = list[Row](), 0
     reader = csv.DictReader(io.StringIO(complete_rows(text.replace("\0", ""))))

@@ -1,4 +1,4 @@
-"""Base of loggers that write files: choose the folder of each version.
+"""Define the base of loggers that write files: choose the folder of each version.
 
 `CSVLogger` and `TensorBoardLogger` build on it, also in Fabric's form (``compat.lightning.fabric_loggers``). Tools look for runs in
 ``save_dir/name/version_<n>``: this layout is Lightning's and stays.

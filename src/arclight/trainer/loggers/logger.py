@@ -1,7 +1,7 @@
 """Define the base of loggers, and open them and log parameters and graph to them.
 
-The Trainer and Fabric call a `Logger`'s methods, on rank zero; ``trainer.loggers`` implement it, and users subclass it. Method names
-are Lightning's.
+The Trainer, callbacks and Fabric call a `Logger`'s methods; ``trainer.loggers`` implement it, and users subclass it. Method names are
+Lightning's. ``loop.session`` calls the two functions at the end.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Logger:
     """Base class of loggers; override the methods that your destination supports.
 
-    The trainer calls :meth:`log_metrics` and :meth:`save` on every rank, the others on rank 0; with
-    :func:`arclight.fabric.rank_zero.rank_zero_only` before them they too run on rank 0 alone.
+    The trainer calls :meth:`log_metrics`, :meth:`save` and, after an error, :meth:`finalize` on every rank, the others on rank 0;
+    with :func:`arclight.fabric.rank_zero.rank_zero_only` before them they too run on rank 0 alone.
 
     A logger that was given no folder of its own (:attr:`needs_folder`) writes into the run folder: the trainer
     calls :meth:`use_folder` before anything is logged.

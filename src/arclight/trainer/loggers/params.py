@@ -1,7 +1,7 @@
 """Convert hyper-parameters and metrics to the forms that loggers accept. No torch here.
 
-All loggers convert by it, and `hparams` writes ``hparams.yaml`` with `yaml_text`. Mappings, namespaces and dataclasses come in; plain
-dictionaries and text go out. Readers of old logs rely on names joined by ``/``.
+All loggers convert by it; files of hyper-parameters and of the kept checkpoints are written with `yaml_text`. Mappings, namespaces and
+dataclasses come in; plain dictionaries and text go out. Readers of old logs rely on names joined by ``/``.
 """
 
 from __future__ import annotations

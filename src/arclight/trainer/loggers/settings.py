@@ -1,6 +1,7 @@
-"""Settings of loggers, each of which builds its logger.
+"""Define settings of loggers, each of which builds its logger.
 
-No torch is imported here: a recipe is read without it.
+They are a recipe's ``[[loggers]]`` (``cli.schema``), built by ``cli.run_setup``: names of fields stay, and docstrings are texts of
+``--help``. No torch is imported here: a recipe is read without it.
 """
 
 from __future__ import annotations

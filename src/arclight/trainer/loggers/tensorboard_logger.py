@@ -1,6 +1,7 @@
 """Log metrics to TensorBoard event files.
 
-Users pass it to a Trainer or name it in a recipe. Signature and folders are Lightning's.
+Users pass it to a Trainer, or a recipe's ``[[loggers]]`` builds it (``loggers.settings``); under ``compat`` it is the default. Signature
+and folders are Lightning's.
 """
 
 from __future__ import annotations

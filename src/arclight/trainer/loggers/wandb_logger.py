@@ -1,6 +1,7 @@
 """Log metrics, media and checkpoints to a Weights & Biases run.
 
-Users pass it to a Trainer or name it in a recipe. Signature is Lightning's; only this file imports ``wandb``.
+Users pass it to a Trainer, or a recipe's ``[[loggers]]`` builds it (``loggers.settings``). Signature and names of artifacts are
+Lightning's; only this file imports ``wandb``, when a logger is made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Base of profilers, and wrappers that record functions and iterators.
+"""Define the base of profilers, and wrappers that record functions and iterators.
 
 Loops record their actions through `profiling`, which wraps by `profiled` and `profiled_items`; `simple`, `advanced`, `pytorch` and users'
-own profilers build on `Profiler`. Names of classes, methods and actions are Lightning's. Without a profiler nothing is wrapped.
+own profilers build on `Profiler`. Names of classes, methods and actions are Lightning's, but for the wait for a batch
+(`TrainerBehavior.fetch_labels`). Without a profiler nothing is wrapped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Wrap the functions of a run for its profiler when they are resolved, or not at all.
 
-The names of actions are the ones that reports of Lightning have.
-
-Loops, data and checkpoints call it when they resolve their functions.
+Loops, data and checkpoints call it when they resolve their functions; `session` sets the profiler up and asks for its report. The names
+of actions are the ones that reports of Lightning have.
 """
 
 from __future__ import annotations

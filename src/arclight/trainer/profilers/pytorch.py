@@ -1,6 +1,6 @@
 """Profile the operators of each action with torch.profiler.
 
-Users get it by ``Trainer(profiler="pytorch")`` or as an object; loops call its actions. Arguments and names of actions are Lightning's.
+``Trainer(profiler="pytorch")`` makes one, or users do. Arguments, and the labels of a trace (``[pl]...``), are Lightning's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REACHABLE_ACTIONS = {
     (ProfilerAction.RECORD, ProfilerAction.NONE): ProfilerAction.RECORD_AND_SAVE,
     (ProfilerAction.WARMUP, ProfilerAction.NONE): ProfilerAction.WARMUP,
 }
-"""Pairs of the previous action and the next one that torch.profiler refuses, as steps of two kinds alternate: the action in its place."""
+"""The action in place of the next one, by (previous, next), where torch.profiler refuses that order; steps of two kinds alternate."""
 
 
 class StageSchedule:
