@@ -1,10 +1,11 @@
 """Train any ``Module``: Trainer, training loop, checkpoints, callbacks, loggers and Fabric.
 
-In: a Module, dataloaders or a DataModule, settings; out: trained weights and a run folder. Open ``trainer`` first (the public class), then
-``loop.session`` (one fit from launch to teardown) and ``loop.fit`` (the innermost loop). A user subclasses ``module``, ``datamodule`` and
-``callback``; ``settings`` checks the Trainer's arguments. ``data`` brings batches, ``logging`` collects ``self.log``, ``checkpoint`` saves and
-resumes, ``run`` keeps the folder and its report; ``callbacks``, ``loggers``, ``profilers`` and ``tuner`` hold what users choose from, and
-``fabric`` is for a loop of one's own. ``hparams``, ``diagnosis``, ``summary`` and ``throughput`` are helpers.
+In: a Module, dataloaders or a DataModule, settings; out: trained weights and a run folder. Open ``trainer`` first (the public class),
+then ``loop.session`` (one fit from launch to teardown) and ``loop.fit`` (the innermost loop). A user subclasses ``module``,
+``datamodule`` and ``callback``; ``settings`` checks the Trainer's arguments. ``data`` brings batches, ``logging`` collects ``self.log``,
+``checkpoint`` saves and resumes, ``run`` keeps the folder and its report; ``callbacks``, ``loggers``, ``profilers`` and ``tuner`` hold
+what users choose from. ``fabric`` is for a loop of one's own, and its ``checkpoint_io`` serves both. ``hparams``, ``diagnosis``,
+``summary`` and ``throughput`` are helpers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Define Callback, whose hooks the trainer calls; like Lightning's.
+"""Define Callback, whose hooks the Trainer calls, and the abilities that callbacks may have.
 
-Users and all callbacks of this package subclass it; ``loop.hooks`` calls only methods that a subclass overrides. Names, arguments and
-order of hooks are Lightning 2.x's and stay.
+Users and all callbacks of this package subclass it; ``loop.hooks`` resolves only hooks that a subclass or an instance overrides. Names
+and arguments of hooks are Lightning 2.x's and stay; state keys and `NEEDED` are in checkpoints. A further ability is a Protocol here:
+``loop.step`` asks for `BuildsStep`, ``checkpoint.state`` for `AveragesWeights`, ``checkpoint.resume`` for `KeepsLast`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Callback:
     """
 
     runs_last: bool = False
-    """Whether the trainer calls this one after all others, because it judges or saves what they changed."""
+    """Whether its hooks at the end of a training batch and around epochs and runs come after the module's, as it judges or saves what changed."""
     runs_after_checkpoints: bool = False
-    """Whether it comes after callbacks that save, too, because it may end the run."""
+    """Whether it is ordered behind callbacks that save, because it may end the run."""
     log: Callable[..., None]
     """:meth:`Module.log` while a trainer runs: its values belong to the callback's hook."""
     log_dict: Callable[..., None]
@@ -189,7 +190,10 @@ class KeepsLast(Protocol):
 
 
 class Checkpoint(Callback):
-    """Base class of callbacks that save checkpoints; the trainer calls them after all others."""
+    """Base class of callbacks that save checkpoints.
+
+    They are ordered behind all others but those with `runs_after_checkpoints`.
+    """
 
     runs_last = True
 

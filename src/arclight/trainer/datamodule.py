@@ -1,7 +1,8 @@
 """Define the DataModule: prepare and set up data, return the dataloaders of every stage.
 
-Users subclass `DataModule`; ``trainer.data`` calls its hooks, and those of a `Module`, which shares `DataHooks`. Names and signatures are
-Lightning's. A hook that is not overridden is not called, so a new hook costs nothing.
+Users subclass `DataModule`; a `Module` has the same `DataHooks`. ``loop.session`` calls ``prepare_data``, ``setup`` and ``teardown`` in
+every run; ``trainer.data`` asks the hooks that are overridden for loaders, and moves batches by the transfer hooks if one of them is.
+Names and signatures are Lightning's; the keys of hyper-parameters are in checkpoints.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class DataHooks:
-    """Hooks of Module and DataModule for data; those not overridden are not called."""
+    """Hooks of Module and DataModule for data; only overridden loader hooks are called."""
 
     prepare_data_per_node: bool = True
     """Whether ``prepare_data`` runs on each node, or once in all."""

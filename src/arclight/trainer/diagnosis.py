@@ -1,7 +1,8 @@
 """Find the step at which a loss became NaN or infinite, by replaying the last steps.
 
-`Trainer` calls `diagnose` after a NaN or infinite loss ended a fit. It restores the newest checkpoint and trains on, so it relies on
-exact resuming; with several processes it does nothing. The sentence may change.
+`Trainer.check_finite` calls `diagnose` before it raises NonFiniteLossError. It restores the last (else the best) checkpoint of the first
+callback that has one and trains on, so it relies on exact resuming; with several processes or manual optimization it does nothing. The
+sentence may change.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 MOST = 1000
-"""Steps that are run again at most."""
+"""Most batches to run again; after more, the sentence says how to do so instead."""
 
 
 def diagnose(trainer: Trainer) -> str:
@@ -37,7 +38,7 @@ def diagnose(trainer: Trainer) -> str:
 
     It names the step, its samples, and the first module that gave such an output.
 
-    Resume being exact, running on from the newest checkpoint meets the same batches with the same random draws. Hooks of callbacks do not
+    Resume being exact, running on from a kept checkpoint meets the same batches with the same random draws. Hooks of callbacks do not
     run again, and the trainer's position and metrics stay as they are; the module, its optimizers and the data do not, as the run is
     over. Only for one process and a module that the trainer optimizes; an empty text otherwise.
     """

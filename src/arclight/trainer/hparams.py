@@ -1,7 +1,9 @@
 """Save a module's hyper-parameters (constructor arguments) for checkpoints to rebuild it.
 
-`Module` and `DataModule` inherit from `HyperparametersMixin`; checkpoints hold what ``checkpoint_entries`` gives, and
-``load_from_checkpoint`` rebuilds from it. The encoding may get kinds but lose none; files choose no class and import no module.
+`Module` and `DataModule` inherit from `HyperparametersMixin`; ``checkpoint.state`` saves `checkpoint_entries`, ``load_from_checkpoint``
+rebuilds from them, and the tuner reads and sets settings by name. The encoding (`TAG`) may get kinds but lose none. A file must not
+choose what runs: it may name only enums, dataclasses and registered builders, and only a module of the rooms of the class that is built
+is imported for it.
 """
 
 from __future__ import annotations
@@ -55,11 +57,9 @@ def is_omegaconf(value: object) -> bool:
 
 
 def encode(value: Any) -> Any:
-    """Encode dataclasses, enumerations, paths and OmegaConf containers as plain data.
+    """Encode trees of plain values, dataclasses, enums, paths and OmegaConf as plain data.
 
-    Trees of plain values too.
-
-    A path is a text (so other projects' readers understand it), a path in a field of a dataclass comes back as a path.
+    A path becomes text, which other projects' readers understand; in a field of a dataclass it comes back as a path.
     Raises UnserializableError naming the class of anything else.
     """
     if isinstance(value, Enum):
@@ -226,9 +226,8 @@ def _rooms(owner: type) -> Iterator[str]:
 def _is_visible(cls: type, owner: type) -> bool:
     """Return True if ``owner``'s module can see ``cls``, so that a file may name it.
 
-    It is in the packages of ``owner`` and its bases, or one of their modules or the program names it.
-
-    What the module of such a dataclass names is visible too: the types of its fields may be dataclasses themselves.
+    It can see what lies in the packages of ``owner`` and its bases, and what their modules or the program (``__main__``) have a
+    name for; from a dataclass so found also what its module has a name for, as its fields may be dataclasses themselves.
     """
     bases = {base.__module__ for base in owner.__mro__}
     packages = {module.partition(".")[0] for module in bases} - sys.stdlib_module_names - {"torch"}

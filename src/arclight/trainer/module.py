@@ -1,7 +1,8 @@
 """Define Module, like LightningModule: an nn.Module with training_step and its like.
 
-Users subclass `Module`, and so do all tasks of this package; the loops call its steps and hooks through ``loop.hooks``. Names,
-arguments and defaults of methods are Lightning 2.x's and stay.
+Users subclass `Module`, and so do all tasks of this package. ``loop.step`` and ``loop.evaluation`` call its steps; the loops call the
+hooks that are overridden (``loop.hooks``). Names, arguments and defaults of methods are Lightning 2.x's and stay; ``batch_weight`` is
+ours. A new hook in which values may be logged is also listed in ``logging.rules``.
 """
 
 from __future__ import annotations

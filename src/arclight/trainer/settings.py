@@ -1,7 +1,8 @@
 """Define settings of the Trainer, and the behaviours that ``compat`` changes, without torch.
 
-A recipe's table ``[trainer]`` is a `TrainerSettings`, and ``Trainer(...)`` takes the same arguments; `TrainerBehavior` is where
-Lightning's defaults differ. Field names are public, and their docstrings are texts of ``arclight train --help``.
+A recipe's table ``[trainer]`` is a `TrainerSettings`, and ``Trainer(...)`` takes the same arguments; `TrainerBehavior` holds the
+conventions in which ``compat.lightning.trainer`` differs from ours. `Trainer` calls `check_arguments`. Field names are public, and their
+docstrings are texts of ``arclight train --help``.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ _BAREBONES = {
     "log_every_n_steps": "Logging", "enable_model_summary": "Model summary", "num_sanity_val_steps": "Sanity checking",
     "fast_dev_run": "A development run", "detect_anomaly": "Anomaly detection", "profiler": "Profiling",
 }  # fmt: skip
-"""What a bare run goes without, and its name."""
+"""Arguments that ``barebones`` turns off, and how messages call them."""
 
 
 class _CheckedSettings(TrainerSettings):
@@ -181,8 +182,7 @@ class _CheckedSettings(TrainerSettings):
 def check_arguments(given: dict[str, Any], unknown: dict[str, Any], behavior: TrainerBehavior) -> TrainerSettings:
     """Check a trainer's arguments and return them as settings.
 
-    An argument that another one determines is changed. Raises TypeError naming the nearest argument for an unknown
-    one,
+    An argument that another one determines is changed. Raises TypeError naming the nearest argument for an unknown one,
     MisconfigurationError for a value out of its range.
     """
     _check_names(given, unknown)
@@ -304,7 +304,7 @@ _ONE = {
 }
 for _limit in (*_LIMITS[1:], "overfit_batches"):
     _ONE[_limit, int], _ONE[_limit, float] = "1 batch will be used", "100% of the batches will be used"
-"""What a 1 means, which as a count and as a share are far apart."""
+"""Notes on an argument of 1, by its type: a count of 1 and a share of 1 are far apart."""
 
 
 def _batches(value: int | float, name: str, limited: bool = True) -> int | float:

@@ -1,6 +1,7 @@
 """Summarise a model: layers, parameters, input and output sizes, modes and FLOPs.
 
-The callback `ModelSummary` prints it before a fit; users get it as Lightning's ``summarize``, too. Names and columns are Lightning's.
+The callback `ModelSummary` (``callbacks.monitoring.model_summary``) prints it before a fit; ``compat`` offers `summarize`. Names and
+columns are Lightning's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Measure throughput over a moving window: batches, samples, items and FLOPs per second.
 
-The callback `ThroughputMonitor` and language models measure with `Throughput`; users of Fabric call it themselves. Names of metrics are
-Lightning's.
+The callback `ThroughputMonitor` (``callbacks.monitoring``) measures with `Throughput`; users of Fabric call the `ThroughputMonitor` here.
+Language models take peaks and types (`get_available_flops`, `compute_dtype`) for their own rates. Names of metrics are Lightning's. A new
+GPU is a row of `_PEAKS`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Define the Trainer: its settings and parts, and fit, validate, test and predict.
 
-This is the public `Trainer`; recipes make one in ``cli.run_setup``. Each entry point runs a `Session`; the parts (data, logging,
-checkpoints, run folder) are objects of their own rooms. Arguments, attributes and hook order are Lightning 2.x's and stay; a new
-argument belongs in `settings`.
+Users make one, recipes do in ``cli.run_setup``, federated clients in ``federated.clients.trainer_learner``. Each entry point runs a
+`Session`; data, logging, checkpoints and run folder are objects of their own folders. Arguments, attributes and names of hooks are
+Lightning 2.x's and stay; a convention that differs from Lightning's is a field of `TrainerBehavior`, an argument that recipes may set
+also one of `TrainerSettings`.
 """
 
 from __future__ import annotations
