@@ -400,10 +400,10 @@ class HyperparametersMixin:
     ) -> Any:
         """Build a new instance from a checkpoint, with the arguments that it keeps.
 
-        The instance gets the checkpoint's weights or state.
+        The instance gets the checkpoint's weights (averaged ones if it has them) or state.
 
         ``checkpoint_path``: a checkpoint folder, a file of Lightning's or ours, its URL, or a binary file object;
-        ``map_location``: where tensors go (default: where they were if that device is here, else the CPU);
+        ``map_location``: where tensors go (default: the CPU for a folder; for a file where they were, if that device is here);
         ``hparams_file``: a .yaml or .csv file whose values are taken in the place of the kept arguments;
         ``strict``: whether the weights must fit exactly (default: the module's ``strict_loading``);
         ``replaced_by``: callbacks of the run that have put other layers into the module, as quantization-aware training does;

@@ -16,7 +16,7 @@ HOOKS = frozenset(name for name in vars(Callback) if name.startswith("on_") or n
 class LambdaCallback(Callback):
     """``LambdaCallback(on_train_start=lambda trainer, module: print("go"))``: hooks by name.
 
-    Raises TypeError for a name that is no hook.
+    Raises TypeError for a name that is no hook, and for ``on_progress``.
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:

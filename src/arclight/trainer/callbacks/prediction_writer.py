@@ -1,7 +1,7 @@
 """Write predictions to disk on each rank, by batch or by epoch.
 
-Users subclass it; the loop of predict (``loop.evaluation``) asks whether outputs must be kept for it. Names and signatures are
-Lightning's.
+Users subclass it; ``loop.evaluation`` keeps outputs and indices for writers of epochs, and warns if a loader has no indices. Names and
+signatures are Lightning's.
 """
 
 from __future__ import annotations

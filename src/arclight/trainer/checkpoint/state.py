@@ -145,7 +145,7 @@ class CheckpointConnector:
     # -- loading ---------------------------------------------------------------------------------------------------------
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Read a checkpoint and call ``on_load_checkpoint`` of callbacks and module."""
+        """Read a checkpoint and call ``on_load_checkpoint`` of module and callbacks."""
         trainer = self._trainer
         return self.accept(trainer.strategy.read_checkpoint(trainer.checkpoint_io, path), str(path))
 

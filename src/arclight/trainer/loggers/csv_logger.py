@@ -44,8 +44,8 @@ class CSVLogger(FolderLogger):
     there is moved aside, with a warning. Numbers are written with ``repr``, so that they read back bit for bit. Rows
     reach the operating system every ``flush_logs_every_n_steps`` rows and at :meth:`save`.
 
-    Rows are appended. A name seen for the first time adds a column: the file is then replaced
-    whole, in one step, as for a resume or rollback, which deletes later rows. Columns are in the order of the alphabet, whatever was logged first.
+    Rows are appended. A name seen for the first time adds a column: the file is then replaced whole, in one step, as for a resume or
+    rollback, which deletes later rows. Columns are in the order of the alphabet, whatever was logged first.
     The newest logger of a process has the file: one that wrote it before raises MisconfigurationError for another row.
     """
 

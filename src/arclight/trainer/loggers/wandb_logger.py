@@ -28,8 +28,8 @@ class WandbLogger(HostedLogger):
 
     It belongs to ``project`` (else ``WANDB_PROJECT``); further arguments go to ``wandb.init``.
 
-    ``version`` (or ``id``) goes on with a run that is there, ``offline`` keeps everything under ``save_dir`` (or
-    ``dir``) to be sent later. ``log_model``: True sends the checkpoints that are left when training ends, ``"all"``
+    ``version`` (or ``id``) goes on with a run that is there, ``offline`` keeps everything under ``save_dir`` (if
+    that is None, ``dir``) to be sent later. ``log_model``: True sends the checkpoints that are left when training ends, ``"all"``
     each as it is saved, as versions of the artifact ``checkpoint_name``. The client's reports of its own errors are off
     unless ``WANDB_ERROR_REPORTING`` says otherwise. Needs the extra ``track``.
     Raises MisconfigurationError for ``log_model`` with ``offline``.

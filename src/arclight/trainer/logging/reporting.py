@@ -51,7 +51,7 @@ def nonfinite_loss(run: RunState, log_every: int) -> str | None:
 class Reporter:
     """Write the rows of a run's loggers and the values that its callbacks see.
 
-    ``loggers``: asked for when there is something to write, as they may make their folder then; ``zero_based``: number rows by the
+    ``loggers``: asked for when a row is due, as they may make their folder then; ``zero_based``: number rows by the
     step that made them, counted from 0, not by steps completed (by batches, if the optimization is not ``automatic``).
     """
 
