@@ -1,9 +1,10 @@
-"""Images: detectors, segmenters, classifiers and their data, and the payment code QRIS.
+"""Train, run and score vision models; read, check and draw QRIS payment codes.
 
-Labelled photos come in through `data`, photos and videos to predict on through `inputs`; `models` are the networks, `tasks`
-train and deploy them, `results` are predictions and their scores. `inference` predicts in tiles, views and ensembles, `tracking`
-follows objects through a video. `boxes`, `rotated` (with `prob_iou`) and `keypoints` are the geometry that these share; `qris`
-reads, writes and draws payment codes. Open `tasks.detection` first. A finished prediction is a ``Detections``, whatever produced it.
+Labelled images come in through `data`, photos and videos to predict on through `inputs`; `models` are the networks, `tasks`
+train and deploy them, `results` are predictions and their scores. `inference` predicts in tiles, views and ensembles, and draws heat
+maps; `tracking` follows objects through a video. `boxes`, `rotated` (with `prob_iou`) and `keypoints` are the geometry that these share;
+`qris` reads, checks and draws payment codes. Open `tasks.detection` first. What a detector finds is a ``Detections``, whatever produced it;
+what a classifier answers is a ``Classification``. The names below are public and must stay.
 """
 
 from typing import TYPE_CHECKING

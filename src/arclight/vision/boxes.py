@@ -2,7 +2,9 @@
 
 A box is xyxy (left, top, right, bottom) or xywh (centre x, centre y, width, height), in pixels unless said otherwise.
 
-Losses, post-processing, metrics and fusion call these. NMS must keep the same boxes in the same order for the same input.
+`nms` is called by ``tasks.processing`` and ``results.metrics``, `greedy_nms` by ``inference.fusion`` and `prob_iou`, `complete_iou` by the
+losses, `box_iou` by ``results.analysis``, ``results.metrics`` and ``tracking.assignment``. NMS must keep the same boxes in the same order
+for the same numbers; a faster way must give what a plain loop gives.
 """
 
 from __future__ import annotations
@@ -16,23 +18,24 @@ import torch
 from torch import Tensor
 
 TOP_K = 2000
-"""Candidates per image that reach the overlap test, best first. More would change mAP by less than 0.001, and cost time."""
+"""Candidates per image that reach the overlap test by default, best first. More would change mAP by less than 0.001, and cost time."""
 
 MAX_DET = 300
-"""Boxes kept per image if nothing else is asked for."""
+"""Boxes kept per image by default."""
 
 
 def candidates_for(max_det: int) -> int:
-    """Return how many candidates reach the overlap test where ``max_det`` boxes are kept.
+    """Return how many candidates must reach the overlap test to keep up to ``max_det`` boxes.
 
-    As many for each box as by default: of fewer, those of a crowd's surest objects would leave no place to the others.
+    In proportion to ``max_det``, at least `TOP_K`: with fewer, the many candidates of the most confident objects of a crowd would
+    leave no place for those of the others.
     """
     return max(TOP_K, math.ceil(max_det * TOP_K / MAX_DET))
 
 
 _CHUNK = 256  # candidates tested together; small enough that their overlap matrix stays in cache
 _MANY_CLASSES = 8  # from here on the maximum over classes costs more than reading objectness
-_ROUNDS = 8  # applied to all candidates of a chunk at once; boxes in photos take two to four
+_ROUNDS = 8  # rounds of `_greedy` on a CPU before rows are taken one by one; boxes in photos need two to four
 
 
 def xywh_to_xyxy(boxes: Tensor) -> Tensor:
@@ -189,8 +192,8 @@ def greedy_nms(
 ) -> Tensor:
     """Return the indices of the boxes that greedy NMS keeps, in order, at most ``max_det``.
 
-    boxes: (n, 4) xyxy, most confident first, or what ``overlap`` compares; classes: (n,). A box goes when a kept one of its class overlaps it by more
-    than ``iou_threshold``. Works through the boxes in chunks and stops once ``max_det`` are found, so that
+    boxes: (n, 4) xyxy, most confident first, or rows of any width that ``overlap`` compares; classes: (n,). A box is suppressed if a kept box
+    of its class overlaps it by more than ``iou_threshold``. Works through the boxes in chunks and stops once ``max_det`` are found, so that
     the cost grows with boxes kept times boxes seen instead of with boxes seen squared.
     """
     overlap = overlap or _overlap

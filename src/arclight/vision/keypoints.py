@@ -2,7 +2,8 @@
 
 Shapes: k found and m true objects with K keypoints each; x, y in any one unit of length.
 
-The loss, heads and metrics of pose call these, `draw` uses the skeleton. OKS must stay COCO's.
+``models.loss``, ``models.heads``, ``results.pose_metrics`` and ``tasks.detection`` call these; ``results.draw`` draws the skeleton. OKS must
+stay COCO's, and the order of `BOX_CORNERS` is that of the corners in trained heads and labels.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ COCO_SKELETON = (
 )  # fmt: skip
 """Which keypoints of a person are joined by a line."""
 AREA_SHARE = 0.53
-"""Area of an object as a share of its box's, where no outline says it: persons of COCO fill as much."""
+"""Area of an object as a share of its box's area, as labels have no outline; the mean of persons in COCO."""
 BOX_CORNERS = ((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5))
-"""Corners of a box, clockwise from its top left, relative to its centre in its width and height."""
+"""Corners of a box, clockwise from the top left, relative to its centre in units of its width and height."""
 SEEN = 0.5
-"""Confidence from which a keypoint counts as there."""
+"""Confidence from which a keypoint counts as seen: it is drawn, and labels have it."""
 
 
 def sigmas_of(count: int, given: Sequence[float] = (), cyclic: bool = False) -> tuple[float, ...]:
@@ -57,9 +58,9 @@ def keypoint_similarity(
 ) -> Floats:
     """Compute the OKS (k, m) of found keypoints (k, K, 2) with true ones (m, K, 2).
 
-    It is in [0, 1]; keypoints that are NaN are left out.
+    It is in [0, 1]; true keypoints that are NaN are left out.
     boxes: (m, 4) xyxy, areas: (m,) of the true objects. Of an object without any labelled keypoint, the distance of those found
-    from a box three times as large on each side is taken (COCO). ``cyclic``: whichever keypoint found is counted as the first, the
+    from a box three times as wide and high is taken (COCO). ``cyclic``: any found keypoint may be the first, the
     others follow in turn; the highest similarity is taken.
     """
     if cyclic:

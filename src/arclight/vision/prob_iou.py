@@ -2,7 +2,8 @@
 
 A rotated box is xywhr, as `rotated` says.
 
-The head, the loss, metrics and post-processing of rotated boxes call these.
+``models.heads`` and ``models.loss`` (the angle and the loss), ``tasks.processing`` and ``results.obb_metrics`` (NMS) call these. The range of
+`angle_of` must stay: trained heads and exported programs depend on it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def angle_of(logit: Tensor) -> Tensor:
 def prob_iou(a: Tensor, b: Tensor, eps: float = 1e-7) -> Tensor:
     """Compute the probabilistic IoU (...) of pairs of rotated boxes (..., 5), differentiably.
 
-    It is in [0, 1].
+    It is in [0, 1], up to rounding and ``eps``.
     1 minus the Hellinger distance of Gaussians with the boxes' means and covariances (Llerena et al. 2021, "Gaussian Bounding
     Boxes and Probabilistic Intersection-over-Union for Object Detection", arXiv 2106.06072, equations 4 to 9). Squares have round
     Gaussians: their angle does not change it.
@@ -63,9 +64,8 @@ def rotated_nms(
 ) -> list[Tensor]:
     """Select each image's boxes from decoded predictions (N, A, 5 + C + 1), best first.
 
-    The angle is the last column. Returns N tensors (k, 7), k <= max_det: xywhr, confidence, class. As `boxes.nms`,
-    where the overlap is `prob_iou`: it costs the same for boxes of any angle, at most ``top_k`` candidates are
-    considered, and no clock is asked.
+    The angle is the last column. Returns N tensors (k, 7), k <= max_det: xywhr, confidence, class. As `boxes.nms`, with
+    `prob_iou` for the overlap: the ``top_k`` most confident candidates are considered, and the result depends on the numbers alone.
     """
     candidates = nms(predictions, conf_threshold, None, max_det=top_k, top_k=top_k, multi_label=multi_label, extra=1)
     kept = []

@@ -4,7 +4,9 @@ A rotated box is xywhr: centre x, centre y, width, height in any one unit of len
 its width; as y points down, a positive angle turns clockwise as it is seen. (w, h, r), (w, h, r + pi) and (h, w, r + pi / 2) are
 one box: `regularise` gives the one with w >= h and r in [-pi / 4, 3 pi / 4), as ultralytics does.
 
-Data sets, labels, metrics and results of rotated boxes call these, and the scanner for tilted codes.
+``data.labels``, ``data.dataset``, ``data.lint.checks``, ``tasks.detection`` and ``tasks.processing`` call these, the metrics and plots of
+rotated boxes, and ``qris.reading.scanner`` to refuse corners that form no quadrilateral. The form of `regularise` must stay: results
+and training targets have it.
 """
 
 from __future__ import annotations
@@ -139,8 +141,8 @@ class OrientedBoxes:
 def rotated_iou(a: ArrayLike, b: ArrayLike) -> Floats:
     """Compute the exact IoU (n, m) of rotated boxes a (n, 5) and b (m, 5).
 
-    It is 0 if a box has no area. The area of the polygon that both share, in float64; boxes whose hulls do not meet are
-    not looked at.
+    It is 0 if a box has no area. The common area is that of the polygon that both share, in float64; pairs whose hulls do not
+    meet are left at 0.
     """
     first, second = (np.asarray(boxes, np.float64).reshape(-1, 5) for boxes in (a, b))
     iou = np.zeros((len(first), len(second)))
