@@ -1,7 +1,7 @@
 """Iterate over images for prediction: files, memory, stdin, videos, cameras and streams.
 
-``arclight predict``, ``arclight scan``, `Detector` and `tracking` iterate over an `ImageSource`. In: a path, pattern, address, camera
-number or images; out: `Frame` objects. Kinds of sources may be added; what an existing text means stays.
+``arclight predict``, ``arclight scan``, `Detector.track` and ``tracking.tracks`` iterate over an `ImageSource`. In: a path, pattern, address,
+camera number or images; out: `Frame` objects. A new kind of source goes into `_expand`; what an existing text means must stay.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ASF = bytes.fromhex("3026b2758e66cf11")
 _TS_PACKET = 188
 _QUICKTIME = (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip", b"pnot")
 _TEXT_FORMATS = (b"#ext", b"<mpd", b"ffconcat", b"c=in ip", b"[playlist]", b"<asx")
-"""Beginnings or contents, in lower case, of text files by which FFmpeg would open other files and addresses."""
+"""Marks, in lower case, of text files (playlists, descriptions) by which FFmpeg would open other files and addresses."""
 _POLL_S = 0.1
 """Seconds that the reading thread waits for room, and its consumer for an item, between checks whether the other has ended."""
 
@@ -64,10 +64,10 @@ Source: TypeAlias = "One | Sequence[One]"
 
 @dataclass(frozen=True)
 class Frame:
-    """One image to look at."""
+    """One image of a source."""
 
     path: str
-    """The file, the address without its password, ``camera 0``, or ``array 0``, ``array 1``, ... for what is in memory."""
+    """The file, the address without password and query, ``camera 0``, ``screen``, or ``array 0``, ``image 1``, ... for images in memory."""
     index: int | None
     """Number of the frame in its video or stream, from 0; None for images."""
     image: Image
@@ -95,15 +95,15 @@ class ImageSource:
     for any depth); an array (height, width, 3) RGB or (height, width) grey, both uint8; a tensor (3, height, width) or
     (N, 3, height, width), uint8 or float in [0, 1]; a PIL image; the bytes of an image file; ``-`` for paths by line of standard
     input; a camera's number; an address (rtsp, http); ``screen``; a file of sources by line that ends in ``.streams``; or a list
-    of any of those. Only addresses that are named so are opened, none that stands in a file or in standard input's lines.
-    Cameras, addresses and the screen come after all others, together, and have no end.
+    of any of those. Addresses are opened only if they are named so or in a ``.streams`` file: none of standard input's lines, and none
+    that a playlist or another file of images names. Cameras, addresses and the screen come last, together, and most have no end.
 
-    vid_stride: of a video or stream, only every so-many-th frame. max_frames: end after so many. every_frame: of streams keep each
-    frame instead of the newest (see :class:`LiveStreams`). reconnect_s: give a stream up after so long without a frame.
-    prefetch: images of files decoded ahead in a thread.
+    vid_stride: of a video or stream, only every so-many-th frame. max_frames: end after so many images and frames. every_frame: of
+    streams keep each frame instead of the newest (see :class:`LiveStreams`). reconnect_s: give a stream up after so long without a
+    frame. prefetch: images of files and memory decoded ahead in a thread.
 
-    A file that cannot be read is reported, skipped and added to ``skipped``. Raises SourceError at once for a source
-    that does not exist, holds no image, or is no image; and at the end if every stream was lost.
+    A file that cannot be read and a stream that is lost are reported, skipped and added to ``skipped``. Raises SourceError at once for
+    a source that does not exist, holds no image, or cannot be one; and at the end if every stream was lost.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ImageSource:
 
     @property
     def live(self) -> list[LiveInput]:
-        """The inputs that have no end."""
+        """The cameras, addresses and monitors among the inputs."""
         return [item for item in self.inputs if isinstance(item, LiveInput)]
 
     def stop(self) -> None:

@@ -1,6 +1,8 @@
 """Read cameras, network streams and the screen in threads, reconnecting after a loss.
 
-Either the newest frames are kept, or all. Live inputs end when they are closed, or when nothing has come for too long.
+`image_source` calls `live_input` for what a user names, and reads all live inputs together by `LiveStreams`. Of each only the newest frame
+is kept, or all of them. A live input ends when it is closed, when nothing has come for too long, or with the file behind its address.
+What a text means (`live_input`), and that names hold no password, must stay.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ log = logging.getLogger(__name__)
 SCHEMES = ("rtsp", "rtsps", "http", "https")
 
 QUEUE_FRAMES = 32
-"""Frames of one stream that wait, where every frame is asked for; a full queue holds the stream's reader back."""
+"""Frames of one stream that wait if every frame is wanted; a full queue holds the stream's reader back."""
 RECONNECT_S = 30.0
 """Seconds without a frame after which a stream is given up."""
 
@@ -60,7 +62,7 @@ class LiveInput:
     """Name in messages and results: an address without its password."""
     open: Callable[[], Capture]
     reconnects: bool = True
-    """Whether it may be absent at first; cameras and monitors are there or not."""
+    """Whether opening is tried again if it fails at first; cameras and monitors are there or not."""
 
 
 def live_input(source: str | int) -> LiveInput | None:
@@ -237,12 +239,11 @@ class _Reader:
 
 
 class LiveStreams:
-    """Several live inputs read together: iterate it for lists of frames, one per input in turn.
+    """Several live inputs, read together while it is open; `batches` yields their frames.
 
-    It reads while it is open.
     ``every_frame``: keep all frames, with a bounded queue that holds the reader back (a live camera then drops frames at its own
-    end); else only the newest of each input waits. An input without a frame for ``reconnect_s`` is given up, and handed to
-    ``problem`` with a sentence. SourceError is raised at the end if every input was given up so.
+    end); else only the newest of each input waits. An input without a frame for ``reconnect_s``, or one that cannot be read, is given
+    up, and its name handed to ``problem`` with a sentence. `batches` raises SourceError at the end if every input was given up.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Convert images in memory to RGB arrays: arrays, tensors, PIL images and encoded bytes.
 
-`image_source` calls this for all sources that are not files; `live` and ``arclight predict`` know `SourceError`. RGB uint8 (height,
-width, 3) goes out. Pillow and torch need not be installed: their objects are recognised only if the caller has imported them.
+`image_source` calls this for arrays, tensors, PIL images and bytes; `live` raises `SourceError` too, and ``arclight predict`` catches it. RGB
+uint8 (height, width, 3) goes out. PIL images and tensors are recognised only if their packages have been imported already.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Run OpenCV in threads that have ended before the interpreter does.
+"""Run threads that read images, and join them before the interpreter exits.
 
-`image_source` and `live` read ahead in such threads. The caller passes the work (``target``) and a function that ends it (``end``).
+`image_source` (reading ahead) and `live` (one for each input) start them. The caller passes the work (``target``) and a function that
+ends it (``end``).
 """
 
 from __future__ import annotations
