@@ -1,7 +1,8 @@
 """Fuse the boxes of several passes over one image: by suppression, or weighted box fusion.
 
-``arclight predict`` fuses several detectors by `ensemble`; `slicing`, `test_time` and ``qris.reading.evidence`` use `concatenated` and
-`suppressed`. A `Detect` takes RGB photos and returns `Detections`; boxes are pixels of the whole photo.
+``arclight predict`` fuses several detectors by `ensemble`; `slicing` and `test_time` use `concatenated` and `suppressed`,
+``qris.reading.evidence`` `suppressed` and `overlaps`. A `Detect` takes RGB photos and returns `Detections`; boxes are pixels of the whole
+photo. Boxes alone are fused: masks, keypoints and angles are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Floats = NDArray[np.float64]
 AnyFloats = NDArray[np.floating[Any]]
 
 Detect: TypeAlias = "Callable[[Sequence[Image]], list[Detections]]"
-"""What detects: images (height, width, 3) RGB uint8 of any sizes to the objects in each."""
+"""A detector as a function: images (height, width, 3) RGB uint8 of any sizes to the objects in each."""
 
 
 def refuse_parts(parts: Sequence[Detections]) -> None:
@@ -40,7 +41,7 @@ def refuse_parts(parts: Sequence[Detections]) -> None:
 def concatenated(parts: Sequence[Detections]) -> Detections:
     """Concatenate the boxes of several passes over one image, most confident first.
 
-    Raises ValueError for other classes, and for no detections.
+    Raises ValueError if their classes differ, for masks, keypoints and angles, and if there are no parts.
     """
     if not parts:
         raise ValueError("no detections to fuse: give one or more")
@@ -70,7 +71,8 @@ def weighted_box_fusion(
     """Average the boxes of several detectors (Solovyev et al. 2021, "Weighted boxes fusion").
 
     Boxes of a class that overlap by more than ``iou_threshold`` are one object: its sides are their mean, weighted by confidence,
-    and its confidence their mean, times the share of detectors that found it. ``weights``: of each detector, 1 if not given.
+    and its confidence their mean, times the number of boxes over that of detectors, at most 1. ``weights``: factors of the
+    detectors' confidences, relative to the largest, and what each counts in their number; 1 if not given.
     """
     shares = np.ones(len(parts)) if weights is None else np.asarray(weights, np.float64)
     if shares.shape != (len(parts),) or not (np.isfinite(shares).all() and (shares > 0).all()):
@@ -111,7 +113,7 @@ def ensemble(
     *,
     agnostic: bool = False,
 ) -> Detect:
-    """Return what asks several detectors and fuses their boxes; see :func:`weighted_box_fusion`.
+    """Return a detector that fuses the boxes of several; see :func:`weighted_box_fusion`.
 
     ``agnostic``: fused boxes suppress those of other classes, too.
     """

@@ -1,6 +1,7 @@
 """Compute class activation maps of a network (HiResCAM, Draelos and Carin 2020).
 
-``arclight predict --heatmap`` calls `heat_map` for each photo. It needs gradients, so it takes modules, not programs.
+``arclight predict --heatmap`` calls `heat_map` for each photo and draws it by `heated`. It needs gradients, so it takes modules, not
+programs.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from arclight.vision.tasks.module import VisionModule
 cv2 = require("cv2", extra="vision")
 
 SURE = 1e-6
-"""Distance from 0 and 1 beyond which a score counts as no surer."""
+"""Scores are clamped to [SURE, 1 - SURE] before their logits are taken, which keeps these finite."""
 
 
 def heat_map(module: VisionModule, image: Image, conf_threshold: float = 0.25) -> NDArray[np.float32]:
     """Return the activation heat (H, W) in [0, 1] of each pixel of an RGB uint8 photo.
 
     It is how much a pixel contributes to what the network finds: of detectors all scores from ``conf_threshold`` on, before suppression; of
-    classifiers the likeliest class. The heat is the gradient of their logits times the activations of `deep_layer`, where that is positive,
-    the largest as 1; 0 everywhere where nothing is found. It is as coarse as that layer's cells. Weights, their gradients and the module's
-    mode are left as they are.
+    classifiers the likeliest class. The heat is the gradient of their logits times the activations of `deep_layer`, summed over
+    channels, where that is positive, and divided by its largest value; all 0 if nothing is found. It is as coarse as that layer's cells.
+    Weights, their gradients and the module's mode are left as they are.
     """
     module.check_weights()
     batch, context = module.processing.preprocess([image])

@@ -1,7 +1,7 @@
 """Run sliced inference: detect on overlapping slices of a large image and merge the boxes.
 
 ``arclight predict --slice`` calls `sliced`; it takes and returns a `Detect` function, so it nests with `test_time` and `fusion`.
-Constants may be tuned; boxes and their order are compared by tests.
+`BATCH` may be tuned to the machine; `_EDGE_SHARE` and `_INSIDE` change boxes, which tests compare.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from arclight.vision.results.detections import Detections
 BATCH = 8
 """Slices predicted in one batch."""
 _EDGE_SHARE = 0.01
-"""A box counts as cut by a slice's edge if it ends within this share of the slice's side from it."""
+"""A box counts as cut by a slice's inner edge if it ends within this share of the slice's side from it, or within 2 pixels."""
 _INSIDE = 0.5
-"""A cut box is the same object as a whole one if at least this share of it lies inside."""
+"""A cut box is the same object as a whole one if more than this share of its area lies inside; two cut boxes, if more than this share
+of the smaller lies in the other, or if they face each other along at least this share of their common extent."""
 
 Bools = NDArray[np.bool_]
 
@@ -47,8 +48,8 @@ def sliced(
     """Return a detector that predicts on overlapping slices of ``size`` pixels.
 
     Slices overlap by the share ``overlap``; with ``whole`` the whole image is predicted on, too, for large objects.
-    An image that is no larger than a slice is predicted once. Equal boxes are left out, boxes that a seam has cut give way to a
-    whole one of their object, and cut parts that face each other across a seam are joined.
+    An image that is no larger than a slice is predicted once. Boxes that overlap by more than ``iou_threshold`` suppress each other (NMS),
+    boxes that a seam has cut give way to a whole one of their object, and cut parts that face each other across a seam are joined.
     ``agnostic``: boxes suppress those of other classes, too. Idea: Akyon et al. 2022, "Slicing aided hyper inference".
     """
     if size < 1:
@@ -126,7 +127,7 @@ def _merged(parts: Sequence[_SliceBoxes], image: Image, iou_threshold: float, ag
 
 
 def _share_inside(pieces: Detections, entire: Detections) -> NDArray[np.float64]:
-    """Share (n, m) of each piece's area that lies in each whole box of its class."""
+    """Compute the share (n, m) of each piece that lies in each whole box; 0 for other classes."""
     a, b = pieces.boxes.xyxy[:, None].astype(np.float64), entire.boxes.xyxy[None].astype(np.float64)
     common = (np.minimum(a[..., 2:], b[..., 2:]) - np.maximum(a[..., :2], b[..., :2])).clip(0).prod(axis=2)
     area = (a[..., 2:] - a[..., :2]).prod(axis=2)
@@ -165,7 +166,7 @@ def _partner(
 def _belong(boxes: NDArray[np.float64], cut: Bools, first: int, other: int) -> bool:
     """Return True if two boxes are pieces of one object.
 
-    They are if they agree along a seam that cuts one of them, or one lies mostly in the other.
+    They are if both are cut where they meet and agree along that seam, or if one lies mostly in the other.
     """
     a, b = boxes[first], boxes[other]
     common_area = (np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])).clip(0).prod()

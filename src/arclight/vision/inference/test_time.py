@@ -1,4 +1,4 @@
-"""Test-time augmentation: predict on an image, a smaller and a mirrored copy.
+"""Predict on smaller, mirrored or resized copies of an image too (test-time augmentation).
 
 ``arclight predict`` uses `augmented` (``--augment``) and `multi_scale` (``--sizes``). Both return a `Detect`, which takes photos and
 returns `Detections` as the plain detector does. `augmented` wraps any `Detect`, programs too; `multi_scale` needs a `Detector`.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from arclight.vision.tasks.processing import DetectionProcessing
 
 VARIANTS = ((1.0, False), (0.83, True), (0.67, False))
-"""Scale, and whether mirrored left to right, of each look: YOLOv5's."""
+"""Scale of each copy, and whether it is mirrored left to right: YOLOv5's."""
 
 
 def augmented(
@@ -35,8 +35,8 @@ def augmented(
 ) -> Detect:
     """Return a detector that predicts on ``variants`` of each image and suppresses duplicates.
 
-    ``agnostic``: boxes suppress those of other classes, too. A detector scales what it gets to its own input: an image becomes
-    smaller in it by a margin around it.
+    ``agnostic``: boxes suppress those of other classes, too. A detector scales what it gets to its own input, so an image is made
+    smaller in it by a grey margin. Raises ValueError for scales outside (0, 1], and for no variant.
     """
     for scale, _ in variants:
         if not 0 < scale <= 1:
@@ -67,11 +67,12 @@ def multi_scale(
     iou_threshold: float = 0.5,
     agnostic: bool = False,
 ) -> Detect:
-    """Return a detector that predicts at several input sizes and keeps the best of equal boxes.
+    """Return a detector that predicts at several input sizes and suppresses duplicates.
 
-    sizes: sides of the square input in pixels, one pass each; small ones show large objects as in training on small images, large
-    ones small objects. processing: in place of the detector's own, but for its size; its ``max_det`` is of all passes together. agnostic:
-    boxes suppress those of other classes, too, also if processing says so. Raises ValueError for sizes that are not multiples of the detector's largest stride.
+    sizes: sides of the square input in pixels, one pass each; large ones help with small objects, small ones with very large objects.
+    processing: replaces the detector's own, except for the size; its ``max_det`` is of all passes together. agnostic:
+    boxes suppress those of other classes, too; so they do if processing says so. Raises ValueError for sizes that are not positive
+    multiples of the detector's largest stride, and for none.
     """
     coarsest = int(detector.model.stride[-1])
     if not sizes or (wrong := [size for size in sizes if size <= 0 or size % coarsest]):
