@@ -1,4 +1,4 @@
-"""Match tracks to boxes at least cost, and write the answer on the boxes.
+"""Match tracks to boxes at least cost, and put track ids on the boxes.
 
 The trackers `byte_track` and `oc_sort` match by it in each frame, `mot_metrics` matches tracks to the truth. Among equally good answers
 it must always choose the same, so that a video gives the same tracks twice.
@@ -49,7 +49,7 @@ def match(
 ) -> NDArray[np.intp]:
     """Assign boxes to ``tracks`` by ``cost`` (tracks, boxes); return the boxes left over.
 
-    Pairs are added to ``matched``, and boxes are given by their numbers.
+    ``numbers``: of the boxes, in the frame's detections. Pairs are added to ``matched``, box number to track.
     """
     pairs = assign(cost, limit)
     matched.update({int(numbers[column]): tracks[row] for row, column in pairs})

@@ -2,8 +2,8 @@
 
 Doubtful boxes are for tracks that found no confident one.
 
-`tracks` makes one for each video and gives it the `Detections` of each frame, in order; ids come back on them. The same boxes must give
-the same ids, which tests compare.
+``tracks.make_tracker`` makes one for each video; `Trackers` gives it the `Detections` of each frame, in order, and ids come back on them.
+The same boxes must give the same ids, which tests compare.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SECOND_LIMIT = 0.5
 _NEW_LIMIT = 0.7
 """Largest cost of a confident box for a track that no second frame has confirmed: one minus overlap times confidence."""
 _SAME_OVERLAP = 0.85
-"""Overlap beyond which a lost track and one that is seen are the same object."""
+"""Overlap beyond which a lost track and one seen in this frame are the same object."""
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class _Track:
     state: KalmanState
     label: int
     id: int | None = None
-    """None until a second frame confirms it."""
+    """None until a second frame confirms it; tracks of the first frame have it at once."""
     seen: int = 1
     """Frames that it was seen in."""
     missed: int = 0
@@ -89,7 +89,7 @@ class _Track:
 
 @dataclass
 class ByteTrack:
-    """Follow the objects of one video; boxes are matched to tracks of their class alone.
+    """Follow the objects of one video; boxes are matched only to tracks of their class.
 
     A new track is confirmed, and gets its number, in the second frame in a row that shows it, or at once in the first frame.
     """
@@ -162,7 +162,7 @@ class ByteTrack:
     def _forget(self) -> None:
         """Remove tracks lost for too long or never confirmed, and duplicates of a track.
 
-        Of two tracks that are one object the younger goes.
+        Of two tracks that are one object the one seen in fewer frames is removed, if both in as many the one seen now.
         """
         kept = [track for track in self._tracks if track.missed <= (self.buffer if track.id is not None else 0)]
         lost = [track for track in kept if track.missed and track.id is not None]

@@ -1,7 +1,7 @@
 """Count tracked objects that cross lines and that are in zones.
 
-``arclight predict`` makes the counts (its options for lines and zones) and updates them with each tracked frame; `writers` writes
-`to_json`, whose keys stay. Boxes must have track ids. Coordinates are pixels of the frame.
+``arclight predict`` makes the counts (``--count-line``, ``--count-zone``) and updates them with each tracked frame; ``results.writers``
+draws them and writes `to_json`, whose keys stay. Boxes must have track ids. Coordinates are pixels of the frame.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from arclight.vision.results.detections import Detections
 Points = NDArray[np.float64]
 
 FORGET_AFTER = 300
-"""Frames after which a track that is not seen is forgotten: no tracker keeps one for so long."""
+"""Frames that a track not seen is remembered at least; the trackers forget it much sooner (`buffer`)."""
 
 
 class _TrackRecord:

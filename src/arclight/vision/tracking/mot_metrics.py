@@ -2,7 +2,7 @@
 
 CLEAR MOT: Bernardin and Stiefelhagen 2008; IDF1: Ristani et al. 2016.
 
-Users call it from Python to compare trackers (docs/vision.md), and so do benchmarks; no command does.
+Users call `score_tracks` from Python to compare trackers (docs/vision.md), and so do benchmarks; no command does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TrackingScores:
     misses: int
     false_positives: int
     switches: int
-    """Frames in which an object goes on under another number."""
+    """How often an object goes on under another number than the one it had last."""
     identity_true_positives: int
     """Boxes that agree where each object has one number, and each number one object, for the whole video."""
 
@@ -55,8 +55,8 @@ class TrackingScores:
 def score_tracks(frames: Iterable[tuple[NumberedBoxes, NumberedBoxes]], min_overlap: float = 0.5) -> TrackingScores:
     """Score the frames of one video, each of true and tracked numbers with their boxes.
 
-    A box agrees with a true one if their IoU is ``min_overlap`` or more. A pair of the frame before that still agrees is kept; the
-    others are matched for the most overlap.
+    A box agrees with a true one if their IoU is ``min_overlap`` or more. An object keeps the number that it had last if that still
+    agrees; the others are matched for the most overlap.
     """
     together, totals = Counter[tuple[int, int]](), Counter[str]()
     true_frames, found_frames = Counter[int](), Counter[int]()

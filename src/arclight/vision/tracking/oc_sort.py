@@ -1,6 +1,7 @@
 """Track by OC-SORT: trust observations more than predictions of a filter (Cao et al. 2023).
 
-`tracks` makes one for each video and gives it the `Detections` of each frame, in order; ids come back on them.
+``tracks.make_tracker`` makes one for each video; `Trackers` gives it the `Detections` of each frame, in order, and ids come back on them.
+The same boxes must give the same ids.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ _MOTION = area_and_ratio()
 _AREA, _AREA_SPEED = 2, 6
 
 MIN_OVERLAP = 0.3
+"""IoU below which a box and a track are not matched."""
 DIRECTION_FRAMES = 3
 """Frames over which the direction of a motion is measured."""
 DIRECTION_WEIGHT = 0.2
-"""What agreement of directions counts beside overlap."""
+"""Weight of the agreement of directions beside overlap, whose weight is 1."""
 MIN_HITS = 3
 """Frames in a row that confirm a track."""
 
@@ -62,7 +64,7 @@ class _Track:
     hits: int = 1
     """Frames in a row that showed it."""
     before_loss: KalmanState | None = None
-    """Belief at the last observation, while it is lost."""
+    """State at the last observation, until the next one: what the filter is run again from after a gap."""
 
     @property
     def last_seen(self) -> int:
@@ -130,9 +132,9 @@ def _between(first: Box, last: Box, share: float) -> Box:
 
 @dataclass
 class OCSort:
-    """Follow the objects of one video; boxes are matched to tracks of their class alone.
+    """Follow the objects of one video; boxes are matched only to tracks of their class.
 
-    A track is confirmed, and gets its number, by ``MIN_HITS`` frames in a row, or at once in the first frames.
+    A track is confirmed, and gets its number, by ``MIN_HITS`` frames in a row, or at once in the first ``MIN_HITS`` frames of the video.
     """
 
     confidence: float = 0.25

@@ -1,7 +1,7 @@
 """Follow objects through videos: make a tracker by its name, and keep one for each video.
 
 ``arclight predict`` keeps `Trackers` over its sources; `Detector.track` runs `track` over one. `byte_track` and `oc_sort` are the
-trackers; another one needs a name in `make_tracker` and the methods of `Tracker`.
+trackers; another one needs the methods of `Tracker`, a name in `TRACKERS` and `make_tracker`, and that of ``arclight predict --track``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from arclight.vision.tracking.byte_track import ByteTrack
 from arclight.vision.tracking.oc_sort import OCSort
 
 CONFIDENT = 0.25
-"""Confidence from which a box may begin a track, where nothing else is asked for."""
+"""Confidence from which a box may begin a track, by default."""
 LOWEST = 0.1
-"""Confidence down to which ByteTrack looks at boxes."""
+"""Confidence from which ByteTrack uses boxes."""
 
 TRACKERS = ("bytetrack", "ocsort")
 
