@@ -1,7 +1,8 @@
 """Check how anchors fit a data set; fit better ones by k-means and evolution (autoanchor).
 
-A detector (``vision.tasks.detection``) checks its anchors before a fit; with ``anchors = "auto"`` it fits new ones if recall is low.
-`loss` shares `ANCHOR_T`. Sizes of boxes in input pixels come in, anchors in the same unit go out; no file is read here.
+A detector (``tasks.detection``) checks its anchors before a fit; with ``anchors = "auto"`` it fits and evolves new ones if recall is low.
+`loss` shares `ANCHOR_T`, which must equal the default of ``DetectionTask.anchor_t``. Sizes of boxes in input pixels come in, anchors in the
+same unit go out; no file is read here.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ import torch
 from torch import Tensor
 
 ANCHOR_T = 4.0
-"""An anchor answers for objects at most this many times wider, narrower, taller or flatter than itself."""
+"""An anchor is matched with objects less than this many times wider, narrower, taller or flatter than itself."""
 
 
 GOOD_RECALL = 0.98
 """Fit new anchors if the old ones can match fewer than this share of the boxes."""
 MUTATED = 0.9
+"""Probability that `evolve_anchors` changes a side of an anchor."""
 MUTATION = 0.1
+"""Largest standard deviation of such a change, as a share of the side."""
 
 
 def _fit(box_sizes: Tensor, anchors: Tensor) -> Tensor:
-    """Return how well each box matches each anchor (n, k), in (0, 1].
+    """Return how well each box (n, 2) fits each anchor (k, 2): (n, k) in (0, 1].
 
-    It is the smaller over the larger side, of width or height, whichever is worse.
+    It is the minimum over width and height of min(r, 1 / r), r being the box's side over the anchor's.
     """
     ratio = box_sizes[:, None] / anchors
     return torch.minimum(ratio, 1 / ratio).amin(-1)
@@ -88,7 +91,7 @@ def evolve_anchors(
     for _ in range(generations if len(sizes) else 0):
         size = MUTATION * torch.rand(
             (), generator=generator, dtype=torch.float64
-        )  # large steps first help, small ones last
+        )  # steps of random size: large and small ones are tried all along
         change = 1 + size * torch.randn(best.shape, generator=generator, dtype=torch.float64)
         kept = torch.rand(best.shape, generator=generator, dtype=torch.float64) >= MUTATED
         candidate = (best * torch.where(kept, 1.0, change.clamp(0.3, 3.0))).clamp(min=2.0)

@@ -1,8 +1,9 @@
-"""Define architectures as tables: YOLOv5 and variants, YOLOv3, or from a YOLOv5 .yaml.
+"""Define architectures as tables: YOLOv5, YOLOv3, our own, or from a YOLOv5 .yaml.
 
-Nothing in a table is evaluated: a row names a block, and a block takes numbers.
+Nothing in a table is evaluated: a row names a block, and its arguments are numbers, lists of numbers or truth values.
 
-`yolov5` builds networks from a table; tasks choose one by name or file. Names, and row numbers in state dicts, must stay.
+`yolov5` builds networks from a table; tasks and ``arclight data`` look one up by name or file. Names of architectures are recipe values
+and row numbers are parts of state-dict names: both must stay. A new block goes into `Block`, `_MODULES` and ``yolov5._build``.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ Block = Literal[
 HeadBlock = Literal["detect", "one_to_one", "segment", "pose", "corners", "obb", "classify"]
 HEADS: tuple[HeadBlock, ...] = get_args(HeadBlock)
 ANCHOR_HEADS: tuple[HeadBlock, ...] = ("detect", "segment", "pose", "corners", "obb")
-"""Heads that answer for objects by anchors."""
+"""Heads that predict boxes relative to anchors."""
 ActivationName = Literal["silu", "leaky_relu", "relu", "hardswish", "mish"]
 AnchorLevels = tuple[tuple[tuple[float, float], ...], ...]
 MAX_LEVELS, MAX_ROWS, MAX_CHANNELS, MAX_REPEATS = 5, 200, 8192, 200
 MAX_BLOCKS = 1000
-"""Repeats of all rows together, scaled."""
+"""Most blocks of a user's table: repeats of all rows together, after scaling."""
 MAX_TEXT = 1 << 16
-"""Characters of a table, each counted as often as an alias refers to it."""
+"""Most characters of a user's table, each counted as often as an alias refers to it."""
 
 
 class Layer(NamedTuple):
@@ -42,7 +43,7 @@ class Layer(NamedTuple):
     repeats: int = 1
     shortcut: bool = True
     source: tuple[int, ...] = (-1,)
-    """Rows whose outputs come in; -1 is the row before."""
+    """Rows whose outputs come in: numbers from 0, or negative ones relative to this row; -1 is the row before."""
     kernels: tuple[int, ...] = (5, 9, 13)
     """Sizes of the pools of ``spp``."""
     padding: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -52,7 +53,7 @@ class Layer(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Factors of repeats and of channels by which a member of the family scales the table."""
+    """Factors by which a family member scales a table: depth of repeats, width of channels."""
 
     depth: float = 1.0
     width: float = 1.0
@@ -80,7 +81,7 @@ class Architecture(NamedTuple):
 
     @property
     def head(self) -> str:
-        """Task that the last row is for: its block, or detect for both heads that find boxes."""
+        """Kind of task that the last row is for: its block, but ``detect`` for ``one_to_one`` too."""
         return "detect" if self.rows[-1].block == "one_to_one" else self.rows[-1].block
 
     @property
@@ -498,7 +499,7 @@ def _multiple(document: Mapping[str, Any], name: str, path: str) -> float:
 
 
 def _anchors(given: Any, strides: Sequence[int], path: str) -> AnchorLevels:
-    """Check anchors in pixels per level; the number 3 selects the published ones of each stride."""
+    """Return the given anchors per level, checked; for the number 3 the published ones."""
     published = dict(zip((4, 8, 16, 32, 64, 128), (_P2, _P3, _P4, _P5, _P6, _P7), strict=True))
     if given == 3:
         if unknown := [stride for stride in strides if stride not in published]:

@@ -1,8 +1,9 @@
-"""Building blocks of the YOLO family; attribute names are those of published checkpoints.
+"""Define the building blocks of the YOLO family, named as in published checkpoints.
 
 Shapes: N images; C channels; every block maps (N, C_in, H, W) to (N, C_out, H / stride, W / stride) unless it says otherwise.
 
-`yolov5` builds networks of them, heads use some. Names of attributes are keys of state dicts: they must stay.
+`yolov5` builds networks of them; `heads` and `one_to_one` use `ConvBNAct`. Names of attributes are keys of state dicts: they must stay, and
+so must `BN_EPS` and `BN_MOMENTUM`.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class GhostBottleneck(nn.Module):
     def __init__(self, channels: int, act: Activation = nn.SiLU) -> None:
         super().__init__()
         hidden = channels // 2
-        # the row between them is the depthwise convolution of those that halve the image
+        # Identity keeps the place, and so the state-dict names, of the depthwise convolution in bottlenecks that halve the image
         self.conv = nn.Sequential(
             GhostConv(channels, hidden, act=act), nn.Identity(), GhostConv(hidden, channels, act=nn.Identity)
         )

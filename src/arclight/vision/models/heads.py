@@ -1,9 +1,10 @@
 """Define the heads of the YOLO family: from a network's last feature maps to predictions.
 
 Shapes: N images of H x W pixels, A anchor positions, C classes, L levels with k anchors each (3 at strides 8, 16 and 32).
-Attribute names are those of published checkpoints.
 
-`yolov5` puts one at the end of a network; `loss` reads its raw output, tasks its decoded one.
+`yolov5` puts one at the end of a network; losses (`loss`, ``tasks.classification``) read its raw output, ``tasks.processing`` its decoded one.
+Attribute names are those of published checkpoints, and column orders are in exported programs: both must stay. A new head also needs a
+row in `architectures`, ``yolov5._build_layers`` and a task.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Head(nn.Module, abc.ABC):
 class DetectHead(Head):
     """Anchor-based detection head: one 1x1 convolution per level.
 
-    Every anchor gets x, y, w, h, objectness, class logits and ``extra`` numbers.
+    Every anchor of a cell gets x, y, w, h, objectness, class logits and ``extra`` numbers.
     """
 
     anchors: Tensor
@@ -94,7 +95,7 @@ class DetectHead(Head):
     def decode_levels(self, raw: list[Tensor]) -> Tensor:
         """Decode logits of all levels to rows (N, A, 5 + C + extra).
 
-        A row is x, y, w, h in input pixels, objectness, class scores in [0, 1], then the extra numbers as they are.
+        A row is x, y, w, h in input pixels, objectness, class scores in [0, 1], then the extra numbers as `_decode_extra` gives them.
         With s = sigmoid(logit): xy = (2 s - 0.5 + cell) * stride and wh = (2 s)^2 * anchor (YOLOv5), which bounds a box
         to 4 times its anchor and lets its centre leave its cell by half.
         """
@@ -193,7 +194,7 @@ def corners_of_boxes(logits: Tensor, boxes: Tensor) -> Tensor:
 
 
 class Prototypes(nn.Module):
-    """Masks from which an object's own is mixed: (N, C_in, H, W) to (N, masks, 2 H, 2 W)."""
+    """Mask prototypes, which each object mixes: (N, C_in, H, W) to (N, masks, 2 H, 2 W)."""
 
     def __init__(self, c_in: int, hidden: int, masks: int) -> None:
         super().__init__()
@@ -225,9 +226,9 @@ class SegmentHead(DetectHead):
         self.proto = Prototypes(c_in[0], hidden, masks)
 
     def forward(self, maps: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Return logits per level, and mask prototypes (N, masks, H / 4, W / 4).
+        """Return logits per level, and mask prototypes at half the finest stride.
 
-        Prototypes have half the finest stride.
+        With a finest stride of 8 these are (N, masks, H / 4, W / 4).
         """
         return self._levels(maps), self.proto(maps[0])
 

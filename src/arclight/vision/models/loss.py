@@ -1,11 +1,11 @@
-"""Compute the YOLOv5 training loss by pure functions: target assignment and its errors.
+"""Compute the YOLOv5 training loss: assign predictions to objects, and measure their errors.
 
-Shapes: N images, M objects, C classes; level l of the head has k anchors on a grid of H_l x W_l cells.
-Everything runs on the device without waiting for it: objects that match no anchor are masked, not removed.
+Shapes: N images, M objects, C classes; level l of the head has k anchors on a grid of H_l x W_l cells. Objects that match no anchor are
+masked, not removed, so that nothing but `mask_loss` waits for the device.
 
-`Detector` (``tasks.detection``) calls `yolo_loss` in its training step, and adds `mask_loss` and `keypoint_loss`; `distillation` takes
-parts. In: raw levels (N, k, H_l, W_l, 5 + C) and targets (M, 6). With default options it is YOLOv5's loss, which a plain loop in the
-tests repeats.
+`Detector` (``tasks.detection``) calls `yolo_loss` in its training step, `Segmenter` adds `mask_loss` and `PoseEstimator` `keypoint_loss`;
+``tasks.distillation`` takes parts. In: raw levels (N, k, H_l, W_l, 5 + C and more) and targets (M, 6 and more). With default options it is
+YOLOv5's loss, which a plain loop in the tests repeats.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from arclight.vision.models.heads import corners_of_boxes
 from arclight.vision.prob_iou import angle_of, prob_iou
 
 THREE_LEVELS = (4.0, 1.0, 0.4)
+"""Objectness weights of heads with three levels, finest first (YOLOv5)."""
 OTHER_LEVELS = (4.0, 1.0, 0.25, 0.06, 0.02)
 
 
@@ -47,17 +48,17 @@ class LossOptions(NamedTuple):
     """Variations of the loss; the defaults change nothing."""
 
     anchor_t: float = ANCHOR_T
-    """An anchor answers for objects at most this many times wider, narrower, taller or flatter than itself."""
+    """An anchor is matched with objects less than this many times wider, narrower, taller or flatter than itself."""
     label_smoothing: float = 0.0
     """Class targets are ``1 - label_smoothing / 2`` and ``label_smoothing / 2`` (arXiv 1902.04103, eq. 3)."""
     focal_gamma: float = 0.0
-    """Exponent by which easy answers count less, for objectness and class; 0 for plain cross-entropy."""
+    """Exponent of focal loss for objectness and class, by which easy predictions count less; 0 for plain cross-entropy."""
     quality: bool = False
-    """Quality focal loss (arXiv 2006.04388), whose targets may be shares, in place of focal loss (arXiv 1708.02002)."""
+    """Quality focal loss (arXiv 2006.04388), for targets between 0 and 1, in place of focal loss (arXiv 1708.02002)."""
     obj_pos_weight: float = 1.0
-    """Weight of the part of the objectness loss that wants a prediction higher."""
+    """Weight of the positive term of the objectness loss (``pos_weight`` of binary cross-entropy)."""
     cls_pos_weight: float = 1.0
-    """Likewise of the class loss."""
+    """Weight of the positive term of the class loss."""
 
 
 def boxes_in_cells(logits: Tensor, anchors: Tensor) -> Tensor:
@@ -73,15 +74,16 @@ class KeypointOptions(NamedTuple):
     """Variations of the loss of keypoints; the defaults change nothing."""
 
     cyclic: bool = False
-    """Each answer is judged by the true keypoints as they are numbered from the one on that suits its places best."""
+    """Compare each prediction with every rotation of the true keypoints' numbering; the one of least error counts."""
     error: Literal["similarity", "l1"] = "similarity"
-    """The distance in the true box's width and height (l1) in place of what the similarity lacks."""
+    """Error of a keypoint: 1 - similarity and a small share of its distance, or (l1) its distance in units of the true box's sides."""
     from_box: bool = False
-    """Keypoints are measured from the corners of the box that is found with them (`heads.CornersHead`), which they do not move."""
+    """Decode keypoints relative to the corners of the predicted box (`heads.CornersHead`), which gets no gradient from them."""
 
 
 FOCAL_ALPHA = 0.25
 FAR_WEIGHT = 0.25
+"""Weight of a keypoint's distance beside 1 - similarity; see `keypoint_loss`."""
 AUTOBALANCE_RATE = 1e-4
 
 
@@ -119,7 +121,7 @@ def scaled_gains(gains: Gains, num_classes: int, image_size: int, levels: int = 
 def update_balance(balance: Tensor, level_losses: Sequence[Tensor]) -> None:
     """Balance the weights of the levels' objectness losses, in place (YOLOv5's autobalance).
 
-    They stay relative to the second level's, which is 1. A batch whose losses are NaN moves nothing: its step may be skipped, and
+    They are divided by the second level's, which stays 1. A batch whose losses are NaN moves nothing: its step may be skipped, and
     weights that are NaN once would stay so. Nothing waits for the device.
     """
     losses = torch.stack(list(level_losses)).detach().clamp(min=1e-9)
@@ -140,14 +142,13 @@ def yolo_loss(
     oriented: bool = False,
     matches: Sequence[Assignment] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a batch and its weighted ``box``, ``obj`` and ``cls``, for logging.
+    """Return the loss of a batch and its weighted parts ``box``, ``obj`` and ``cls``, detached.
 
-    These are detached.
     raw: per level (N, k, H_l, W_l, 5 + C) logits, ``Yolo.raw``. targets: (M, 6) image in batch, class, then centre x,
     centre y, width, height as shares of the image. ``oriented``: boxes are rotated, with the logit of their angle as a last
-    column of raw and the angle as a last column of targets; see `oriented_error`. anchors: (levels, k, 2) in cells, ``Yolo.anchors``. balance: (levels,)
-    weights of the levels' objectness in place of `level_balance`; moved by this batch where ``learns_balance``. matches: what
-    `assign_levels` gave, where another loss needs it too.
+    column of raw and the angle as a last column of targets; see `oriented_error`. anchors: (levels, k, 2) in cells, ``Yolo.anchors``.
+    balance: (levels,) weights of the levels' objectness in place of `level_balance`; this batch updates it if ``learns_balance``.
+    matches: what `assign_levels` gave, if another loss needs it too.
 
     Box: 1 - complete IoU, a mean over the level's matches. Objectness: binary cross-entropy with the (detached) IoU as
     target, a mean over all positions. Class: binary cross-entropy, a mean over matches and classes; none for a single
@@ -293,8 +294,8 @@ SQUARE_WEIGHT = 0.5
 def oriented_error(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Return the probabilistic IoU (...) of rotated boxes (..., 5), and their error.
 
-    The error is 1 - IoU, and for boxes that are nearly square, whose angle that overlap does not see, the squared sine of twice
-    the difference of the angles beside it: it is 0 for quarter turns too, which map a square to itself.
+    The error is 1 - IoU plus a share of the squared sine of twice the difference of the angles, the larger the nearer the wanted box is to
+    a square, whose angle does not change that IoU. The sine is 0 for quarter turns too, which map a square to itself.
     """
     iou = prob_iou(found, wanted)
     square = torch.exp(-(wanted[..., 2] / wanted[..., 3]).log().square())

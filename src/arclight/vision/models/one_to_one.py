@@ -1,13 +1,14 @@
 """Detect without anchors and without non-maximum suppression: head, assignment and loss.
 
-Every cell of every level answers with one box and a score per class. Two branches score the same boxes in training: *many*, whose
+Every cell of every level predicts one box and a score per class. Two branches score the same boxes in training: *many*, for which up to
 ten best cells of each object are positive, teaches boxes and features quickly (Feng et al. 2021, task-aligned assignment), and
-*one*, whose single best cell is, learns to score an object once (Wang et al. 2024, consistent dual assignment). Inference reads
-*one* alone; `OneToOneHead.drop_training_branch` removes the other.
+*one*, for which one cell is, learns to score an object once (Wang et al. 2024, consistent dual assignment). Inference reads
+the scores of *one* alone; `OneToOneHead.drop_training_branch` removes *many*.
 
 Shapes: N images, M objects, C classes, A cells of all levels together.
 
-`yolov5` builds the head if a table names ``one_to_one``; `Detector` computes its loss here.
+`yolov5` builds the head if a table names ``one_to_one``; `Detector` computes its loss here, ``tasks.distillation`` takes parts. Attribute names
+are in checkpoints and must stay.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ MAX_LOG_SIZE = 6.0  # sides up to 400 cells: beyond that only overflow lies
 TOP_K = 10
 """Cells that are considered for an object, best first."""
 MATCH_ROUNDS = 6
+"""Rounds of the greedy matching; see `match_one`."""
 SCORE_POWER, OVERLAP_POWER = 0.5, 6.0
+"""Exponents of score and overlap in the alignment by which cells are ranked."""
 MARGIN_CELLS = 0.25
 """Boxes are widened by this many cells of the finest level before overlap ranks them, so that boxes of a few pixels are ranked too."""
 BOX_WEIGHT, CLASS_WEIGHT = 7.5, 0.5
+"""Weights of the box loss and of each branch's score loss, before the gains of a recipe."""
 
 
 class OneToOneHead(Head):
@@ -97,7 +101,7 @@ class OneToOneHead(Head):
 
 
 class Rows(NamedTuple):
-    """The answers of all levels, one after another."""
+    """The predictions of all levels, one after another."""
 
     values: Tensor
     """(N, A, 4 + C or 4 + 2 C) as the head gives them, at least float32."""
@@ -113,7 +117,7 @@ class Rows(NamedTuple):
 
 
 def join_levels(raw: Sequence[Tensor], strides: Sequence[int]) -> Rows:
-    """Join the levels' answers, and say where their cells lie."""
+    """Join the levels' predictions, with the centres and strides of their cells."""
     values, centres, sides = [], [], []
     for level, stride in zip(raw, strides, strict=True):
         height, width = level.shape[1:3]
@@ -135,7 +139,7 @@ class Candidates(NamedTuple):
     """The best cells of each object: K for each of M, best first."""
 
     alignment: Tensor
-    """(M, K) how well box and score of a cell answer for the object; 0 where there is no such cell."""
+    """(M, K) how well box and score of a cell fit the object; 0 where there is no such cell."""
     cell: Tensor
     """(M, K) number of the cell, over all images: image * A + cell in image."""
     overlap: Tensor
@@ -180,9 +184,9 @@ def widened_overlap(predicted: Tensor, boxes: Tensor, margin: float) -> Tensor:
 def rank_candidates(
     branches: Sequence[Tensor], overlap: Tensor, reach: Tensor, image: Tensor, top_k: int = TOP_K
 ) -> list[Candidates]:
-    """Rank each object's cells by score ** 0.5 * overlap ** 6, for the scores of each branch.
+    """Rank each object's cells by score ** 0.5 * (overlap + 0.001) ** 6, for each branch.
 
-    All but ``image`` (M,) are (M, A). Every reachable cell ranks above any other.
+    branches: scores (M, A) of each. overlap, reach: (M, A). image: (M,). Cells out of reach rank last, with an alignment of 0.
     """
     quality = (overlap + 1e-3).pow(OVERLAP_POWER)
     first = image[:, None] * overlap.shape[1]
@@ -259,10 +263,10 @@ def match_one(candidates: Candidates, cells: int, rounds: int = MATCH_ROUNDS) ->
 
 
 class Assignment(NamedTuple):
-    """Wanted answer of each cell."""
+    """Target of each cell."""
 
     owner: Tensor
-    """(N * A,) number of the object that a cell answers for; M for none."""
+    """(N * A,) number of the object that a cell is assigned to; M for none."""
     score: Tensor
     """(N * A,) score that it should give to the object's class."""
 
@@ -286,14 +290,13 @@ def assign(candidates: Candidates, chosen: Tensor, wanted: Tensor, cells: int) -
 def one_to_one_loss(
     raw: Sequence[Tensor], targets: Tensor, head: OneToOneHead, box_gain: float = 1.0, cls_gain: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a batch and its weighted ``box``, ``one`` and ``many``, for logging.
+    """Return the loss of a batch and its weighted parts ``box``, ``one`` and ``many``, detached.
 
-    These are detached.
     raw: what ``head`` gave. targets: (M, 6) image in batch, class, then centre x, centre y, width, height as shares of
     the image. Box: 1 - complete IoU of the cells of *many*, weighted by the score that they should give. Scores: binary
-    cross-entropy of all cells; those of *many* want the overlap of the object's best cell, less the worse they are aligned, the
-    one of *one* wants its overlap. All are sums over cells over the sum of wanted scores. Computed in float32 also under autocast.
-    No objects at all is a valid batch.
+    cross-entropy of all cells; the target of a cell of *many* is the overlap of the object's best cell times its alignment relative to the
+    best, that of the cell of *one* is its own overlap. All are sums over cells over the sum of target scores, at least 1. Computed in
+    float32 also under autocast. No objects at all is a valid batch.
     """
     if head.many is None:
         raise ValueError("the head has no training branch any more: train the model itself, not what fuse made of it")

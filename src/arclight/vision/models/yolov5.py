@@ -1,8 +1,9 @@
-"""Build YOLO networks from `architectures`, fuse batch norms, load published weights.
+"""Build YOLO networks from `architectures`, fuse batch norms, load weights that fit.
 
 Shapes: N images of H x W pixels, C classes, L levels with k anchors each (3 at strides 8, 16 and 32).
 
-Tasks build their network by `build_model`, which is public in ``arclight.vision``. Names in state dicts are those of published weights.
+``tasks.module`` builds, fuses and loads networks by these; `build_model` and `fuse` are public in ``arclight.vision``. Names in state dicts
+must stay: checkpoints and published weights have them.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Yolo(nn.Module):
 def fuse(model: Yolo) -> Yolo:
     """Copy ``model`` in evaluation mode, every batch normalisation folded into its convolution.
 
-    What only the loss reads goes, too. Outputs are equal up to rounding. ``model`` itself does not change; hooks are the same ones in both.
+    The head's training branch is removed, too. Outputs are equal up to rounding. ``model`` itself does not change; both have the same hooks.
     """
     hooks = {
         id(hook): hook
@@ -144,10 +145,10 @@ def build_model(
     """Build a freshly initialised network.
 
     name: a key of `architectures.ARCHITECTURES` (yolov5n to yolov5x, yolov5n6 to yolov5x6 and variants, yolov5n-seg,
-    yolov5n-pose, yolov5n-corners, yolov5n-obb, yolov5n-cls), or a .yaml file of YOLOv5's form. names: one per class; numbers where
+    yolov5n-pose, yolov5n-corners, yolov5n-obb, yolov5n-cls), or a .yaml file of YOLOv5's form. names: one per class; their numbers if
     not given. anchors_px: widths and heights in pixels, small to large (``anchors.fit_anchors``), as many for each level, (K, 2) or
-    (levels, k, 2); the published ones if not given. table: the text of that .yaml file, if it is known; the file is read where
-    not. keypoints: how many a head to pose finds, 17 if not given, or to corners, 4, and numbers of each, 3. Raises ValueError for
+    (levels, k, 2); the architecture's if not given. table: the text of that .yaml file, if it was read already. keypoints:
+    (count, numbers of each) of a pose or corners head; (17, 3) and (4, 3) if not given. Raises ValueError for
     an unknown name, for fewer than one class, for names that do not match ``num_classes`` and for anchors that do not divide by levels.
     """
     architecture = find_architecture(name, table)
@@ -208,7 +209,7 @@ def _build_layers(
 
 
 def _build(row: Layer, c_in: list[int], c_out: int, repeats: int, act: Activation) -> tuple[nn.Module, int]:
-    """Build the module of one row, and tell the channels that it gives."""
+    """Build the module of one row that is no head; also return its output channels."""
     match row.block:
         case "c3":
             return C3(c_in[0], c_out, repeats, row.shortcut, act), c_out
@@ -266,7 +267,10 @@ def load_pretrained(model: Yolo, path: Path | str) -> int:
 
 
 def fitting_tensors(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Pick the tensors of ``weights`` that have a name and shape of ``own``, under that name."""
+    """Pick the tensors of ``weights`` that have a name and shape of ``own``, under that name.
+
+    Names may differ in a prefix ``model.``.
+    """
     bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     prefix = "" if any(name in own for name in bare) else "model."
     return {
