@@ -1,4 +1,4 @@
-"""Images with boxes or classes on their way to a model, from files to batches.
+"""Bring images with boxes or classes on their way to a model, from files to batches.
 
 Files of a YOLO-format data set come in: `data_yaml` says where they are, `labels` checks them, `site_split` picks those of one federated
 site, `splitting` divides images into splits, `formats` reads and writes other formats, `lint` finds their faults, and `public_sets`

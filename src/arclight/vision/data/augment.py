@@ -1,13 +1,13 @@
 """Augment training images and their boxes: mosaic, mixup, copy-paste, affine, colour, flips.
 
-Every function takes its random numbers from the generator it is given, so the same state of it and the same images
+Random numbers come from the generator that a function is given, so the same state of it and the same images
 give the same bits wherever they run. Boxes are float32 (n, 5) rows ``class, x1, y1, x2, y2`` in pixels; coordinates
 name places, not pixels: an image of width w covers [0, w], and its first pixel has its centre at 0.5.
 
 Further columns are points x, y: the outline of the object, or with ``keypoints`` those, NaN if a point is not labelled;
 ``keypoints="corners"``: four of them, whose hull the box is where all are labelled.
 
-`dataset` and `image_folder` call these for each training image. Another order of random draws changes every seeded run.
+`dataset` calls these for each training image, `image_folder` only `hsv_jitter`. Another order of random draws changes every seeded run.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Size = int | Frame
 Keypoints = bool | Literal["corners"]
 
 MIN_SIDE = 2.0
-"""Boxes with a side shorter than this, in pixels, are dropped: nothing of the object can be seen."""
+"""Boxes with a side shorter than this, in pixels, after a transform are dropped: next to nothing of the object can be seen."""
 MIN_VISIBLE = 0.1
 """Boxes of which less than this share is inside the image are dropped."""
 MAX_HIDDEN = 0.3
 """A pasted object may hide at most this share of another one."""
 MAX_PASTED = 8
-"""Objects pasted into one image."""
+"""Most objects pasted into one image."""
 
 
 def mosaic(
@@ -83,8 +83,7 @@ def mosaic9(
 ) -> LabelledImage:
     """Compose a mosaic of nine images around a random centre, in a square of ``size`` pixels.
 
-    Each has two thirds of the size that it has in `mosaic`. They fill the same plane of twice the size as the four of
-    `mosaic`, around a random centre; each is warped once.
+    Each has two thirds of the size that it has in `mosaic`, so that they fill the same plane of twice the size; each is warped once.
     """
     transform = random_transform(rng, augment, size, reach=1.5 * size)
     cell = 2 * size / 3
@@ -109,11 +108,11 @@ _AROUND = ((0, 0), (-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0),
 def copy_paste(
     labelled: LabelledImage, source: LabelledImage, rng: np.random.Generator, *, keypoints: Keypoints = False
 ) -> LabelledImage:
-    """Paste objects of ``source`` at random places of an image, in place.
+    """Paste up to `MAX_PASTED` objects of ``source`` at random places of an image, in place.
 
-    No object that is there already is hidden by more than the share `MAX_HIDDEN`. What is copied is within the outline
-    of an object, or its box if it has none, as it is: neither mirrored nor turned (the idea: arXiv 2012.07177).
-    Keypoints outside of the box stay behind.
+    An object that would hide more than the share `MAX_HIDDEN` of a box that is there, pasted ones among them, is left out. The pixels
+    within the outline of an object, or its box if it has none, are copied as they are: neither mirrored nor turned (the idea: arXiv
+    2012.07177). Keypoints outside of the box become NaN.
     """
     image, boxes = labelled
     pixels, candidates = source
@@ -206,8 +205,8 @@ def warp_boxes(boxes: Boxes, matrix: Matrix, size: Size, *, keypoints: Keypoints
     """Warp ``boxes``, clip them to the output and drop those of which little remains.
 
     ``size``: side of the square output in pixels, or of a rectangle.
-    The box of an outline is the outline's hull, one with ``keypoints`` its own corners', or that of the four "corners" if all are
-    labelled: the box of a turned box would be too large. Keypoints outside of the square are NaN.
+    The new box is the hull of the warped outline, of the four "corners" if all are labelled, or else of the old box's corners, which is
+    too large after a rotation. Keypoints outside of the output are NaN.
     """
     if len(boxes) == 0:
         return boxes

@@ -1,7 +1,7 @@
-"""Settings of augmentation (no torch or OpenCV here: a recipe is read without them).
+"""Define the settings of augmentation, without importing torch or OpenCV.
 
-`settings` of ``vision.tasks`` puts one of these into a recipe; `augment`, `dataset` and `image_folder` read it and change images by it.
-Names of fields and kinds are recipe keys and are in saved runs: they must stay. A preset's values are YOLOv5's.
+``tasks.settings`` puts one of these into a recipe; `augment`, `dataset` and `image_folder` change images by it. Names of fields and kinds are
+recipe keys and are in saved runs: they must stay. A preset's values are YOLOv5's, but for `never_mirrored` and `close_mosaic`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Augment(Checked):
     mixup: Fraction = 0.0
     """Probability of blending two images, in [0, 1]."""
     copy_paste: Fraction = 0.0
-    """Probability of pasting objects of another image where they hide none, in [0, 1]."""
+    """Probability of pasting objects of another image where they hide little of others, in [0, 1]."""
     degrees: Annotated[float, Interval(ge=0, le=180)] = 0.0
     """Largest rotation, degrees."""
     translate: Fraction = 0.1
@@ -136,7 +136,7 @@ class CropAugment(Checked):
     """Random changes to training images that have one class each."""
 
     min_area: Annotated[float, Interval(gt=0, le=1)] = 0.25
-    """Smallest part of an image that is cut out, as a share of its area; 1 keeps nearly all of it."""
+    """Smallest part of an image that is cut out, as a share of its area; with 1 it is the middle square nearly always."""
     hsv_h: Fraction = 0.015
     """Largest change of hue, share of the circle."""
     hsv_s: Fraction = 0.4

@@ -1,6 +1,7 @@
 """Read and write data.yaml: class names and image folders, running and downloading nothing.
 
-Data sets, lint and the demo read ``data.yaml`` by `read_data_yaml`. Keys are YOLOv5's; the file is untrusted.
+`dataset`, ``tasks`` and the commands ``arclight data`` and ``compare`` read it by `read_data_yaml`; `formats`, `lint`, `splitting` and
+`public_sets` write one. Keys are those of YOLOv5 and ultralytics and must stay; the file is untrusted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from arclight.vision.data.images import SUFFIXES
 from arclight.vision.data.labels import DatasetError, Geometry, KeypointShape, TaskGeometry
 
 SINGLE_CLASS = "object"
-"""What detectors that take all classes for one call it."""
+"""Name of the class of detectors that take all classes for one (``single_class``)."""
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel = 2  # a few lines of references to lists of references stand for more text than memory holds
 
@@ -85,7 +86,7 @@ class DataSpec:
 def takes_all_for_one(found: Sequence[str], names: Sequence[str]) -> bool:
     """Return True if a network takes all classes of a data set for one (``single_class``).
 
-    found: what it calls its classes. names: those of the data set.
+    found: the network's class names. names: those of the data set.
     """
     return list(found) == [SINGLE_CLASS] != list(names)
 
@@ -100,7 +101,8 @@ def read_data_yaml(path: str | Path) -> DataSpec:
 
     Its keys are ``names``, ``train``, ``val``, ``test`` and an optional ``path``. Relative places are relative to
     ``path``, and that to the folder of the file. A split is a folder, an image, a ``.txt`` list of images (relative to
-    the list), or several of those. Other keys are ignored. Raises DatasetError.
+    the list), or several of those. ``kpt_shape``, ``flip_idx`` and ``nc`` are read if they are there; other keys are ignored. Raises
+    DatasetError.
     """
     yaml = require("yaml", extra="vision")
     file = Path(path)
@@ -139,8 +141,8 @@ def read_data_yaml(path: str | Path) -> DataSpec:
 def _merge_keys(file: Path, root: Any) -> None:
     """Bring in the keys that ``<<`` names in the file's mapping and in that of its classes.
 
-    That is YAML's merge type. A mapping's own keys come before those that it brings in. root: the file's YAML node. Raises DatasetError for a key, or the
-    number of a class, that one mapping gives twice, as one would be lost, and for something else than mappings behind ``<<``.
+    That is YAML's merge type. A mapping's own keys come before those that it brings in. root: the file's YAML node. Raises DatasetError for a
+    key, or the number of a class, that one mapping gives twice, as one would be lost, and for anything but mappings behind ``<<``.
     """
     if root is None or root.id != "mapping":
         return

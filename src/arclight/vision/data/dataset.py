@@ -1,7 +1,8 @@
 """Define detection data sets: images with boxes, and their collated batches.
 
-`DetectionData` (``tasks.detection``) makes the data sets of a ``data.yaml``. Out: images (N, 3, H, W) uint8 or float and targets (M, 6
-or more). Batches are a function of the random state, whatever the number of workers: tests compare them.
+`DetectionData` (``tasks.detection``), ``arclight compare`` and ``demo`` open them. Out: images (N, 3, H, W) uint8 and targets (M, 6 or more).
+A batch is a function of Python's random state, the epoch and the indices, whatever the number of workers: tests compare them. An option goes
+into the class and, if recipes have it, into ``tasks.settings``.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ T = TypeVar("T")
 __all__ = ["DataSpec", "DatasetError", "DatasetReport", "DetectionDataset", "Sample", "collate", "read_data_yaml"]
 
 MASK_STRIDE = 4
-"""Pixels of the square per cell of masks."""
+"""Pixels of the square per cell of masks; the default ``stride`` of ``results.masks.Masks.from_prototypes``."""
 RECENT_BYTES = 128 * 2**20
-"""Decoded training images that each process keeps from batch to batch."""
+"""Most bytes of decoded training images that each process keeps from batch to batch, without ``cache``."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def collate(samples: Sequence[Sample]) -> dict[str, Any]:
 def draw_masks(outlines: Sequence[Points], size: int) -> Tensor:
     """Draw outlines (k, 2) as an int16 overlap mask (size / 4, size / 4), numbered from 1.
 
-    ``size``: side of the square image in pixels. If several lie, the smallest is seen: it is the one in front, or it
+    ``size``: side of the square image in pixels. Where several overlap, the smallest is drawn: it must be in front, or it
     could not be seen at all.
     """
     canvas = np.zeros((size, size), np.int16)
@@ -158,7 +159,7 @@ class DetectionDataset(Dataset[Sample]):
     """Images with boxes: letterboxed, or with ``augment`` changed at random for training.
 
     images: files. labels: per image (n, 5) rows ``class, cx, cy, w, h`` in [0, 1], as ``check_labels`` gives them.
-    epochs: length of the run, the last one perhaps in part, so that its last share (``augment.close_mosaic``) sees whole images; see ``set_epoch``.
+    epochs: length of the run, the last one perhaps in part, whose last share (``augment.close_mosaic``) has no mosaics; see ``set_epoch``.
     cache: keep all training images decoded in memory, at the size of the input. disk_cache: keep them in files of this folder, which
     are there again at the next start; an image that has changed since is decoded again.
     names: of the classes, for what ``augment`` says about them. multi_scale: each training batch has a side of its own, within this

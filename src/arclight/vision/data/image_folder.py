@@ -1,7 +1,7 @@
 """Define image classification data sets, one folder per class, and their collated batches.
 
-The classification task makes these data sets of a folder. Out: images (N, 3, H, W) and class numbers; a batch is a function of the
-random state, whatever the number of workers.
+`ClassificationData` (``tasks.classification``) opens them. Out: images (N, 3, S, S) uint8 and class numbers. A batch is a function of
+Python's random state and the indices, whatever the number of workers. Classes are numbered by their sorted names, which checkpoints keep.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ cv2 = require("cv2", extra="vision")
 log = logging.getLogger(__name__)
 
 SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-"""Folders in which a split is looked for."""
+"""Folders in which a split is looked for, in order."""
 MAX_SUBSTITUTES = 10
+"""Random crops that are drawn until one fits into the image; then its middle square is taken."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Read headers of image files before decoding: format, size, orientation, completeness.
 
-`images` and the data sets call this before any decoder. Only the formats named here are passed to a decoder, and none before its size is
-known, so that a small file that claims to be huge costs nothing. Every reader takes the file's bytes (or a memory map, of which it touches
-a few pages) and trusts no length or offset that it has not compared with the file's own length.
+`images` calls this before any decoder, `labels`, `dataset`, `image_folder` and ``formats.annotations`` for sizes. Only the formats named here
+reach a decoder, and none before its size is known, so that a small file that claims to be huge costs nothing. Every reader takes the
+file's bytes (or a memory map, of which it usually touches a few pages) and trusts no length or offset without comparing it with the file's
+own length. A new format goes into `_READERS` and ``images.SUFFIXES``.
 """
 
 from __future__ import annotations

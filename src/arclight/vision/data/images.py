@@ -1,7 +1,8 @@
-"""Decode image bytes to RGB arrays: one function for data sets, predictions and uploads.
+"""Decode image bytes to RGB arrays, in one way for data sets, predictions and uploads.
 
-Everything in ``vision`` that reads an image file goes through here, and the server too: training, validation and serving see the same
-pixels. Files and bytes come in, RGB uint8 (height, width, 3) goes out, or ImageError. A change of the result changes what models see.
+Everything in ``vision`` that reads an image file goes through here, and the server's detection too: training, validation and serving see the
+same pixels (large JPEGs of training images at a reduced size). Files and bytes come in, RGB uint8 (height, width, 3) goes out, or
+ImageError. A change of the result changes what models see.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ Image = NDArray[np.uint8]
 """RGB, (height, width, 3)."""
 
 MAX_PIXELS = 50_000_000
+"""Largest image that is decoded by default, in pixels."""
 
 _READ = (".jpg", ".jpeg", ".jfif", ".mpo", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 SUFFIXES = (*_READ, ".heic", ".avif", ".jp2")

@@ -1,7 +1,7 @@
 """Read, check and cache labels in YOLO format; report and skip faulty lines.
 
-Data sets, the lint and converters read labels through this. The format is YOLO's; a change of what is cached needs a new
-`CACHE_FORMAT`.
+`dataset`, `lint`, ``formats.annotations`` and ``arclight data`` read labels by `check_labels`. The format of rows and the place of label
+files (`label_path`) are YOLO's and must stay; a change of what is cached needs a new `CACHE_FORMAT`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from arclight.vision.data.images import MAX_PIXELS
 from arclight.vision.rotated import refusal_of_quadrilateral, smallest_rectangles
 
 TOLERANCE = 1e-3
-"""Coordinates this far outside [0, 1] come from rounding: they are clipped; others are malformed."""
+"""Coordinates up to this far outside [0, 1] come from rounding and are clipped; beyond it a row is malformed."""
 
 CACHE_FORMAT = 3
 
@@ -37,13 +37,13 @@ Points = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class KeypointShape:
-    """Number the keypoints behind each box, as ``kpt_shape`` and ``flip_idx`` of a data.yaml do."""
+    """Shape of the keypoints behind each box: ``kpt_shape`` and ``flip_idx`` of a data.yaml."""
 
     count: int
     dims: int
     """Numbers of each: 2 for x y, 3 for x y v, v being 0 (not labelled), 1 (hidden) or 2 (seen)."""
     flip: tuple[int, ...] | None = None
-    """Number of the keypoint that each becomes in a mirror; None if images have no mirror image."""
+    """Number of the keypoint that each becomes in a mirror; None if the file does not say, and images are not mirrored."""
     hulled: bool = False
     """Whether the keypoints are four corners. The box is their hull if all four are labelled."""
 
@@ -55,7 +55,7 @@ TaskGeometry = Literal["boxes", "polygons", "keypoints", "corners", "oriented"]
 """What a task learns from rows of labels: boxes, of which every row has one, polygons alone, boxes with keypoints, boxes around four
 corners, or oriented boxes."""
 Geometry = TaskGeometry | KeypointShape
-"""What rows of labels are read as: boxes, of which a polygon has one, polygons alone, boxes with keypoints, or four corners each."""
+"""What rows of labels are read as: a `TaskGeometry`, or boxes with keypoints of a `KeypointShape` behind them."""
 
 
 class DatasetError(ValueError):
@@ -351,8 +351,8 @@ def check_labels(
 ) -> LabelledImages:
     """Read the labels of ``images`` and check the images themselves by their headers and ends.
 
-    With ``cache`` the result is kept in ``<name>.cache.npz`` beside the folder of labels, or in it if the images are there
-    too (a plain NumPy archive, nothing pickled), and used again until a file's name, size or time of change differs; where
+    With ``cache`` the result is kept in ``<name>.cache.npz`` (``<name>.<geometry>.cache.npz`` unless boxes) beside the folder of labels, or
+    in it if the images are there too (a plain NumPy archive, nothing pickled), and used again until a file's name, size or time of change differs; where
     that folder cannot be written the result is computed each time, with a warning. Images without boxes are background, be it
     all of them. Raises DatasetError if nothing usable is found: no image, no label file, or no row that can be read.
     """

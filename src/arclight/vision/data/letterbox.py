@@ -1,7 +1,7 @@
 """Letterbox an image into a square, keeping its aspect ratio, and map boxes back.
 
-`dataset` letterboxes images of a data set, ``vision.tasks.processing`` those to predict, also for exported programs, and maps boxes back.
-Rounding and grey must stay, or trained models and old programs see other pixels.
+`dataset` letterboxes images of validation, ``tasks.processing`` those to predict, also for exported programs, and maps boxes back; `augment`
+fills with the same grey. Rounding and grey must stay, or trained models and old programs see other pixels.
 """
 
 from __future__ import annotations

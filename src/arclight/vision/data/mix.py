@@ -1,6 +1,7 @@
 """Mix training images of further data sets into each epoch, each with a weight.
 
-No torch or OpenCV here: a recipe is read without them.
+Tables ``mix`` of a recipe (``tasks.settings``) are `MixedData`, whose field names must stay; `dataset` maps the places of an epoch to images by
+`EpochMix`, whose random orders must stay, or resumed runs see other images. No torch or OpenCV here: a recipe is read without them.
 """
 
 from __future__ import annotations

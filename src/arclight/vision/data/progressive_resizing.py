@@ -1,7 +1,7 @@
-"""Define settings of progressive resizing, without importing torch.
+"""Define the settings of progressive resizing, without importing torch.
 
-The recipe's table of this name (``tasks.settings``); ``data.dataset`` calls `scale` for each epoch's image size. Field names are recipe
-keys and stay.
+The table ``progressive_resizing`` of a recipe (``tasks.settings``) is one; ``data.dataset`` calls `scale` for the image size of each epoch.
+Field names are recipe keys and stay.
 """
 
 from __future__ import annotations

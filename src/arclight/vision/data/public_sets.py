@@ -1,8 +1,8 @@
 """Describe public data sets: classes, layout, addresses and checksums.
 
-Nothing is ever fetched: the shell commands to do so are printed. The facts are in public_sets.json: layouts and classes
-are those that YOLOv5 trains on, addresses are the publishers' own where they have one, and checksums are those on which
-independent projects agree. One that is not known is null.
+``arclight data sets`` calls this. Nothing is ever fetched: it prints the shell commands to do so. The facts are in public_sets.json: layouts and
+classes are those that YOLOv5 trains on, addresses are the publishers' own where they have one, and checksums are those on which
+independent projects agree, null if none is known. A new data set is an entry of that file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PublicSet:
     """``path``, and each split's place in it."""
     files: tuple[Archive, ...]
     by_hand: str | None
-    """Page to fetch it from, where that takes an account or several hundred files."""
+    """Page to fetch it from by hand, if that takes an account or several hundred files."""
     then: str
     """Remarks on what is left to do."""
     names: tuple[str, ...]

@@ -1,7 +1,8 @@
 """Group images of similar aspect ratios into rectangular batches with little padding.
 
 The data module of detection gives its training loader an `AspectOrder` as sampler; `dataset` pads each sample to the frame that its
-`FramedIndex` names. Random numbers come from torch's generator only, so that a resumed run sees the same batches.
+`FramedIndex` names. Random numbers come from torch's generator only, in an order that must stay: a resumed run sees the same batches, and
+checkpoints hold the group size of their epoch.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class FramedIndex(NamedTuple):
 
 
 class BegunEpoch(NamedTuple):
-    """An epoch that was begun with batches of another size."""
+    """An epoch that was begun before the run was resumed, perhaps with batches of another size."""
 
     epoch: int
     group: int
-    """Samples that are grouped in it."""
+    """Samples of each group of like aspect ratios in it."""
 
 
 def scaled_sides(shapes: ArrayLike, size: int) -> NDArray[np.int64]:
@@ -56,8 +57,8 @@ def smallest_frame(shapes: ArrayLike, size: int, stride: int) -> Frame:
 class AspectOrder(Sampler[FramedIndex]):
     """Sample training images in batches of similar aspect ratios, over all ranks together.
 
-    Which of them share a batch, and the order of batches, change with each epoch; what the last batch lacks is left to images drawn
-    at random, so that ``drop_last`` drops no shape more often than others. Draws from torch's generator.
+    Which of them share a batch, and the order of batches, change with each epoch. Images beyond the last full batch are drawn at random and
+    come last, so that ``drop_last`` drops no shape more often than others. Draws from torch's generator.
 
     shapes: gives (height, width) of the sample at each place of an epoch. batch: samples of a step on all ranks. sides: lengths of the
     longer side, of which each batch draws one. begun: an epoch that was begun with another number of samples per batch. A run that
@@ -85,7 +86,7 @@ class AspectOrder(Sampler[FramedIndex]):
 
     @property
     def group(self) -> int:
-        """Return the number of samples that are grouped in this epoch."""
+        """Return the number of samples of a group of like aspect ratios in this epoch."""
         return self._begun.group if self._begun is not None and self._begun.epoch == self.epoch else self.batch
 
     def __len__(self) -> int:

@@ -1,7 +1,8 @@
 """Split the images of a data set among the sites of a federation.
 
 ``partition`` of a federated recipe gives each site's task a `SiteShare`; `dataset` keeps the images that its `SiteSplit` picks. Every
-site works out its share by itself: it must follow from settings and data set alone, the same on every machine.
+site works out its share by itself: it must follow from settings and data set alone, the same on every machine. A change of it moves images
+between the sites of running federations. ``qris.scenes.generate`` writes `MERCHANT_LIST`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Merchant:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteShare(Numbered):
-    """One site's share of the training and validation images."""
+    """One site's share of the images of each split."""
 
     partition: Merchant | IID | Dirichlet = dataclasses.field(default_factory=IID)
     """Partition of the images."""

@@ -1,7 +1,7 @@
 """Divide images into splits by fraction, keeping those together that belong together.
 
 ``arclight data split`` calls this. A list of images and fractions come in; lists of paths (`write_split_lists`) or copies in class
-folders (`write_class_folders`) go out. The same seed must give the same split; how similar images are found may change.
+folders (`write_class_folders`) go out. The same seed must give the same split of the same images, and a new image should move few others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def split_images(
     one) come into the same split; images without a match are on their own. look_alikes: keep images together that look the same, which
     decodes all of them; else only files of equal bytes. strata: maps image to class; each class is split by these fractions (stratified).
 
-    Large groups are placed first, each in the split that lacks most, so that fractions are met as nearly as groups allow. Raises
+    Large groups are placed first, each in the split that lacks most of its class, so that fractions are met as nearly as groups allow. Raises
     DatasetError for fractions that do not add up, a pattern that is none, and splits that would stay empty.
     """
     if any(not 0 < share <= 1 for share in fractions.values()) or not math.isclose(

@@ -1,7 +1,7 @@
 """Hold annotated images of any format; write them as, or read them from, a YOLO data set.
 
-`coco` and `voc` read into an `AnnotatedSet`, ``arclight data import`` writes it as YOLO files. Shared by formats: a new one adds a
-reader alone.
+`coco` and `voc` read into an `AnnotatedSet`, which ``arclight data import`` writes as YOLO files; ``export`` reads these back for `coco`. A new
+format is a reader beside `coco`, and a branch in ``cli.commands.data``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class AnnotatedSet:
     skipped: list[FileProblem] = field(default_factory=list)
     """Annotations and images that could not be read, and why."""
     passed_over: dict[str, int] = field(default_factory=dict)
-    """What YOLO has no place for, and how many there were: crowds, difficult objects."""
+    """What was left out on purpose, and how many there were: crowds, difficult objects, images in no list."""
     keypoints: KeypointShape | None = None
     """Keypoints that every object has, if any have."""
 

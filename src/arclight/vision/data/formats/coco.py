@@ -1,6 +1,7 @@
-"""Read and write COCO's json: boxes, polygons and run-length masks.
+"""Read and write COCO's json: boxes, polygons, keypoints and run-length masks.
 
-``arclight data import`` and ``export`` call this, by way of `annotations`. Files are untrusted: paths may not leave their folder.
+``arclight data import`` calls `read_coco`, ``export`` `write_coco`; `annotations` is what they read into and write from. Files are untrusted:
+names may not leave their folder, and sizes of masks are checked before memory is taken.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from arclight.vision.data.labels import DatasetError, FileProblem, KeypointShape
 cv2 = require("cv2", extra="vision")
 
 MAX_POINTS = 100_000
-"""Corners of one object's outline."""
+"""Most corners of a polygon."""
 _MAX_SHIFT = 30
 _FINE = 4
-"""Outlines of masks follow the edges of pixels to a fraction of this."""
+"""Factor by which masks are enlarged before they are traced: outlines then lie an eighth of a pixel inside the mask's edge."""
 _MAX_FINE_PIXELS = 4_000_000
 SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 

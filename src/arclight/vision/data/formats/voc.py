@@ -1,6 +1,6 @@
-"""Read Pascal VOC's xml. A document type, which could define entities, is refused.
+"""Read Pascal VOC's xml; refuse document types, which could define entities.
 
-``arclight data import`` calls `read_voc`, by way of `annotations`. Files are untrusted.
+``arclight data import`` calls `read_voc`, which gives the `AnnotatedSet` of `annotations`. Files are untrusted.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def read_voc(
     images: folder of the images. names: the classes, in order; those found, sorted, where not given. keep_difficult: take objects
     marked difficult, too. Without lists all images are train.
 
-    Whole-number coordinates are VOC's: pixels counted from 1, both ends included. In data sets with a 0 or a fraction among them they
+    Coordinates are pixels counted from 1, both ends included, as VOC's own, unless one of the data set is 0 or a fraction: then they
     are edges, as tools of today write them. Raises DatasetError for a source without images; files and objects that cannot be
     read are listed in ``skipped``.
     """

@@ -1,7 +1,8 @@
 """Lint a data set: files, boxes, classes, anchors, duplicate and near-duplicate images.
 
-``arclight data lint`` and ``check`` call `lint`, a fit logs a short form before its first epoch, `mend` and `sheet` read the
-`LintReport`. Names of checks are public; a new check is an entry of `CHECKS`.
+``arclight data lint`` calls `lint`; ``tasks.settings`` logs a short form of it before a detector is trained; `mend` and `sheet` read the
+`LintReport`. Names of checks and keys of `as_dict` are public; a new check is an entry of `CHECKS`, and of ``mend._undecided`` if a person
+must decide.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ _LOG = logging.getLogger("arclight")
 MIN_SIDE_PX = 3.0
 """Boxes with a side below this many pixels at the training size are too small to be learned."""
 NEAR_EQUAL_IOU = 0.9
-"""Overlap above which two boxes of an image are taken for one object labelled twice."""
+"""Overlap from which two boxes of an image are taken for one object labelled twice."""
 UPRIGHT = math.radians(0.5)
-"""Angle up to which an oriented box is upright: rounding turns small boxes by as much."""
+"""Angle (radians) below which an oriented box counts as upright: rounding turns small boxes by as much."""
 COVERING = 0.99
-"""Share of both sides above which a box covers its whole image."""
+"""Share of both sides from which a box covers its whole image."""
 MAX_ANCHOR_RATIO = 4.0
-"""An anchor answers for boxes at most this many times wider, narrower, taller or flatter."""
+"""An anchor is matched with boxes less than this many times wider, narrower, taller or flatter: ``models.anchors.ANCHOR_T``."""
 MIN_ANCHOR_RECALL = 0.98
-"""Share of boxes that some anchor should answer for."""
+"""Share of boxes that some anchor should match: ``models.anchors.GOOD_RECALL``."""
 MIN_CLASS_BOXES = 10
 """Training boxes of a class below which little is learned of it."""
 MAX_IMBALANCE = 100
-"""How many times more boxes the commonest class may have than another."""
+"""How many times as many boxes the commonest class may have as another."""
 
 Severity = Literal["error", "warning", "note"]
 
@@ -107,7 +108,7 @@ class Finding:
     message: str
     split: str = ""
     image: str = ""
-    """The image to look at, where it is not ``path``."""
+    """The image that it is about, if that is not ``path``."""
     other: str = ""
     """The second image of a pair."""
     boxes: tuple[tuple[float, float, float, float], ...] = ()
@@ -132,7 +133,7 @@ class LintReport:
     splits: dict[str, LabelledImages]
     findings: tuple[Finding, ...]
     look_alikes: list[list[tuple[str, Path]]]
-    """Groups of two or more images that look the same, some by way of others: (split, image)."""
+    """Groups of two or more images that look the same, directly or through others: (split, image)."""
     image_size: int
     anchor_recall: float | None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -506,7 +507,7 @@ def _of_classes(spec: DataSpec, splits: dict[str, LabelledImages]) -> Iterator[F
 def best_possible_recall(
     found: LabelledImages, image_size: int, anchors: Anchors, anchor_t: float = MAX_ANCHOR_RATIO
 ) -> float:
-    """Compute the share of a split's boxes that some anchor can answer for at the training size."""
+    """Compute the share of a split's boxes that some anchor can match at the training size."""
     sizes, shapes = sizes_px(found, image_size), np.asarray(anchors, np.float32)
     reached = np.zeros(len(sizes), bool)
     for anchor in shapes:

@@ -1,11 +1,11 @@
 """Find near-duplicate images by perceptual hashes, in near-linear time, cached between runs.
 
-A hash is the sign pattern of an image's lowest frequencies (Zauner 2010, "pHash"): scaling, recompression and a change of
+A hash says which of an image's lowest frequencies are above their median (Zauner 2010, "pHash"): scaling, recompression and a change of
 brightness leave it nearly as it was. Two images are called similar if few bits of their hashes differ and their thumbnails
 correlate; a hash alone finds all sheets of paper alike.
 
-The checks of `arclight.vision.data.lint` and `arclight.vision.data.splitting` (near-duplicates stay in one split) call
-`fingerprint_all`, then `similar_pairs`. A change of what `fingerprint` computes, or of the cached arrays, needs a new `_CACHE_FORMAT`.
+``lint.checks`` and ``data.splitting`` (near-duplicates stay in one split) call `fingerprint_all`, then `similar_pairs`. A change of what
+`fingerprint` computes, or of the cached arrays, needs a new `_CACHE_FORMAT`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def fingerprint(path: Path) -> tuple[int, NDArray[np.uint8], float]:
 def fingerprint_all(
     images: Sequence[Path], cache: Path | None = None, *, only_cached: bool = False, progress: Progress | None = None
 ) -> Fingerprints:
-    """Compute the fingerprints of ``images``; this decodes every image completely.
+    """Compute the fingerprints of ``images``; this decodes every image that is not in the cache.
 
     cache: a file that keeps fingerprints as long as an image's path, size and modification time are the same.
     only_cached: compute none, and return zeros for images that are not in the cache.

@@ -1,7 +1,7 @@
 """Write a repaired copy of a data set, and list each change and what is left to decide.
 
-``arclight data`` calls `mend` with the report of a check. The original is never written; a fault that has several remedies is listed,
-not mended.
+``arclight data lint --fix`` calls `mend` with the report of `lint`. The original is never written; a fault that has several remedies is
+listed, not mended.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from arclight.vision.data.lint.checks import Finding, LintReport
 cv2 = require("cv2", extra="vision")
 
 DROPPED_ROWS = ("repeated-row", "near-equal-box", "malformed-row")
+"""Checks whose rows are left out."""
 REDRAWN = ("exif-turn", "odd-image")
+"""Checks whose images are written again."""
 JPEG_QUALITY = 97
 CHANGES = "changes.txt"
+"""File of the copy that lists all changes."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,11 @@ class MendReport:
 def mend(report: LintReport, to: Path) -> MendReport:
     """Copy the data set of ``report`` into the new folder ``to``, repairing unambiguous faults.
 
-    Left out: images that cannot be read, rows that cannot be read or repeat another one (outlines: all of their corners), images of train that are in val or
-    test too, second copies of equal files with equal boxes, label files without an image. Rewritten as 8-bit RGB: images
-    that EXIF turns, of 16 bits, CMYK, with transparency or several pictures. Everything else is copied byte for byte; the
-    original is never touched. Raises DatasetError if ``to`` holds something, lies in the data set, or nothing would be left.
+    Left out: images that cannot be read; images that look like one of a later split (of train, val, test); second copies of equal files
+    with equal boxes; rows that cannot be read, or whose box all but equals another one (a polygon only if it repeats a row); label files
+    without an image. Rewritten as 8-bit RGB: images that EXIF turns, of 16 bits, CMYK, with transparency, several pictures or one pixel.
+    Other images are copied byte for byte and other rows as they are; the original is never touched. Raises DatasetError if ``to`` holds
+    something, lies in the data set, or if no image of a split would be left.
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise DatasetError(f"{to} holds something already; name a folder that is empty or does not exist")

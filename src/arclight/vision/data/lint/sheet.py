@@ -1,6 +1,6 @@
 """Write the findings of a data set lint as one self-contained HTML page.
 
-It is what ``arclight data lint --sheet FILE`` writes.
+``arclight data lint --sheet FILE`` calls `write_sheet`. Nothing reads the page back: its layout is free.
 """
 
 from __future__ import annotations
