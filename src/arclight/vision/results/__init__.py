@@ -1,4 +1,4 @@
-"""Results of vision models: predictions, their scores, and plots of both.
+"""Hold the predictions of vision models; score, draw, write and compare them.
 
 `detections` are the boxes of one photo, whatever produced them, with their `masks` if they have any; `image_class` is the prediction of
 a classifier. `metrics` scores many of them against the truth (`pose_metrics` keypoints, `obb_metrics` rotated boxes), and `records` keeps

@@ -1,7 +1,7 @@
 """Analyse a detector's results: scores by object size, TIDE errors, calibration, timing.
 
-`arclight.vision.results.validation_page` shows the results, `arclight.vision.results.comparison` and ``arclight compare`` use parts of
-them. Thresholds are those of COCO and TIDE: a change makes the numbers incomparable with published ones.
+`validation_page` shows all of it, `comparison` parts; `Detector` and ``arclight compare`` measure `stage_times`. Sizes and IoU thresholds are
+those of COCO and TIDE: a change makes the numbers incomparable with published ones.
 
 Shapes: C classes, T = 10 IoU thresholds, k predictions and m true boxes of an image.
 """
@@ -49,7 +49,7 @@ FOREGROUND_IOU, BACKGROUND_IOU = 0.5, 0.1
 
 CALIBRATION_BINS = 10
 CALIBRATION_FLOOR = 0.05
-"""Smallest confidence that calibration counts: the many boxes below are noise, and would hide the error of the others."""
+"""Smallest confidence that calibration counts: the many boxes below it are noise, and would hide the error of the others."""
 
 
 # -- by size -----------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def overlap(predicted: Floats, true: Floats) -> Floats:
 
 
 class ImageErrors(NamedTuple):
-    """Errors in one image. Predictions that do not count (over 100 of their class) are left out."""
+    """Errors in one image, without predictions beyond `MAX_DETECTIONS` of their class."""
 
     predicted: Floats
     """(k, 6) the predictions, most confident first."""

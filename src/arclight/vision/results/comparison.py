@@ -1,6 +1,7 @@
 """Compare two detectors on the same images, with bootstrap intervals, and write a page.
 
-``arclight compare`` calls it for detectors. Intervals are seeded: the same results give the same page.
+``arclight compare`` calls `compare`, `write_comparison` and `as_json` for detectors. Resampling is seeded: the same records give the same
+intervals. Keys of `as_json` stay; the page's layout is free.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _CELLS = 2_000_000  # numbers held at a time
 
 
 class Interval(NamedTuple):
-    """Score of two detectors, and the 95 % confidence interval of its difference."""
+    """Score of detectors a and b, and the 95 % confidence interval of the difference ``b - a``."""
 
     a: float
     b: float
@@ -64,7 +65,7 @@ class Interval(NamedTuple):
 
     @property
     def certain(self) -> bool:
-        """Return True if the range leaves out zero."""
+        """Return True if the interval does not contain 0."""
         return self.low > 0 or self.high < 0
 
 
@@ -281,7 +282,7 @@ def write_comparison(
 
 
 def as_json(found: Comparison, a: Evaluated, b: Evaluated, names: Sequence[str]) -> dict[str, Any]:
-    """Collect the numbers of a comparison for programs; what there is none of is None."""
+    """Collect the numbers of a comparison for programs; one that is NaN or infinite is None."""
 
     def interval(one: Interval | None) -> dict[str, float | None] | None:
         if one is None:

@@ -1,7 +1,8 @@
 """Hold one image's detections, from a module, an exported program or a server alike.
 
-Detectors, programs and the server return these; ``inference``, `tracking` and ``qris`` take them. Attribute names are public; objects
-are never changed after they are made.
+``tasks.processing`` makes these of a network's output, for modules, programs and the server; ``inference``, ``tracking`` and ``qris`` take
+them. Attribute names are public, and so are the keys of `Detections.to_json` (in files) and the columns of its other forms. Objects are
+never changed after they are made.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Draw boxes, masks and keypoints on RGB uint8 images (height, width, 3), and tile images.
 
-`Detections`, plots and pages draw with these. The input image is never changed; colours and sizes are free.
+`detections`, `image_class`, `plots`, `validation_page` and `writers` draw with these. Images are copied, not changed, but for `draw_shape`.
+Colours and sizes are free; the page of a validation names colours by their number in `PALETTE`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PALETTE: tuple[Colour, ...] = (
 """Colours of classes, RGB; each stands out on photographs and carries white or black text."""
 
 GROUND: Colour = (26, 28, 31)
-"""Behind the images of a grid."""
+"""Colour behind the images of a grid, and of lines and zones."""
 
 
 def draw_boxes(
@@ -167,7 +168,7 @@ def grid(
 
 
 def _write_below(canvas: Image, text: str, left: int, top: int, width: int) -> None:
-    """Write ``text`` in a line of 20 pixels, the end of it where it is too long."""
+    """Write ``text`` in a line of 20 pixels; of a longer one its end."""
     font, scale = cv2.FONT_HERSHEY_SIMPLEX, 0.42
     text = text.encode("ascii", "replace").decode()
     while len(text) > 4 and cv2.getTextSize(text, font, scale, 1)[0][0] > width:

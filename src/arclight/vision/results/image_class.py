@@ -1,7 +1,7 @@
 """Hold the classes of one image, likeliest first.
 
-`Classifier.predict` returns a `Classification` for each photo; `writers` writes it to files. Names follow YOLOv5's results (``probs``,
-``top1``, ``to_txt``) and stay, as do the keys of `Classification.to_json`.
+`Classifier.predict` and programs return a `Classification` for each photo; `writers` writes it to files. Names follow YOLOv5's results
+(``probs``, ``top1``, ``to_txt``) and stay, as do the keys of `Classification.to_json`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 SHOWN = 5
-"""Classes that are listed of an image, likeliest first."""
+"""Most classes that are listed of an image; also the 5 of top-5 accuracy."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,13 +19,11 @@ from arclight.vision.results.detections import Detections
 from arclight.vision.results.writers import Labels, PlainWriter, Prediction
 
 DOUBT_FLOOR = 0.05
-"""Less confident boxes are noise: they say nothing of what a detector has yet to learn."""
+"""Least confidence of boxes that count in `uncertainty`; less confident ones are noise."""
 
 
 def uncertainty(found: Detections) -> float:
     """Sum the binary entropy, in bits, of the confidences of at least 0.05.
-
-    It is the expected value of labelling the image.
 
     A box of confidence 0.5 counts 1, one of 0.99 or 0.05 little; an image with many doubtful boxes comes before one with few.
     Entropy sampling (Settles 2009, "Active Learning Literature Survey", section 3.1), summed over the boxes of an image

@@ -1,9 +1,10 @@
-"""Hold the instance masks of one image: from prototypes or outlines, compared, as polygons.
+"""Hold the instance masks of one image: build, compare and outline them.
 
 A mask is kept as the part of the image in which it may be (a bitmap and its corner): a hundred objects of a photo take the
 memory of their boxes, not of a hundred photos.
 
-`Detections` holds one, post-processing makes it, metrics, plots and `draw` read it.
+`Detections` holds one, ``tasks.processing`` makes it of prototypes, `metrics` of outlines too; `plots` and `draw` read it. Pixels of a mask
+decide scores, which a test compares with pycocotools.
 """
 
 from __future__ import annotations

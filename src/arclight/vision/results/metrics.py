@@ -1,8 +1,8 @@
 """Compute validation metrics: COCO's average precision, confusion, top-1 and top-5.
 
-The numbers are those of pycocotools for boxes (no crowd regions) on the same detections, which a test compares to: the constants
-and the rules of `assign` and `precision_at_recall` are COCO's. Tasks (`arclight.vision.tasks`) add the batches of a validation to a
-``...Metrics`` object and log what its ``compute()`` returns.
+The numbers are those of pycocotools for boxes (no crowd regions) on the same detections, which a test compares to: `IOU_THRESHOLDS`,
+`RECALL_GRID`, `MAX_DETECTIONS` and the rules of `assign` and `precision_at_recall` are COCO's. ``tasks.module`` (`VisionModule`, `evaluate`)
+adds the batches of a validation to a ``...Metrics`` object and logs what its ``compute()`` returns; `analysis`, `comparison` and `plots` read it. Names of `summary` are public.
 
 Shapes: C classes, T = 10 IoU thresholds, k predictions and m true boxes of an image.
 """
@@ -34,9 +34,9 @@ CONFIDENCE_GRID: Floats = np.linspace(0, 1, 1001)
 MAX_DETECTIONS = 100
 """Most predictions of a class in an image that count, most confident first (COCO)."""
 CONFUSION_CONFIDENCE, CONFUSION_IOU = 0.25, 0.45
-"""Thresholds of the confusion matrix."""
+"""Confidence above which the confusion matrix counts predictions, and IoU above which it matches them (YOLOv5's)."""
 CONFIDENCE_FLOOR = 0.001
-"""Smallest confidence that counts in average precision, as COCO's protocol has it."""
+"""Confidence above which predictions are scored (YOLOv5's): lower ones cost time, and hardly change average precision."""
 EVALUATION_IOU = 0.6
 """IoU above which non-maximum suppression drops the less confident of two boxes of a class before scoring."""
 

@@ -1,7 +1,7 @@
 """Score rotated boxes: average precision by their exact overlap.
 
-The task of rotated boxes (``vision.tasks.detection``) and `deployment`, for programs, score by this. A rotated box is centre, width,
-height and angle; results have the form of `DetectionMetrics`.
+`OrientedDetector` (``tasks.detection``) scores by this, and ``tasks.deployment`` its programs. A rotated box is xywhr, see ``vision.rotated``;
+results have the form of `DetectionMetrics`.
 """
 
 from __future__ import annotations

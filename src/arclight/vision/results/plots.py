@@ -1,7 +1,8 @@
 """Plot the results of a vision task for the run's report: charts and sample predictions.
 
-Vision tasks add the callback `DetectionPlots`, which writes into the run's ``plots``; validation pages reuse the curves. Nothing reads
-the files back: layout is free.
+`VisionModule` (``tasks.module``) adds the callback `DetectionPlots`, whatever its task; ``write_charts`` of each task draws by these, and
+`validation_page` reuses the curves. They go into the run's ``plots`` with their captions (captions.json), which the report reads. The pictures'
+layout is free.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ if TYPE_CHECKING:
 cv2 = require("cv2", extra="vision")
 
 SAMPLES = 12
-"""Validation photos shown with their predictions."""
+"""Most validation photos shown with their predictions."""
 BATCH_IMAGES = 16
-"""Images of a training batch that are shown."""
+"""Most images of a training batch that are shown."""
 BATCH_SIDE = 320
 """Longer side of each, pixels."""
 
@@ -175,7 +176,7 @@ def _labelled(image: Image, rows: Floats, names: Sequence[str], head: str, mask:
 
 
 def write_charts(results: DetectionResults, names: Sequence[str], folder: Path, of: str = "boxes") -> dict[str, str]:
-    """Write the charts of ``results`` into ``folder``; gives the caption of each file."""
+    """Write the charts of ``results`` into ``folder``; return the caption of each file."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "pr_curve.svg", pr_curve(results, names), durable=False)
     replace_text(folder / "confusion_matrix.svg", confusion_matrix(results, names), durable=False)

@@ -1,7 +1,7 @@
 """Compute pose metrics: average precision by object keypoint similarity, and of the boxes.
 
-The pose task (``vision.tasks.detection``) and `deployment`, for programs, score by this. Numbers must stay those of pycocotools, and
-``state_dict`` must merge over processes to the numbers of one process.
+`PoseEstimator` and `CornerDetector` (``tasks.detection``) score by this, and ``tasks.deployment`` their programs. Numbers of keypoints that are
+not cyclic must stay those of pycocotools, and ``state_dict`` must merge over processes to the numbers of one process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PoseMetrics:
     """Metrics of boxes and keypoints, as `DetectionMetrics` has them for boxes.
 
     The numbers for keypoints are those of pycocotools on the same detections: overlap is object keypoint similarity, and objects
-    without any labelled keypoint count neither as found nor as missed. An object's area is 0.53 of its box's where none is given.
+    without any labelled keypoint count neither as found nor as missed. An object's area is 0.53 of its box's if none is given.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class PoseMetrics:
         """Add the keypoints of one image: k found (k, K, 2) and m true ones (m, K, 2).
 
         Both with their classes, those found with confidences; true keypoints are NaN if not labelled.
-        ``true_boxes``: (m, 4) xyxy; ``areas``: (m,) of the true objects, where an outline says them.
+        ``true_boxes``: (m, 4) xyxy; ``areas``: (m,) of the true objects; `AREA_SHARE` of their boxes' if not given.
         """
         score, label, truth, found, true, boxes = (
             np.asarray(array, np.float64) for array in (conf, cls, true_cls, points, true_points, true_boxes)

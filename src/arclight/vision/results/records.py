@@ -1,7 +1,7 @@
 """Record each image's detections and true boxes, for an analysis beyond the scores.
 
-`Detector` and ``arclight compare`` wrap their metrics in `RecordingMetrics`; `analysis` and the pages read the `ImageRecord` of each
-image. Records travel between ranks: plain arrays only.
+`Detector.keep_records` and ``arclight compare`` take `RecordingMetrics` in place of `DetectionMetrics`; `analysis` and the pages read the
+`ImageRecord` of each image. Records are sent between ranks, as plain arrays and paths.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write a detector's validation as one self-contained HTML page.
 
-``arclight validate`` calls `write_validation`. In: `DetectionResults`; out: the page, and its numbers for ``--json``. Keys of the
-numbers are public; the layout is free. The comparison of two models reuses `marked_image`.
+``arclight validate`` calls `write_validation`. In: `DetectionResults`; out: the page, and its numbers for ``validate.json`` and ``--json``. Keys
+of the numbers are public (`labelling` reads the thresholds); the layout is free. `comparison` reuses `marked_image`.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ from arclight.vision.results.plots import NAMED_CURVES, confusion_matrix, pr_cur
 from arclight.vision.results.records import name_of
 
 WORST = 12
-"""Images shown."""
+"""Most images shown of those with mistakes."""
 SHOWN_SIDE = 640
 """Longer side of an image on the page, pixels."""
 TIMED = 32
-"""Images whose stages of prediction are timed."""
+"""Most images whose stages of prediction are timed."""
 FOUND, FALSE_ALARM, MISSED = 2, 1, 4
 """Colours of boxes, by number in the palette of `draw`: green, orange, magenta."""
 COLOUR_KEYS = '<div class="legend">{}</div>'.format(
@@ -140,7 +140,7 @@ def summary(
     calibration: Calibration,
     stage_ms: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """Collect the numbers of a page for programs; what there is none of is None."""
+    """Collect the numbers of a page for programs; a number that is NaN or infinite is None."""
 
     def number(value: float) -> float | None:
         return float(value) if math.isfinite(value) else None

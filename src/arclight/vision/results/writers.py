@@ -1,8 +1,9 @@
 """Write results of many images as they come: videos, labels, crops, tables and JSON.
 
-``arclight predict`` passes each `Prediction` to all writers that were asked for. Memory stays bounded. Each writer is a context: a file
-gets its final name when the context ends, after an interrupt too, with what was written so far. After an error an older file of that name
-stays as it was. The video of a file gets its name when the next video begins.
+``arclight predict`` passes each `Prediction` to all writers that were asked for; each is a context. `JsonFile`, `CsvFile` and videos get their
+final name when the context ends, after an interrupt too, with what was written so far; after an error an older file of that name stays as it
+was. The video of a file gets its name as soon as the next video begins. JSON lines grow in place; images and labels are written one by one.
+Keys, columns and file names stay: other programs read them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from arclight.vision.tracking.counting import Count, ZoneCount
 cv2 = require("cv2", extra="vision")
 
 DEFAULT_FPS = 25.0
-"""Frames per second of a written video whose source says none."""
+"""Frames per second of a written video whose source does not state them."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ class Prediction:
     index: int | None
     """Number of the frame in its video or stream; None for images."""
     fps: float | None
-    """Frames per second at which the frames that are looked at follow one another; None if it is not known."""
+    """Frames per second of the frames that are predicted on, after any stride; None if it is not known."""
     image: Image
     found: Detections | Classification
     counts: tuple[Count, ...] = ()
     """Lines and zones, with what was counted in this source until this image."""
     candidates: Detections | None = None
-    """The objects, and doubtful ones beside them, where they were asked for."""
+    """The objects, and doubtful ones beside them, if these were asked for."""
 
     @property
     def doubtful(self) -> Detections:
@@ -69,7 +70,7 @@ class Prediction:
 class Names:
     """Give images unique names.
 
-    It remembers a number for each source, and not one for each frame.
+    It remembers a few words for each source, not for each frame.
     """
 
     def __init__(self) -> None:
