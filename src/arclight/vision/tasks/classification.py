@@ -1,7 +1,8 @@
 """Define the Module, DataModule and processing of image classification.
 
 A recipe of kind ``classification`` (`ClassificationTask`) builds these classes; users take `Classifier` from ``arclight.vision``.
-Training and validation run through `VisionModule`; an exported program has the same processing. Parameter names are in checkpoints.
+Training and validation run through `VisionModule`; an exported program has the same processing. Parameter names are in checkpoints, the
+name of `ClassificationProcessing` and its fields in programs: they stay.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Classifier(VisionModule):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationProcessing:
-    """The middle square before, names after."""
+    """Processing of classification: the middle square of each photo before, class names after."""
 
     names: list[str]
     """Class names, by number."""

@@ -1,7 +1,8 @@
 """Export the trained model of a vision task as programs; evaluate a program on data.
 
-``arclight demo`` exports and scores by this, ``arclight compare`` opens evaluations by `evaluation_of`. Photos are preprocessed as in
-training, so that a program is verified on what it will get.
+``arclight demo`` exports and scores by this, ``arclight compare`` opens evaluations of two programs by `evaluation_of` (``arclight export`` goes
+through `VisionModule.configure_deployment`). Photos are preprocessed as in validation, so that a program is verified on what it will get.
+A new task needs an entry in `_TASKS` and `_SCORED`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Define Modules and DataModules of detection, masks, keypoints, corners and rotated boxes.
 
-`Detector` and its kin are public; a recipe's ``[task]`` builds them (`settings`). The Trainer calls the steps, ``predict`` and the
-server ``detect``. Names of weights are YOLOv5's and in published checkpoints.
+`Detector` and its subclasses are public; a recipe's ``[task]`` builds them (`settings`). The Trainer calls the steps of `VisionModule`,
+``arclight predict`` its ``predict``. Names of weights are YOLOv5's and in checkpoints; ``order_group`` and ``order_epoch`` of `DetectionData`
+are, too.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from arclight.vision.tasks.settings import CornersTask, DetectionTask, OrientedD
 
 _LOG = logging.getLogger("arclight")
 _MOST = 2**31 - 1
-"""No run has more epochs, or images per step."""
+"""Largest epoch, and largest number of images per step, that is accepted from a checkpoint."""
 ProcessingT = TypeVar("ProcessingT", bound=DetectionProcessing)
 
 
@@ -153,7 +154,7 @@ class Detector(VisionModule):
 
     @functools.cached_property
     def one_to_one(self) -> bool:
-        """True for a network that names an object once: its boxes need no suppression.
+        """True for a network that predicts each object once: its boxes need no suppression.
 
         Read once, of the whole network: a stage of a pipeline need not hold the head.
         """
@@ -287,7 +288,7 @@ class Detector(VisionModule):
         return np.concatenate([labels[:, 3:5] for labels in dataset.labels])
 
     def _fit_anchors(self, sizes_px: Tensor) -> None:
-        """Set the anchors as the settings say, for boxes (n, 2), and log how many boxes they reach."""
+        """Set the anchors as the settings say, for boxes (n, 2), and log the share that they match."""
         s, anchors = self.settings, self.model.anchors
         strides = torch.tensor(self.model.stride, dtype=anchors.dtype).view(-1, 1, 1)
         before = (anchors * strides).view(-1, 2)

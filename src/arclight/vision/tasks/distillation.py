@@ -1,9 +1,10 @@
 """Distil a trained network into another: a frozen teacher, and the losses by its outputs.
 
 The outputs of both are compared before they are decoded, position by position, so they must mean the same: classes, input size,
-levels and anchors. Divergences are 0 where both say the same, whatever they say.
+levels and anchors. Divergences are 0 where both logits are equal, whatever they are.
 
-`Detector` and `Classifier` add these losses if their settings name a teacher. A teacher's weights are in no checkpoint; its digest is.
+`VisionModule` opens a teacher and adds the loss that `Detector` and `Classifier` compute by these, if the settings name one; it finds weights by
+`checkpoint_at`, too. A teacher's weights are in no checkpoint; its digest is, so what it hashes must stay.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ def refuse(path: Path, what: str, given: object, wanted: object) -> None:
 
 
 def checkpoint_at(path: Path, setting: str, failure: type[Exception]) -> Path:
-    """Return ``path``, or the best checkpoint of the run folder that it is.
+    """Return ``path``, or the best checkpoint of a run folder, the newest if none was ranked.
 
-    The newest if none was ranked; ``failure`` names the ``setting``.
+    Raises ``failure``, naming the ``setting``, if there is none.
     """
     if not path.exists():
         raise failure(f"{setting} = {path}: there is nothing of that name, give a checkpoint or a run")
@@ -113,9 +114,8 @@ def checkpoint_at(path: Path, setting: str, failure: type[Exception]) -> Path:
 def anchored_distillation(
     raw: Sequence[Tensor], taught: Sequence[Tensor], anchors: Tensor, gains: Gains
 ) -> tuple[Tensor, Tensor]:
-    """Return the distillation loss of logits ``raw`` from ``taught``, and its logged part.
+    """Return the distillation loss of logits ``raw`` from ``taught``, and its part, detached.
 
-    That part is detached.
     raw, taught: per level (N, k, H_l, W_l, 5 + C). anchors: (levels, k, 2) in cells. Objectness: the divergence, a mean over all positions,
     levels weighted as by `level_balance`. Box: 1 - complete IoU; class: the divergence, a mean over classes, none for a single class;
     both weighted by the teacher's objectness (Mehta and Ozturk 2018), so that its background teaches no boxes. Gains and scale are those

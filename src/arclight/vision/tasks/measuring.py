@@ -1,8 +1,7 @@
 """Measure the batch size that fits into memory, and the faster memory format.
 
-What is found is part of a run (docs/decisions/006): checkpoints hold it.
-
-Only `VisionModule` calls it, for ``batch_size = "auto"`` and ``memory_format = "auto"``.
+Only ``tasks.module`` calls it, for ``batch_size = "auto"`` and ``memory_format = "auto"``. What is found is part of a run
+(docs/decisions/006): checkpoints hold it, and a resumed run does not measure again.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from arclight.vision.data.dataset import available_memory
 from arclight.vision.models.yolov5 import Yolo
 
 UNMEASURED = 16
-"""Images per batch where nothing is trained: in validation and testing."""
+"""Images per batch as long as none was measured, as in validation and testing without training."""
 CPU_MARGIN = 2.0
-"""Memory of a step over what it keeps for the backward pass: gradients of maps, and what convolutions unfold."""
+"""Factor from the bytes that a step keeps for the backward pass to its peak: gradients of maps, and what convolutions unfold, come on top."""
 
 
 class BatchSizeError(ValueError):
@@ -37,7 +36,7 @@ class MemoryMeter(Protocol):
     tried: tuple[int, ...]
     """Batches that are measured, ascending; batch norms want more than one value."""
     most: int
-    """Images of a batch at most: larger ones ask for other learning rates."""
+    """Most images of a batch: larger ones need other learning rates."""
     share: float
     """Part of the free memory that a step may take by default."""
     tries_out: bool
@@ -56,7 +55,7 @@ class MemoryMeter(Protocol):
 class CPUMeter:
     """Memory meter of a CPU, which adds up what a step's graph keeps.
 
-    A CPU is no faster with more than 16 images.
+    At most 16 images: a CPU is no faster with more.
     """
 
     tried: tuple[int, ...] = (2, 4)
@@ -244,6 +243,7 @@ def _kept_for_backward(model: Yolo) -> Iterator[dict[int, int]]:
 
 
 REPEATS = 3
+"""Steps that are timed in each memory format; the shortest counts."""
 
 
 def fastest_memory_format(
@@ -251,8 +251,8 @@ def fastest_memory_format(
 ) -> torch.memory_format:
     """Return the memory format in which a training step of ``model`` is faster on its device.
 
-    It is measured under ``context``. The model's weights, statistics, gradients and the random streams are as before
-    when this returns.
+    It is measured under ``context`` on a CPU, and channels last on any other device. The model's weights, statistics, gradients and the
+    random streams are as before when this returns; its mode and memory format are not.
     """
     device = next(model.parameters()).device
     if device.type != "cpu":

@@ -1,9 +1,10 @@
 """Define what every vision task shares: the seam between a task's own rules and the trainer.
 
-A task is a subclass of `VisionModule` that says four things: its network (`architectures` knows the head), its loss, how it
-scores decoded output (`TaskMetrics`) and its ``processing`` from photos to results. Its settings, chosen by ``kind`` in a
+A task (`detection`, `classification`) is a subclass of `VisionModule` that overrides the part marked so: above all its head, its loss, how it
+scores decoded output (`TaskMetrics`) and its ``processing`` from photos to results. Its `settings`, chosen by ``kind`` in a
 recipe, build it with its `VisionData`. Everything else is here, once: weights, layers that are frozen, the memory layout, steps,
-evaluation over all ranks, prediction, checkpoints.
+evaluation over all ranks, prediction, checkpoints. The Trainer calls it, and ``arclight predict``, ``export`` and ``compare``. Hyperparameters
+(settings, names, table) and what `on_save_checkpoint` adds are in checkpoints: they stay.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class VisionModule(Module, abc.ABC):
         self.model.names = self.names
         self.metrics = self._build_metrics()
         self.results: Any = None
-        """Metrics of the newest validation, as the task's metrics compute them."""
+        """Results of the newest validation or test, as the task's metrics compute them."""
         self.memory_format = _FORMATS.get(settings.memory_format)
         self._awaited_weights: Path | None = None
         if settings.weights is not None and settings.weights.exists():
@@ -169,7 +170,7 @@ class VisionModule(Module, abc.ABC):
 
     @abc.abstractmethod
     def write_charts(self, folder: Path) -> dict[str, str]:
-        """Write charts of ``results`` into ``folder``; gives the caption of each file."""
+        """Write charts of ``results`` into ``folder``; return the caption of each file."""
 
     output_names: ClassVar[list[str]]
     """What the outputs of its programs are called."""
@@ -415,7 +416,10 @@ class VisionModule(Module, abc.ABC):
                 group["lr"] = first + (group["initial_lr"] - first) * step / steps
 
     def on_fit_start(self) -> None:
-        """Choose the faster memory format for this machine; a resumed run keeps the first one's."""
+        """Open the teacher, and choose the faster memory format, if it is "auto", for this machine.
+
+        A resumed run keeps the first one's format.
+        """
         self.check_weights()
         if self.settings.teacher is not None:
             if self.trainer.strategy.in_stages:
@@ -831,10 +835,10 @@ class InferenceCopy:
 
 
 def inference_network(model: nn.Module) -> Callable[[Tensor], Any]:
-    """Return what decodes images (N, 3, S, S) in [0, 1] by ``model``: float32 on the CPU.
+    """Return a function from images (N, 3, S, S) in [0, 1] to the decoded output of ``model``.
 
-    That is an `InferenceCopy` of a network. A graph, of a model that is trained with rounding or is quantized, computes with the layers that
-    it was captured with, so nothing can be folded in it: such a model runs itself.
+    Output is float32 on the CPU. The function is an `InferenceCopy` of a network. A graph, of a model that is trained with rounding or is
+    quantized, computes with the layers that it was captured with, so nothing can be folded in it: such a model runs itself.
     """
     return InferenceCopy(model) if isinstance(model, Yolo) else partial(_run_itself, model)
 

@@ -1,7 +1,8 @@
 """Preprocess images to a detector's input, postprocess its output to boxes.
 
-Vision tasks pre- and postprocess by these in training, in ``predict`` and in exported programs, which name the class: names and
-arguments stay. Pixels must be the same by every way.
+`detection` pre- and postprocesses by these in ``predict``, and so do exported programs, which name class and fields: both stay, and pixels
+must be the same by either way. ``arclight predict`` and ``scan`` load programs by the functions at the end; `classification` shares
+`check_photos` and `as_batch`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 PROGRAM_TASKS = ("detect", "segment", "pose", "corners", "obb", "classify")
-"""What the programs of vision tasks say of themselves."""
+"""Values of ``task`` in the metadata of programs of vision tasks."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def as_batch(squares: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionProcessing:
-    """Letterbox before, non-maximum suppression after."""
+    """Processing of detection: letterbox before, non-maximum suppression after."""
 
     names: list[str]
     """Class names, by number."""
@@ -67,7 +68,7 @@ class DetectionProcessing:
     conf_threshold: float = 0.25
     """Smallest confidence kept, in [0, 1]."""
     iou_threshold: float | None = 0.45
-    """IoU threshold of non-maximum suppression, in [0, 1]; None for networks that name an object once."""
+    """IoU threshold of non-maximum suppression, in [0, 1]; None for networks that predict each object once."""
     max_det: int = MAX_DET
     """Most boxes per photo."""
     agnostic: bool = False
@@ -131,14 +132,14 @@ class SegmentationProcessing(DetectionProcessing):
 
 @dataclass(frozen=True, kw_only=True)
 class PoseProcessing(DetectionProcessing):
-    """Letterbox before; non-maximum suppression after, and keypoints of the boxes that are kept."""
+    """Processing of poses: letterbox before, non-maximum suppression and keypoints after."""
 
     keypoints: tuple[int, int]
     """How many keypoints, and numbers of each."""
     sigmas: tuple[float, ...]
-    """Deviation of each keypoint, which similarity is measured by; nothing here reads it but evaluation."""
+    """OKS deviation of each keypoint; only ``tasks.deployment`` reads it, to score programs."""
     cyclic: bool = False
-    """Whether any keypoint may be the first; nothing here reads it but evaluation."""
+    """Whether any keypoint may be the first; only ``tasks.deployment`` reads it, to score programs."""
 
     def postprocess(self, outputs: Any, context: Context) -> list[Detections]:
         """Convert rows (N, A, 5 + classes + K * dims) to one :class:`Detections` per photo.
@@ -166,7 +167,7 @@ class PoseProcessing(DetectionProcessing):
 
 @dataclass(frozen=True, kw_only=True)
 class OrientedProcessing(DetectionProcessing):
-    """Letterbox before, non-maximum suppression of rotated boxes after."""
+    """Processing of rotated boxes: letterbox before, their non-maximum suppression after."""
 
     iou_threshold: float = 0.45
     """Threshold of non-maximum suppression, in [0, 1], of the probabilistic IoU of rotated boxes."""

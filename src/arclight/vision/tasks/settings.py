@@ -1,7 +1,8 @@
 """Define settings of the vision tasks, without importing torch.
 
-A recipe's ``[task]`` with one of their kinds becomes one of these classes, which builds module and data. Field names are recipe keys
-and stay, and their docstrings are texts of ``arclight train --help``.
+A recipe's ``[task]`` with one of their kinds becomes one of these classes (``cli.schema`` lists them), which builds module and data. Field
+names and kinds are recipe keys and stay, and their docstrings are texts of ``arclight train --help``. A new task also needs an entry in
+``tasks.deployment``.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class VisionTask(Checked):
     """First batches that are drawn, with their labels after augmentation, for the run's report, beside a chart of the labels; 0 for none."""
 
     learns_from_teacher: ClassVar[bool] = False
-    """Whether a teacher's outputs are learned."""
+    """Whether a teacher's outputs can be learned."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,7 +132,7 @@ class DetectionTask(VisionTask):
     anchors: Literal["coco", "fitted", "evolved", "auto"] = "coco"
     """Box shapes that the head starts from: published, fitted to this data set, these evolved; auto evolves where published ones miss."""
     anchor_t: Annotated[float, Interval(gt=1, le=20)] = 4.0
-    """An anchor answers for objects at most this many times wider, narrower, taller or flatter than itself."""
+    """An anchor is matched with objects less than this many times wider, narrower, taller or flatter than itself."""
     cache_labels: bool = True
     """Cache verified labels in the data set's folder, for a quicker start; false writes nothing there."""
     disk_cache: bool = False
@@ -157,13 +158,13 @@ class DetectionTask(VisionTask):
     cls_gain: NonNegativeFloat = 0.5
     """Weight of the class loss."""
     obj_pos_weight: PositiveFloat = 1.0
-    """Weight of objects against background in the objectness loss."""
+    """Weight of objects against background in the objectness loss (pos_weight of cross-entropy)."""
     cls_pos_weight: PositiveFloat = 1.0
     """Weight of the right class against the others in the class loss."""
     label_smoothing: ProperFraction = 0.0
     """Smoothing of class targets, in [0, 1)."""
     focal_gamma: Annotated[float, Interval(ge=0, le=10)] = 0.0
-    """Exponent of focal loss, by which easy answers count less; 0 turns it off."""
+    """Exponent of focal loss, by which easy predictions count less; 0 turns it off."""
     focal_loss: Literal["focal", "quality"] = "focal"
     """Form of the loss where focal_gamma is not 0; quality focal loss judges shares such as the overlap."""
     autobalance: bool = False
@@ -202,7 +203,7 @@ class DetectionTask(VisionTask):
         )
 
     def check_sites(self, count: int, partition: Merchant | IID | Dirichlet | None = None) -> None:
-        """Raise DatasetError if not each of ``count`` sites would get some images of each split."""
+        """Raise DatasetError unless each of ``count`` sites gets training and validation images."""
         from arclight.vision.data.data_yaml import read_data_yaml
         from arclight.vision.data.site_split import SiteSplit
 
