@@ -1,7 +1,8 @@
 """Read and write payloads of QRIS, Indonesia's payment code, and codes in photos and scenes.
 
 Text comes in through `payload`, photos through `reading`; `verification` compares codes with a registry of places, and
-`scenes` draws photos; `poster` lays out a printable sheet, for ``arclight data poster``. Open `reading.scanner` first.
+`scenes` draws photos; `poster` lays out a printable sheet, for ``arclight data poster``. ``arclight scan`` and the server read by these. Open
+`reading.scanner` first. The names below are public and must stay.
 """
 
 from typing import TYPE_CHECKING

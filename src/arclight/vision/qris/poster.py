@@ -3,7 +3,7 @@
 The layout is a list of shapes in millimetres; each format draws the same list. Text is set in Helvetica (PDF), its likes (SVG) or
 OpenCV's own face (PNG).
 
-``arclight data poster`` writes a sheet by it.
+``arclight data poster`` calls `write_poster`. The layout is free; a new format goes into `_FORMATS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from arclight.vision.qris.payload.codec import Payload, Tip, parse
 
 WIDTH_MM, HEIGHT_MM = 210.0, 297.0
 CODE_MM = 118.0
-"""Side of the code without its quiet zone: read from two metres away by a phone that needs three pixels per module."""
+"""Side of the code without its quiet zone: large enough for a phone two metres away that needs three pixels per module."""
 QUIET_MODULES = 4
 DPI = 300
 _MM_PER_INCH = 25.4

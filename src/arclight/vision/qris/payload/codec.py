@@ -4,7 +4,9 @@ The text of a payment code is a list of data objects (EMVCo QR Code Specificatio
 merchant-presented mode 1.1) closed by a CRC. QRIS, Indonesia's national standard, is the payloads whose
 tag 51 names the national switch. Offsets and lengths count characters, as printed payloads do.
 
-`parse` and `build` are public in ``arclight.vision.qris``; readers, scenes and the verifier call them.
+Most functions are public in ``arclight.vision.qris``. `poster` and ``scenes.fraud`` call `parse`, ``reading.scanner`` `read_printed`,
+``scenes.contents`` `build`, ``arclight data poster`` `to_dynamic`. Keys of `Payload.to_json` are in answers of the server and files of scans:
+they stay.
 """
 
 from __future__ import annotations

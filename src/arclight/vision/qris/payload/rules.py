@@ -1,8 +1,9 @@
-"""Rules of EMVCo and QRIS for each field of a payment payload.
+"""Check each field of a payment payload by the rules of EMVCo and QRIS.
 
 EMVCo: QR Code Specification for Payment Systems, merchant-presented mode 1.1.
 
-`codec` checks each field by these; the scanner and the verifier read the constants.
+`codec` calls `check`; the scanner, the registry and the verifier read the constants. Patterns are those of the standards: only wording may
+change.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ _UNICODE = r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]"  # EMVCo "S": any text
 
 
 class Rule(NamedTuple):
+    """Pattern of a field's value, and what a message says it expects."""
+
     pattern: str
     expects: str
     required: bool = False
     tells_accounts: bool = False
-    """Whether the value is looked up: letters that only look like others then stand for another account."""
+    """Whether the value identifies an account: letters that only look alike would name another one, and are never tolerable."""
 
     def problem(self, field: Field, tag: str) -> Problem | None:
         """Return the problem of a field's value, or None.

@@ -1,9 +1,10 @@
 """Decode QR codes: fast decoders for whole pictures, a robust one for crops of found codes.
 
-`scanner` and `video` call the readers here. The robust one reads modules one by one under a grid laid over them, and removes blur, motion and
-uneven light by an equalizer: every code has some two hundred modules that are known beforehand (ISO/IEC 18004, 6.3). A linear filter
-that maps the picture around these to +1 (dark) and -1 (light) also undoes on all others what the camera did everywhere alike. It is
-fitted by ridge regression, and refitted on its own most certain decisions, like decision-directed equalizers of modems (Lucky 1966).
+`scanner` and `video` call the readers here, `evidence` the plain ones. The robust one reads modules one by one under a grid laid over them, and
+removes blur, motion and uneven light by an equalizer: every code has two hundred modules or more that are known beforehand (ISO/IEC 18004,
+6.3). A linear filter that maps the picture around these to +1 (dark) and -1 (light) also undoes on all others what the camera did
+everywhere alike. It is fitted by ridge regression, and refitted on its own most certain decisions, like decision-directed equalizers of
+modems (Lucky 1966). Limits may be tuned if ``benchmarks/qr_photos.py`` reads as many codes.
 """
 
 from __future__ import annotations
@@ -247,17 +248,17 @@ def read_view(view: View | StraightView) -> list[DecodedCode]:
 
 
 GRID_VIEWS: tuple[tuple[int, bool], ...] = ((200, True), (330, True))
-"""Longest side in pixels, and whether the box is made square, which undoes foreshortening: what one misses another reads."""
+"""Views of a box in which a grid is laid, in order: longest side in pixels, and whether it is made square, which undoes foreshortening."""
 
 LEAST_LONGEST = 400
-"""Longest side of a box larger than 800 pixels, which is reduced to a quarter of its pixels at most otherwise: three pixels per module of
-the largest code."""
+"""Least longest side, in pixels, of a view of a crop of more than 800: three pixels per module of the largest code. Smaller crops are reduced
+to half their side at most."""
 MIN_GRID_SIDE = 30.0
-"""Smallest box, as the root of its area in pixels, in which a grid is searched for: of 200 smaller ones none was read."""
+"""Smallest box, as the root of its area in pixels, in which a grid is searched for; none of 200 smaller ones was read."""
 MIN_PROMISING_SCORE = 0.55
-"""Least correlation of a grid that could not be decoded at which another view is worth its time."""
+"""Least correlation of a grid that could not be decoded for another view to be tried."""
 FINE_MODULES = 45
-"""Modules along a side from which a larger view shows more."""
+"""Modules along a side from which another view is tried after a plain grid failed: it shows more of fine codes."""
 
 
 @dataclass(frozen=True)
@@ -494,22 +495,23 @@ PATIENT = (
     Equalizer(reach=2, cells=2, window=11, ridge=0.03, rounds=4),
     Equalizer(reach=2, cells=2, window=17, ridge=0.01, rounds=6),
 )
-"""Slower ones: what one is misled by, another is not, and their mean is surer than each."""
+"""Slower equalizers: what misleads one does not mislead another, and their mean is surer than each."""
 USUAL, STIFF, FREE = Stiffness(lean=2, bow=3), Stiffness(lean=20, bow=20), Stiffness(bow=3)
-"""How grids may lean and bow: what most codes do; what small flat ones do; any perspective."""
+"""Stiffness of finished grids: as most codes lean and bow; as small flat ones do; free in perspective, with bows."""
 MAX_DOUBT, MAX_DOUBT_OF_USUAL = 0.7, 0.4
-"""Most doubt at which stiff grids and another view are tried; and free ones and simpler guesses. Of codes that these read, none had more."""
+"""Largest doubt at which, after a failure, stiff grids and another view are tried; and at which free grids and simpler guesses are. No code
+that these read had more."""
 HOPELESS_EXCESS = 200.0
-"""Bits by which correction under a plain grid misses beyond which it is no code, however sure its modules are: no other grid is tried. Of
-codes that another grid read, the first missed by 107 at most, or by 184 under a grid that was not plain."""
+"""Bits by which correction may miss under a plain grid (`PLAIN_SCORE`); if it misses by more, it is no code, and no other grid is tried. For
+codes that another grid read, the first grid missed by 107 at most, or by 184 if it was not plain."""
 NEAR_EXCESS, MAX_DOUBT_OF_NEAR = 40.0, 0.45
-"""Bits by which correction of a doubtful symbol misses beyond which no other grid is tried, and the doubt from which on: where flips are as
-cheap as that, codes that another grid read missed by 33 at most."""
+"""Bits by which correction of a doubtful symbol may miss for another grid to be tried, and the doubt from which that holds. Codes of such
+doubt that another grid read missed by 33 at most."""
 MIN_FINISHED_SCORE = 0.5
-"""Least correlation of a finished grid whose modules are decoded: codes that were read had 0.62 and more, of grids in boxes without a code
-nine in ten have less than this."""
+"""Least correlation of a finished grid whose modules are decoded: codes that were read had 0.62 and more, and nine in ten grids in boxes
+without a code have less than this."""
 BEHIND = 0.12
-"""How far below the best a straight grid is not followed any more: the gap to the true one only widens."""
+"""Correlation below the best at which a straight grid is not finished: the gap to the true one only widens."""
 
 
 def soft_modules(laid: LaidGrid) -> Floats:

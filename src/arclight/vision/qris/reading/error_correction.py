@@ -5,7 +5,8 @@ certain bits, computes the others from the parity checks, and tries flips of up 
 nearly always the likeliest of all. It is accepted if describing its errors takes fewer bits than the block has for correction: no more
 than 2^c words lie within c bits of any, so one by chance is next to impossible. Tables and places of bits are those of ISO/IEC 18004.
 
-`decode` and `video` call it with one soft decision for each module; corrected codewords go out, or nothing.
+`decode` and `video` call `SoftSymbol` with one soft decision for each module; corrected modules go out, or nothing. Tables must stay; figures
+of certainty may be tuned on ``benchmarks/qr_photos.py``.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ CORRECTION = {
     "Q": ((13, 1), (22, 1), (18, 2), (26, 2), (18, 4), (24, 4), (18, 6), (22, 6), (20, 8), (24, 8), (28, 8), (26, 10), (24, 12), (20, 16), (30, 12), (24, 17)),
     "H": ((17, 1), (28, 1), (22, 2), (16, 4), (22, 4), (28, 4), (26, 5), (26, 6), (24, 8), (28, 8), (24, 11), (28, 11), (22, 16), (24, 16), (24, 18), (30, 16)),
 }  # fmt: skip
-"""Per level and version: codewords of correction in a block, and blocks (table 9)."""
+"""Per level, for versions 1 to 16: codewords of correction in a block, and number of blocks (table 9)."""
 MAX_FLIPPED, THIRDS = 128, 16
-"""Numbers of the least certain trusted bits: of those flipped in pairs, and of those flipped as a third."""
+"""How many of the trusted bits, the least certain ones, are flipped in pairs, and how many as a third."""
 MAX_EXCESS = 24.0
-"""Most bits by which flips in pairs may miss at which a third is tried: in photos a third gained nine at most, and hopeless blocks miss by
+"""Bits by which flips in pairs may miss for a third to be tried: in photos a third gained nine at most, and hopeless blocks miss by
 fifty."""
 CHANCE_BITS = 24
 """Bits of correction left over once the errors found are described: of random blocks, one in 2^24 would be corrected."""
@@ -219,8 +220,8 @@ def correct_block(
 def _cheapest(checks: Bools, sums: Bools, doubted: Floats, trusted: Floats, spare: float) -> tuple[Bools | None, float]:
     """Return the cheapest bit flips that fulfil all ``checks``, within a cost of ``spare``.
 
-    Also returns their cost beyond it. Doubted bits come before trusted ones. ``checks`` (R, T) say which of the trusted bits each doubted one depends on,
-    ``sums`` (R,) which doubted ones are off as it is.
+    Also returns their cost beyond it. Doubted bits come before trusted ones. ``checks`` (R, T) say on which of the trusted bits each doubted
+    one depends, ``sums`` (R,) which doubted ones violate their check before any flip.
     """
     near = np.argsort(trusted)[:MAX_FLIPPED]
     signs = np.ones((len(sums), len(near) + 1), np.float32)  # the last one flips nothing

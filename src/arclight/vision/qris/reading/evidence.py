@@ -1,9 +1,9 @@
 """Weigh and place a detector's boxes by what is seen of QR codes in them.
 
 Text and checkers have no finder patterns, and a code that is seen shows where a box should be. Its figures were chosen on the train
-and val photos of `benchmarks/qr_photos.py`.
+and val photos of `benchmarks/qr_photos.py`, which measures it.
 
-``arclight predict`` wraps a detector of codes with it; a `Detect` comes in and goes out.
+``arclight predict --code-evidence`` wraps a detector of codes with it; a `Detect` comes in and goes out.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from arclight.vision.results.detections import Boxes, Detections
 cv2 = require("cv2", extra="vision")
 
 MAX_WEIGHED = 30
-"""Boxes per image whose evidence is looked for, the surest first; the others keep their confidence and place."""
+"""Boxes per image whose evidence is looked for, the most confident first; the others keep their confidence and place."""
 NEUTRAL, SLOPE, MAX_SHIFT = 0.25, 14.0, 5.0
 """Strength that changes no confidence; log-odds per unit of strength above it; and the most by which these change, either way."""
 MARGIN = 0.15
-"""Share of a box added on every side: its detector may have cut off a finder pattern."""
+"""Share of a box added on every side: the detector may have cut off a finder pattern."""
 SYMBOL_SIDES = (200, 400)
 """Longest side in pixels, at least and at most, of the view that a plain reader sees."""
 MAX_ENLARGED = 4.0
 PATTERN_SIDE, PATTERN_MODULE_PX, LARGEST = 96, 2.0, 10
 """Side in pixels of the square view in which finder patterns are looked for, pixels per module that are enough there, and the highest
-version whose modules are."""
+version that is looked for."""
 MIN_SIDE = 8.0
 LEAST_IOU = 0.3
 """Least IoU of a box and the code that is seen in it."""
@@ -114,7 +114,7 @@ class CodeEvidence:
     strength: float
     """1 if a plain reader decodes it; else the best correlation of the fixed modules with parallelograms of three likely finder patterns."""
     hull: Box | None
-    """Upright box around the code (xyxy, pixels of the picture), None where its place is not known."""
+    """Upright box around the code (xyxy, pixels of the picture); None if its place is not known."""
 
 
 NO_EVIDENCE = CodeEvidence(0.0, None)

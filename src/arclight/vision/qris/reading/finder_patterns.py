@@ -1,7 +1,7 @@
 """Propose the corners of a QR code from its finder patterns, as start values of `grid`.
 
-`grid_search` calls it. In: a grey image; out: candidate corners. A candidate costs time, a missed one the code: thresholds may be tuned
-on ``benchmarks``.
+`grid_search` and `evidence` call it, ``verification.tampering`` `find_patterns` alone. In: a grey image; out: candidate patterns and corners. A
+candidate costs time, a missed one the code: thresholds may be tuned on ``benchmarks/qr_photos.py``, but `tampering` was fitted with them.
 """
 
 from __future__ import annotations

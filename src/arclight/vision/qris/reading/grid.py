@@ -1,8 +1,9 @@
-"""Fit the module grid of a QR code to a small, blurred, tilted or bent picture of it.
+"""Model the module grid of a QR code, and measure how well a picture fits one.
 
 Every QR code of a version has the same finder, timing and alignment patterns (ISO/IEC 18004, 6.3). A grid
-is right when the picture, sampled where those modules should be, correlates with what they should be.
-`grid_search` proposes grids, `refinement` moves them to where they fit best.
+is right when the picture, sampled where those modules should be, correlates with what they should be. Grids may be tilted and bent.
+`grid_search` proposes grids, `refinement` moves them to where they fit best, `decode` and `video` read under them. `fixed_modules` is the
+standard's and must stay.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Box = tuple[float, float, float, float]
 MAX_VERSION = 16
 """A payment code has at most version 15; larger codes seldom come small or blurred."""
 PLAIN = 1e-5
-"""An area whose variance is a smaller share of its mean square is plain: what float32 leaves of it is rounding, which would fit best of all."""
+"""An area whose variance is a smaller share of its mean square is plain, and correlates with nothing: what is left of it is rounding."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Search a picture for the module grid of a QR code, coarse to fine.
 
-`decode` calls `find_grids` and `grids_near`, and reads the modules of each grid; `evidence`, `scanner` and `video` use the scores. A box
-or rough corners come in, grids go out, best first. The search may change if the benchmark of photos stays as good.
+`decode` calls `find_grids`, `grids_near` and `refined_grids`, and reads the modules of each grid; `evidence` takes `by_version`, `video`
+`PLAIN_SCORE`. A box or rough corners come in, grids go out, best first. The search may change if ``benchmarks/qr_photos.py`` reads as many
+codes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from arclight.vision.qris.reading.refinement import Slopes, climb, right_version
 cv2 = require("cv2", extra="vision")
 
 OUTDONE, SAME_GRID = 0.25, 0.7
-"""Correlation below the best at which a grid is no rival, and distance in modules, at every corner, within which two grids count as
+"""Correlation below the best beyond which a grid is no rival, and distance in modules, at every corner, within which two grids count as
 one."""
 PLAIN_SCORE = 0.75
 """Correlation from which a grid is surely right: no other proposals are tried."""
@@ -35,7 +36,7 @@ ROUGH, RIVALS = 10, 6
 MIN_ROUGH_SCORE = 0.185
 """Least correlation with the blurred picture of a proposal that is refined: what was read began with 0.19 and more."""
 MIN_LIKELY_SCORE = 0.3
-"""Least correlation with the blurred picture of a place by three finder patterns at which it is refined before others are looked for."""
+"""Least correlation with the blurred picture of a place by three finder patterns for it to be refined before others are looked for."""
 MANY, SHARE = 120, 0.25
 """Proposals of a version beyond which they are compared at a share of the fixed modules, and as many of the best at all of them."""
 ROUNDS = 8

@@ -1,7 +1,8 @@
 """Find, decode and parse every QR code in a photo.
 
-`scan` is public (``arclight.vision.qris``); ``arclight scan`` and the server call it, `verifier` and `video` build on it. In: an RGB
-photo and a detector's boxes; out: a `Code` for each. Work on a photo is bounded, as photos are untrusted.
+`scan` is public (``arclight.vision.qris``); ``arclight scan``, the server and ``verification.verifier`` call it, `video` takes parts. In: an
+RGB photo and a detector; out: a `Code` for each code read or detected. Work on a photo is bounded, as photos are untrusted. Keys of
+`Code.to_json` are in the server's answers: they stay.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ MAX_VIEW_PIXELS = 20_000_000
 WIDER = 0.08
 """Share of a box added on every side in the second round: a box that cuts off a finder pattern hides the grid."""
 MIN_WIDENED_SCORE, MAX_WIDENED_SCORE = 0.2, 0.7
-"""Correlations of a box's best grid from which on, and below which, the wider box is searched: with less there is no code, and more is as
-right as a grid gets. Where the wider box was read, it was 0.24 to 0.64."""
+"""Correlations of a box's best grid from which, and below which, the wider box is searched: with less there is no code, and more is as
+right as a grid gets. Boxes that were read by the wider one had 0.24 to 0.64."""
 MIN_HINTING_SCORE = 0.3
-"""Least correlation of a grid at which the search of a wider box is thorough: where that was read, it was 0.34 and more."""
+"""Least correlation of a box's best grid for the search of the wider box to be thorough; boxes that were read so had 0.34 and more."""
 
 
 DetectFn = Callable[[Image], "Detections"]

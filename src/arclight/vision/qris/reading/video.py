@@ -5,7 +5,8 @@ code of the last frame is now. A code that no single frame shows well enough is 
 module grid gives every module a soft vote, dark or light, weighted by how well the grid fits; their mean is decoded, and corrected by how
 sure each module is. If sightings are read as different texts, the text of most frames stands.
 
-``arclight scan`` calls it for videos and cameras: frames come in, codes with their texts go out.
+``arclight scan`` makes a `VideoScanner` for each video and camera: frames come in, codes with their texts go out. Keys of
+`CodeTrack.to_json` stay.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ MAX_VOTES, MAX_UNLIKELY_VOTES = 24, 6
 """Most sightings that vote on one code's modules, since more seldom help; and most for a track that never looked like a code. Beyond them
 vote only sightings clearer than all before, as when a camera finds its focus, and one each time the age of a track has doubled."""
 CLEARER = 1.1
-"""Gain in clearness over all sightings before from which every reader is tried."""
+"""Factor in clearness over all sightings before from which every reader is tried."""
 SAME_PLACE = 0.15
 """Distance, in sizes of a code, within which another text is a second opinion on the same code, not a second code."""
 LEAST_VOTING_SCORE, MAX_VOTING_SCORE = 0.5, 0.98
-"""Least correlation of a grid whose modules vote, and the most that adds to its weight."""
+"""Least correlation of a grid whose modules vote, and the correlation beyond which its weight grows no more."""
 MAX_VOTE = 1.5
 """Most that a sighting says for a module being dark, or light."""
 FLOW_SIDE = 320
@@ -68,9 +69,9 @@ MAX_GAP = 15
 MAX_TRACKS = 1000
 """Tracks that are kept: cameras have no end. Lost ones are dropped first, of these the unread before the read."""
 MAX_FRAMES = 10_000
-"""Numbers of frames that a track keeps, the latest ones."""
+"""Most frame numbers that a track keeps: the latest ones."""
 MAX_TEXTS = 16
-"""Different texts that a track keeps. A further one takes the place of the one that was read least, never of the
+"""Most different texts that a track keeps. A further one takes the place of the one that was read least, never of the
 one that was read most."""
 
 

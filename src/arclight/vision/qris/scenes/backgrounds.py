@@ -3,7 +3,8 @@
 No photograph is needed. Overlapping shapes of every size ("dead leaves") and noise at every scale have
 the edges and spectra of natural images (Lee, Mumford and Huang 2001), which is what a detector must learn to ignore.
 
-`scene`, `merchants`, `fraud`, `motion` and `camera` draw with it. Another order of random draws changes every generated data set.
+`scene`, `fraud` and `motion` draw a `background`, `camera` takes noise and blur, and a merchant has weights of its own for `BACKGROUNDS`. Another
+order of random draws, or of `BACKGROUNDS`, changes every generated data set.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def noise_bank() -> Field:
 
 
 def white_noise(rng: np.random.Generator, height: int, width: int) -> Field:
-    """Draw standard normal noise (height, width), up to 1024."""
+    """Draw standard normal noise (height, width): a piece of `noise_bank` if it is large enough."""
     bank = noise_bank()
     if height > bank.shape[0] or width > bank.shape[1]:
         return rng.standard_normal((height, width), dtype=np.float32)
@@ -285,7 +286,7 @@ BACKGROUNDS: tuple[tuple[Callable[[np.random.Generator, int], Image], float], ..
 def background(rng: np.random.Generator, size: int, shares: Sequence[float] | None = None) -> Image:
     """Draw a random background (size, size, 3) RGB, seen from some angle, in or out of focus.
 
-    shares: how often each of BACKGROUNDS is drawn, where that is not as usual.
+    shares: probabilities of BACKGROUNDS, in their order; their own if not given.
     """
     draws, usual = zip(*BACKGROUNDS, strict=True)
     shares = usual if shares is None else shares

@@ -1,7 +1,7 @@
 """Simulate the camera of a scene: perspective, bent sheets, light, blur and noise.
 
-`scene`, ``fraud`` and ``motion`` photograph through this. Labels are projected by the same matrix as pixels; a change changes data
-sets.
+`scene`, `fraud` and `motion` photograph through this. Labels are projected by the same matrix as pixels. Another order of random draws
+changes every generated data set.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Generate the contents of codes: payloads of invented merchants, links, other texts.
 
-The things that carry codes (`posters`, `prints`, `merchants`, `fraud`) draw their texts here; all of ``scenes`` uses `choose`. The same
-generator must give the same content: another order of draws changes every generated data set.
+`posters`, `prints`, `merchants` and `fraud` draw contents of codes here, `distractors` and `drawing` words; most of ``scenes`` uses `choose`. The
+same generator must give the same content: another order of draws changes every generated data set.
 """
 
 from __future__ import annotations

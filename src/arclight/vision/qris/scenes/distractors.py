@@ -1,6 +1,7 @@
 """Draw distractors: unlabelled things that resemble QR codes, and occluding hands or cables.
 
-`scene` puts these into its pictures. A change of draws changes data sets of the same seed.
+`scene` puts these into its pictures, and `prints` a `barcode` on cartons. A new kind goes into `DISTRACTORS`. Another order of random draws
+changes every generated data set.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draw text, paragraphs, shapes and colours on a `Sprite`: tools for all printed things.
+"""Draw text, paragraphs, shapes and colours on canvases: tools for all printed things.
 
 Modules of ``scenes`` that make printed things build `Sprite` objects with these; `scene` and `camera` place them. Colours are RGB,
 lengths pixels. Another order of random draws changes every generated data set.
@@ -19,7 +19,7 @@ from arclight.vision.qris.scenes.symbols import Colour, PrintedCode
 cv2 = require("cv2", extra="vision")
 
 FONTS = (0, 2, 3, 4, 6, 7)
-"""OpenCV's upright and italic faces."""
+"""Numbers of OpenCV's faces that are used: plain, with serifs, and handwriting."""
 
 
 @dataclass

@@ -1,8 +1,10 @@
 """Draw pairs of photos of one stand: with its own code, and with a fraudulent sticker.
 
-Both photos of a pair share sheet, view, light and camera, so that nothing but the sticker tells them apart.
+Both photos of a pair share sheet, view, light and the camera's random draws, so that little but the sticker tells them apart (blur is
+bounded by the smallest code of each).
 
-``arclight demo`` and the benchmark of photos draw pairs to measure `tampering`, which is fitted on them.
+``arclight demo`` draws pairs to verify; ``benchmarks/qr_photos.py`` measures verification on others, and fits ``verification.tampering`` on
+them. Another order of random draws changes these.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from arclight.vision.qris.scenes.symbols import Look, PrintedCode, stamp
 
 Placement = Literal["over", "beside"]
 BESIDE_SHARE = 0.1
-"""How many stickers are put next to the code instead of over it."""
+"""Share of stickers that are put next to the code instead of over it."""
 NAMESAKE_SHARE = 0.5
-"""How many stickers name the shop that they steal from."""
+"""Share of stickers that name the shop that they steal from."""
 
 _STANDS: tuple[tuple[posters.Draw, float], ...] = (
     (posters.official_poster, 0.55),

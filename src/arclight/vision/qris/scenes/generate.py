@@ -1,9 +1,10 @@
 """Write a data set of drawn scenes: YOLO images and labels, and codes with their payloads.
 
-Scene i is drawn from (seed, i) alone, so any number of processes writes the same bytes.
+Files depend on seed, index, size, merchants and the kind of labels, never on the number of processes.
 
-``arclight demo`` and ``arclight data`` call `generate`. Out: a folder with ``data.yaml`` that any detection task reads. A change of
-what is drawn for a seed changes data sets that others rebuild.
+``arclight demo`` and ``arclight data qris`` call `generate`. Out: a folder with ``data.yaml``; tasks of boxes read its labels, with ``corners``
+those of keypoints and corners too, with ``rotated`` task obb. A change of what is drawn for a seed changes data sets that others rebuild;
+keys of codes.json stay.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A merchant is a function of (seed, number). What differs is what differs between real shops that photograph with their own
 phones on their own counters, so that data divided by merchant are not alike at any two sites.
 
-`generate` and `scene` take a `Merchant` for each photo. Another order of random draws changes every generated data set.
+`generate` makes a `MerchantStyle` by `merchant_of` for each photo, `scene` draws in it. Another order of random draws changes every generated
+data set.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from arclight.vision.qris.scenes.symbols import Colour
 CONCENTRATION = 0.35
 """Concentration of the Dirichlet distributions of a merchant's surroundings and carriers: few of each are common."""
 CARRIER_KINDS = 12
-"""Number of kinds of carriers in scenes."""
+"""Number of kinds of carriers: must equal the length of ``scene._CARRIERS``."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class MerchantStyle:
 
     name: str
     surroundings: tuple[float, ...]
-    """How often each of BACKGROUNDS is seen."""
+    """Probability of each of BACKGROUNDS."""
     carriers: tuple[float, ...]
-    """How often each kind of thing carries the code."""
+    """Probability of each kind of carrier, in the order of ``scene._CARRIERS``."""
     sizes: tuple[float, float]
     """Sides of codes, from smallest to largest, as shares of the picture's."""
     gains: tuple[float, float, float]
@@ -41,10 +42,11 @@ class MerchantStyle:
     """Gamma of brightness: above 1 the place is dim."""
     brand: tuple[Colour, Colour]
     emblem: int
-    """Which shape its logo has."""
+    """Shape of its logo: 0 disc, 1 triangle, 2 square."""
     sign_share: float
+    """Share of photos with its sign."""
     empty_share: float
-    """Photos without a code."""
+    """Share of photos without a code."""
 
     def side(self, rng: np.random.Generator) -> float:
         low, high = self.sizes

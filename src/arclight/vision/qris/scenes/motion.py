@@ -1,8 +1,9 @@
 """Draw clips: a moving hand-held camera over a scene with codes.
 
-Each frame has its own blur, light and noise.
+Each frame has its own blur, glare and noise; the scene is lit once.
 
-The guide tries the reading of videos on such a clip (docs/vision.md), benchmarks measure it; no command draws one.
+The guide tries the reading of videos on such a clip (docs/vision.md), and ``benchmarks/qr_photos.py`` measures it; no command draws one. Another
+order of random draws changes these clips.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WORLD = 1.5
 
 
 REACH = 0.2
-"""How far a hand that hovers over codes wanders in a second or two, in sides of the world."""
+"""How far the camera wanders in a clip by default, in sides of the world: as a hand that hovers over codes does in a second or two."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Draw carriers of payment codes: posters, table stands, stickers, phone screens, receipts.
 
 Every ``draw`` takes the random generator and ``side``, the pixels that the code's modules should span, and
-returns an Item. The poster follows the proportions of the official print (portrait 1.3 to 1.7, code about
-0.54 of the width at mid height, red triangles left and bottom right) with invented words and no logo files.
+returns a `Sprite`. The official poster follows the proportions of the real print (portrait, code about half of the width at mid height, red
+triangles left and bottom right) with invented words and no logo files.
 
 `scene` chooses a carrier, `fraud` draws stands. Another order of random draws changes every generated data set.
 """

@@ -1,6 +1,7 @@
 """Draw other printed carriers of codes: text pages, product boxes, packs, sheets, screens.
 
-`scene` chooses among these carriers. A change of draws changes data sets of the same seed.
+`scene` chooses among these carriers (`_CARRIERS`, `_PACKS`); each ``draw`` is as in `posters`. Another order of random draws changes every
+generated data set.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Draw a whole scene: background, carriers of codes, distractors, occluders, and the camera.
 
-`generate` draws each training scene by `draw_scene`; ``fraud`` and ``motion`` reuse its canvas. A change of draws changes data sets of
-the same seed.
+`generate` draws each scene by `draw_scene`; `fraud` and `motion` reuse its `Canvas`. A new carrier goes into `_CARRIERS`, and
+``merchants.CARRIER_KINDS`` counts it. Another order of random draws changes every generated data set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from arclight.vision.qris.scenes.symbols import PrintedCode
 COARSE = 160
 """Side of the map on which overlaps are judged, cells."""
 MAX_OCCLUSION = 0.4
-"""Largest share of a code that something may cover; a code hidden more is not drawn at all."""
+"""Largest share of a code that an occluder may cover; one that would cover more is left out."""
 
 _CARRIERS: tuple[tuple[posters.Draw, float], ...] = (
     (posters.official_poster, 3), (posters.own_poster, 2), (posters.table_stand, 2), (posters.sticker, 3),
@@ -191,7 +191,7 @@ def add_sprite(
     bend: Bend | None = None,
     framed: Sequence[PrintedCode] = (),
 ) -> PlacedSprite | None:
-    """Place a sprite with codes where it hides no other; None if there is no room.
+    """Place a sprite with codes where it hides hardly any other; None if there is no room.
 
     Its first code is about ``side`` pixels. If codes are ``framed``, they take the place of the thing's own in
     deciding where it lies.

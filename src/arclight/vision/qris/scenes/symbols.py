@@ -25,7 +25,7 @@ Modules = Literal["squares", "dots", "rounded"]
 
 _MODULES: tuple[Modules, ...] = ("squares", "squares", "dots", "rounded")
 CELL = 8
-"""Pixels per module of the master drawing that every size is reduced from."""
+"""Pixels per module of the master drawing that is resized to every size."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def draw_symbol(rng: np.random.Generator, content: Content, look: Look, side: fl
 
 
 def _draw_logo(rng: np.random.Generator, picture: Image, look: Look) -> None:
-    """Hide about a tenth of the middle, which error correction level H restores."""
+    """Hide 2 to 7 % of the picture in its middle, which error correction level H restores."""
     centre = picture.shape[0] // 2
     radius = round(picture.shape[0] * rng.uniform(0.07, 0.13))
     colour = tuple(int(v) for v in rng.integers(0, 256, 3))

@@ -2,5 +2,5 @@
 
 `registry` reads a table of places and compares prints; `tampering` estimates whether a code was pasted over another;
 `verifier` compares all of it with the payload and gives a verdict with its evidence; `report` shows verdicts as a page.
-Open `verifier` first.
+``arclight scan`` (with a registry) and ``demo`` call these. Open `verifier` first.
 """

@@ -2,7 +2,8 @@
 
 A place may have a picture of its print: `RegisteredPrint` holds its features, `compare_prints` lays it over a photo.
 
-``arclight scan`` and ``arclight demo`` read a table by it, `verifier` compares with it. Names of columns are public: they stay.
+``arclight scan`` reads a table by it, ``arclight demo`` makes one of drawn places, `verifier` compares with it. Fields of `Place` are columns
+of the tables and keys of results: they stay.
 """
 
 from __future__ import annotations
@@ -319,7 +320,7 @@ class PrintComparison:
 
 
 MIN_SHARED = 14
-"""Features that two pictures must share before they are taken for the same print: others share at most eight by chance."""
+"""Features that two pictures must share to be taken for the same print: different prints share at most eight by chance."""
 _WORKING_SIDE = 1000
 
 

@@ -1,7 +1,7 @@
 """Show verified photos as one offline HTML page: marked codes, verdicts and evidence.
 
-``arclight scan`` and ``arclight demo`` add each verified photo and write the page. It needs no network and no other file. Its look may
-change freely.
+``arclight scan`` and ``arclight demo`` add each verified photo to a `VerificationReport` and write the page. It needs no network and no other
+file. Its look (report.css) may change freely.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ what it was stuck on is not. Brightness is in units of the code's contrast, 0 fo
 code's sides. A logistic regression maps the measurements to log odds. Its weights are those of ``fit`` on pairs that `scenes.fraud`
 draws, as `benchmarks/qr_photos.py --calibrate` writes them; one honest drawn photo in a hundred exceeds its threshold.
 
-Only `verifier` calls it. Weights and threshold belong together: fit both again after a change of a measurement.
+`verifier` measures by it, the benchmark fits it. Weights and threshold are in tampering.json, by the names of measurements: fit both again after a
+change of a measurement, or of ``reading.finder_patterns``.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ Doubles = npt.NDArray[np.float64]
 SIDE = 160
 """Pixels of a rectified code's side."""
 MARGIN = 0.7
-"""What is looked at on every side of a code."""
+"""Width of the surroundings that are measured on every side of a code, in its sides."""
 BANDS = ((0.02, 0.09), (0.09, 0.2), (0.2, 0.4), (0.4, 0.68))
-"""Distances from a code in which lines are looked for."""
+"""Bands of distance from a code, in its sides, in which lines are looked for."""
 RINGS = {"near": (0.04, 0.25), "far": (0.2, 0.68)}
 TILTS_DEG = np.arange(-6.0, 6.1, 0.5)
 FAINT, STRONG = 0.06, 0.5
-"""Steps of brightness at which a line counts as seen, and beyond which it counts no more."""
+"""Steps of brightness from which a line counts as fully seen, and beyond which its contrast counts no more."""
 STRIP = round((MARGIN - 0.02) * SIDE)
 MIN_STEP = 0.03
 """Least gradient, per pixel, whose direction is counted."""
@@ -45,7 +46,7 @@ FILE = Path(__file__).with_name("tampering.json")
 FALSE_ALARMS = 0.01
 """Share of honest drawn photos above the threshold."""
 LEAST, MOST = -4.0, 6.0
-"""Log odds that a look at a print gives at most: drawn pairs say nothing about what is rarer."""
+"""Bounds of the log odds that a look at a print gives: drawn pairs say nothing about what is rarer."""
 RIDGE = 2.0
 ROUNDS = 8
 """Newton steps; far fewer are enough."""

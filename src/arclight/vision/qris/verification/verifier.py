@@ -1,10 +1,10 @@
 """Verify the payment codes of a photo: match, unknown or mismatch, each with evidence.
 
-A verdict is about whom a code pays. What contradicts the registry decides by itself; what only a look at the print says is
-weighed, and becomes a mismatch above the threshold that one honest photo in a hundred exceeds (see `tampering`). A code that pays
-the registered account, by its PAN, is a match whatever is pasted around it.
+A verdict is about whom a code pays. A damaged payload, or one that contradicts the registered account, decides by itself (`DECISIVE`). Weaker
+differences and a look at the print are added up, and become a mismatch above the threshold that one honest drawn photo in a hundred exceeds
+by its look (see `tampering`). A code that pays the registered account, by its PAN, is a match whatever is pasted around it.
 
-`verify` is public in ``arclight.vision.qris``; ``arclight scan`` prints what it returns and `report` shows it.
+`verify` is public in ``arclight.vision.qris``; ``arclight scan`` and ``demo`` call it and `report` shows what it returns. Keys of `to_json` stay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Verdict = Literal["match", "unknown", "mismatch"]
 DECISIVE = 8.0
 """Log odds of what contradicts the registry: enough for a mismatch whatever else is seen."""
 NAMES_ALIKE = 0.85
-"""Least similarity of two names, in [0, 1], at which one may stand for the other."""
+"""Least similarity of two names, in [0, 1], for one to pass for the other."""
 MOVED = 0.05
 """Distance of a code from its registered place, in its sides, that an honest photo seldom exceeds."""
 
