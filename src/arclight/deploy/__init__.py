@@ -1,8 +1,9 @@
 """Deployment: quantize, export, run, compare and benchmark any trained ``nn.Module``.
 
-A module and example inputs come in; `quantizing` makes it int8, `formats` writes it as a program that is compared with it, and `programs`
+A module and example inputs come in; `quantizing` rounds it to few bits, `formats` writes it as a program that is compared with it, and `programs`
 runs and times what was written; `verifying` checks any quantizer, `comparison` compares any two networks or programs. `capture`, its `failures` and
-`parity` are shared by these. `deployment` says what a trained ``Module`` ships, for ``arclight export`` and ``quantize``. Open `formats.export` first.
+`parity` are shared by these. `deployment` says what a trained ``Module`` ships, for ``arclight export`` and ``quantize``. Open `formats.export`
+first.
 
 >>> quantized = quantize(model, calibration_batches)
 >>> program = export(quantized, "model.onnx", example_inputs=images)

@@ -1,7 +1,8 @@
 """Capture a private copy of a model as one graph of tensor operations, by torch.export.
 
-`formats.export`, `quantizing`, `verifying` and ``programs.benchmark`` call this before anything else. In: a user's model and example
-inputs; out: an ``ExportedProgram`` with named free dimensions. The user's model is never changed, only its `frozen_copy`.
+`formats.export`, `quantizing` and `verifying` call `capture`; they, `comparison`, `deployment`, ``programs.benchmark`` and ``text`` copy models and
+convert inputs by the functions here. In: a model and example inputs; out: an ``ExportedProgram`` with named free dimensions. `capture` takes the
+model as it is: callers give it a copy, such as a `frozen_copy`, so that the user's model never changes.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ Inputs = tuple[Tensor, ...]
 
 
 def as_inputs(batch: Tensor | Sequence[Tensor]) -> Inputs:
-    """Return the positional inputs of a model, given as a tensor or several.
+    """Return the positional inputs of a model, given as a tensor or several, on the CPU.
 
-    Raises TypeError for anything else.
+    Raises TypeError for anything else, and for none.
     """
     inputs = (batch,) if isinstance(batch, Tensor) else tuple(batch)
     if not inputs or not all(isinstance(value, Tensor) for value in inputs):
@@ -79,10 +80,10 @@ NOT_RUN = (
 def trial_run(
     model: nn.Module, inputs: Inputs, failure: type[ValueError] = ExportError, sentence: str = NOT_RUN
 ) -> Any:
-    """Run ``model`` on ``inputs``, which the capture does not always do.
+    """Run ``model`` on ``inputs`` and return its outputs, to find errors before the capture.
 
-    A copy runs, with the same parameters: a model may count its calls in buffers. Raises ``failure`` with the
-    ``sentence`` if that fails.
+    A copy runs, with the same parameters: a model may count its calls in buffers. Raises ``failure`` with ``sentence``, in which ``{given}`` and
+    ``{error}`` are filled in, if the model fails.
     """
     with quiet():  # torch warns of itself where a graph is copied
         trial = copied_model(model, {id(parameter): parameter for parameter in model.parameters()})
@@ -124,9 +125,9 @@ def copied_inputs(inputs: Inputs) -> Inputs:
 
 
 def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
-    """Copy ``model``, also one whose layers keep a tensor of their last call.
+    """Copy ``model``, even if its layers keep tensors that were computed with gradients.
 
-    Those of torch.nn.utils.weight_norm do; ``copy.deepcopy``, whose ``memo`` is given, refuses tensors with a graph.
+    Those of torch.nn.utils.weight_norm do, and ``copy.deepcopy`` refuses such tensors. ``memo``: that of ``copy.deepcopy``, copies by ``id``.
     """
     kept = (value for module in model.modules() for value in vars(module).values())
     computed = {id(value): value.detach().clone() for value in kept if isinstance(value, Tensor) and not value.is_leaf}
@@ -146,8 +147,8 @@ def in_float32(inputs: Inputs) -> Inputs:
 def as_copy_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
     """Cast ``inputs`` to the types that the `frozen_copy` of ``model`` takes.
 
-    Those in a type that it was cast from become float32. bfloat16 is cast for every model, as NumPy, which programs
-    take, has none.
+    That copy is float32, so inputs in a floating-point type of the model's tensors become float32. bfloat16 ones do for every model, since
+    programs take NumPy arrays, which have no bfloat16.
     """
     tensors = (*model.parameters(), *model.buffers())
     cast = {value.dtype for value in tensors if value.is_floating_point()} | {torch.bfloat16}
@@ -243,8 +244,8 @@ def capture(
     """Capture ``model`` on ``example`` by torch.export, by default with a dynamic batch size.
 
     With ``dynamic_batch`` the first dimension of inputs may be any size. ``free`` names the dimensions that may, in
-    place of the first ones. ``functional``: no operator writes in place, which takes as long again as the capture; the
-    conversion to ONNX sees to that itself. What the model writes into buffers and inputs is no output of the graph. Raises
+    place of the first ones. ``functional``: replace operators that write in place, which takes as long again as the capture; the conversion to
+    ONNX does so itself. What the model writes into buffers and inputs is no output of the graph. Raises
     ExportError if the model cannot be captured, say because it turns its batch size into a plain number, for a buffer that
     is read again at the next call, and for inputs that hold no sample, or do not share a batch size that is to be free.
     """
@@ -277,9 +278,9 @@ def capture(
 
 
 def without_absent_outputs(exported: ExportedProgram) -> ExportedProgram:
-    """Return ``exported`` without outputs that are None, as a flat tuple.
+    """Return ``exported`` without outputs that are None, which no runtime can give.
 
-    No runtime can give these.
+    If there are any, the others become a flat tuple.
     """
     specs = exported.graph_signature.output_specs
     kept = [not (spec.kind == OutputKind.USER_OUTPUT and _is_absent(spec.arg)) for spec in specs]
@@ -378,9 +379,9 @@ def _writes_in_place(nodes: Iterable[torch.fx.Node]) -> bool:
 
 _LOGGERS = ("torch", "onnxscript", "onnx_ir")
 _PACKAGES = ("torch", "torchao", "onnxscript", "onnx_ir", "onnx", "openvino", "arclight.deploy")
-"""Packages whose warnings are about how they capture and convert."""
+"""Packages whose warnings `quiet` drops: they are about how these capture and convert."""
 _ANNOUNCERS = ("typing_extensions", "warnings", "copy", "copyreg")
-"""Modules that warn in the name of those that call them, as decorators for deprecated classes do where a graph is copied."""
+"""Modules that issue warnings for their callers, such as the decorator of a deprecated class when a graph is copied: the caller decides."""
 
 
 @contextlib.contextmanager

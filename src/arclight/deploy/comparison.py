@@ -1,7 +1,8 @@
 """Compare two networks of one task: scores, outputs, worst samples, latency, size, bounds.
 
-`compare` is public (``arclight.deploy``); ``arclight compare`` calls it for two runs or programs. A task says by an `Evaluation` what
-its networks are scored by. A new bound belongs in `Bounds`, with the sentence that reports it.
+`compare` is public (``arclight.deploy``); ``cli.comparing`` calls it for two runs or programs, and ``cli.comparing.detectors`` also makes a
+`Comparison` itself. A task gives an `Evaluation` by its deployment. A new bound is a field of `Bounds`, an argument of `compare` and a sentence in
+`_broken`. Keys of `Comparison.to_json` are in ``arclight compare --json``: they must stay.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class NamedInputs:
 
 
 Samples = Iterable[Tensor | Sequence[Tensor] | NamedInputs]
-"""Batches of positional inputs, batch first."""
+"""Batches; each holds the network's positional arguments, batch dimension first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Evaluation:
     """Hold the inputs and scores by which two networks of one task are compared."""
 
     samples: Samples
-    """Inputs like those of deployment; read once."""
+    """Batches of the network's inputs, which may be an iterator."""
     scores: Scores | None = None
     classes: frozenset[str] = frozenset()
     """Names of scores that are of single classes."""
@@ -78,10 +79,7 @@ def _first(samples: Samples, count: int) -> Iterator[NamedInputs]:
 
 
 def _named(batch: Tensor | Sequence[Tensor] | NamedInputs, seen: int) -> NamedInputs:
-    """Return a batch with the names of its samples.
-
-    They are by default their numbers after the ``seen`` ones before it.
-    """
+    """Return a batch with the names of its samples, by default numbers from ``seen`` on."""
     given = batch if isinstance(batch, NamedInputs) else NamedInputs((), batch)
     inputs = as_inputs(given.inputs)
     count = batch_size(inputs)
@@ -93,7 +91,7 @@ def _named(batch: Tensor | Sequence[Tensor] | NamedInputs, seen: int) -> NamedIn
 
 @dataclass(frozen=True)
 class WorstSample:
-    """A sample on which the two differ much, and the output that differs most there."""
+    """A sample on which the outputs differ, and its output of least signal-to-noise ratio."""
 
     name: str
     output: str
@@ -102,7 +100,7 @@ class WorstSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Bound how far the second one may fall behind the first; None for no bound."""
+    """Bounds of the second network against the first, as in `compare`; None for no bound."""
 
     metric: str | None = None
     """The score that ``max_drop`` is about; the first one if it is not named."""
@@ -129,7 +127,7 @@ class Comparison:
     outputs: Mapping[str, Parity]
     """Each output, or part of one, of the second against the first; none if these are of other shapes."""
     worst: tuple[WorstSample, ...]
-    """Samples that differ most by signal-to-noise ratio, the worst first; none that are equal."""
+    """At most `LISTED` samples, the one with the least signal-to-noise ratio first; equal ones are left out."""
     scores: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Scores of both by name, the metric first; classes that the data has no sample of are left out."""
     classes: frozenset[str] = frozenset()
@@ -386,7 +384,7 @@ class _Outputs:
             self._add_sample(sample, {name: self._rows(a[name], b[name], place, count) for name in a})
 
     def _rows(self, a: Tensor, b: Tensor, place: int, count: int) -> tuple[Tensor, Tensor] | None:
-        """Return the rows of one sample; an output that is no batch is all of the first one's."""
+        """Return the rows of one sample; an output that is no batch counts for the first alone."""
         if a.dim() and len(a) == count:
             return a[place], b[place]
         return (a, b) if place == 0 else None

@@ -1,7 +1,9 @@
-"""Deploy any ``Module`` as a program: the one way to `quantize` and `export`.
+"""Deploy any ``Module`` as a program: find its network and inputs, and `ship` it.
 
-A Module may define ``configure_deployment``, as those of vision and text do; of any other the network, its inputs and its
-calibration batches are taken from ``forward``, ``example_input_array`` and the training batches.
+``arclight export``, ``quantize``, ``benchmark`` and ``compare`` call `configured`, the first two then `ship`, the last `evaluation_of`; ``vision``
+and ``text`` call `ship` with a `Deployment` of their own, and `QuantizationAwareTraining` takes inputs from `configured_example`. A Module may define
+``configure_deployment``, as those of vision and text do; of any other all is taken from ``forward`` or ``model``, ``example_input_array`` and the
+batches of its data.
 """
 
 from __future__ import annotations
@@ -60,19 +62,23 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = 3
-"""Samples of a training batch on which a program is compared with its model."""
+"""Most samples of a batch that become example inputs, on which a program is compared with its model; ``vision`` and ``text`` take as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Deployment of a module: its network and inputs at least; else as `export`, `quantize`."""
+    """Hold what is shipped of a module: its network and inputs at least.
+
+    Fields without a text here are arguments of `export`.
+    """
 
     model: nn.Module
     """The network, in whatever mode and on whatever device: copies are exported. One that was trained with rounding is converted."""
     example_inputs: Tensor | Sequence[Tensor]
     """Positional inputs of the model, on which the program is compared with it."""
     calibration: Iterable[Tensor | Sequence[Tensor]] = ()
-    """Batches of such inputs; read once, and only by recipes that are calibrated."""
+    """Batches of such inputs, which may be an iterator: `ship` reads them once, for a recipe that is calibrated, and `evaluation_of` if there is no
+    ``evaluation``."""
     capture_inputs: Tensor | Sequence[Tensor] | None = None
     """Inputs that a quantized graph is captured on (default: the example)."""
     comparisons: Mapping[str, Tensor | Sequence[Tensor]] = field(default_factory=dict)
@@ -82,16 +88,17 @@ class Deployment:
     output_names: Sequence[str] | None = None
     parts: Parts | None = None
     quantized_parts: Parts | None = None
-    """What a quantized model is judged by, if not by ``parts``."""
+    """Parts of the outputs by which a quantized model is compared with the float model (default: ``parts``)."""
     float_modules: tuple[str, ...] = ()
     """Modules of ``model`` that every recipe keeps in float32."""
     prefix: str = ""
-    """What the names of modules in a recipe's ``skip`` begin with in ``model``."""
+    """Prefix of modules in ``model``, which names in a recipe's ``skip`` may leave out."""
     processing: Processing | None = None
-    """What is around ``Program.predict``; a dataclass of this package is named in the program, another one is for this process only."""
+    """Processing of ``Program.predict``: a dataclass of this package is stored in the program, by class and fields; any other is attached to the
+    returned `Program` alone."""
     metric: Metric | None = None
     evaluation: Evaluation | None = None
-    """What two networks of the task are compared by, if that is more than the metric, on inputs for calibration."""
+    """Samples and scores by which `evaluation_of` compares two networks (default: the metric, on ``calibration``)."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -102,18 +109,17 @@ class Deployable(Protocol):
     def configure_deployment(self, data: DataModule | None, batches: int) -> Deployment:
         """Return the deployment.
 
-        data: of the module's training, not set up; None if nobody named any. batches: how many are wanted for
-        calibration; 1 if none are.
+        data: that of the module's training, not set up; None if none was named. batches: how many are read for calibration; 1 if
+        the recipe has none.
         """
 
 
 def configured(module: Module, data: DataModule | None = None, batches: int = 1) -> Deployment:
     """Return the deployment of ``module``, by default from ``forward``'s example or batches.
 
-    A module's ``configure_deployment`` comes first, then its ``forward`` on ``example_input_array``. Without these,
-    ``module.model`` is the network, and training batches are its inputs: a tensor, as many tensors of a sequence as the
-    network takes, or those of a mapping that have the names of its parameters. Raises ExportError if that gives no
-    inputs.
+    A module's ``configure_deployment`` comes first. Without it the network is the module, if it has a ``forward``, else ``module.model``; its inputs
+    are ``example_input_array``, else taken from training batches: a tensor, as many tensors of a sequence as the network takes, or those of a
+    mapping that have the names of its parameters. Raises ExportError if that gives no inputs.
     """
     if isinstance(module, Deployable):
         return module.configure_deployment(data, batches)
@@ -145,7 +151,7 @@ def configured(module: Module, data: DataModule | None = None, batches: int = 1)
 
 @runtime_checkable
 class GivesExample(Protocol):
-    """A Module that says itself on which inputs its network is captured to be trained."""
+    """Module that gives the inputs on which its network is captured for training with rounding."""
 
     def configure_example(self, data: DataModule | None) -> Tensor | Sequence[Tensor]:
         """Return a few samples of ``data``, that of the run, as the network takes them."""
@@ -156,9 +162,8 @@ def configured_example(
 ) -> Tensor | Sequence[Tensor] | None:  # fmt: skip
     """Return example inputs of ``network``, a part of ``module``; None if there are none.
 
-    They are those of its ``configure_example``, else of a batch of ``stage``.
-
-    data: that of the run, set up for the stage.
+    They are those of the module's ``configure_example``, else of the first batch of ``stage`` (fit, validate, test or predict). data: that of the run,
+    set up for the stage.
     """
     if isinstance(module, GivesExample):
         return module.configure_example(data)
@@ -173,9 +178,9 @@ def _first(inputs: Inputs) -> Inputs:
 
 
 def evaluation_of(deployment: Deployment) -> Evaluation:
-    """Return the evaluation that compares two networks of the task.
+    """Return the evaluation by which ``arclight compare`` compares the deployment's network.
 
-    It is the deployment's, or its metric and calibration batches.
+    It is the deployment's own, or its metric on the calibration batches, which are then read.
     """
     found = deployment.evaluation
     if found is None:
@@ -227,11 +232,11 @@ def ship(
 ) -> Program | dict[Format, Program]:
     """Write ``deployment`` as a program at ``path``, in float32 or quantized by ``recipe``.
 
-    Quantized programs are for the runtime of ``format``. A model that was trained with rounding is converted for its target, and takes no recipe.
+    A quantized model is placed for the runtime of ``format``. One that was trained with rounding is converted for its target, and takes no recipe.
 
     ``batch_size`` fixes the first dimension, which may else be of any size. ``max_drop``: how much less the quantized model and its program may
-    score than the float model by the deployment's metric. ``format``, ``candidates`` and ``sign`` as in `export`; several formats, and those among which
-    the fastest is looked for, are each quantized for what runs them. Raises ExportError or QuantizeError if the program would not compute what the
+    score than the float model by the deployment's metric. ``format``, ``candidates`` and ``sign`` as in `export`; of several formats, or candidates for the
+    fastest, each is quantized for its own runtime. Raises ExportError or QuantizeError if the program would not compute what the
     model does, and before any work if ``format`` does not hold the recipe.
     """
     left_out: dict[Format, Exception] = {}
@@ -290,14 +295,11 @@ def planned(
     left_out: dict[Format, Exception] | None = None,
     target: Target | None = None,
 ) -> dict[Format, Target | None]:
-    """Return the formats of programs at ``path``, and the quantization target of each.
+    """Return the formats of programs at ``path``, and the target of each (None: float).
 
-    Raises ExportError or QuantizeError for formats that do not suit ``recipe``.
-
-    ``target``: the only one, of a model that was trained for it.
-
-    Of those among which the fastest is looked for, the ones that hold the recipe, and in ``left_out`` why the others do not; the first reason is
-    raised if there are none.
+    ``target``: that of a model which was trained with rounding. With "fastest" only candidates that hold ``recipe`` are returned; ``left_out`` gets
+    the others with their errors, and the first of these is raised if none is left. Otherwise raises ExportError or QuantizeError for a format that
+    does not hold it.
     """
     tried = candidates_of(format, candidates)
     if isinstance(format, list | tuple):
@@ -341,15 +343,15 @@ def _planned(
 
 
 def _target(path: str | os.PathLike[str], format: Format | None) -> Target | None:
-    """Return the target that runs ``format``, or the program at ``path``; None: ONNX Runtime.
+    """Return the target of ``format``, by default that of ``path``; None: ONNX Runtime.
 
-    Without a format, a folder is OpenVINO's.
+    Without a format an .onnx path is ONNX Runtime's, a folder OpenVINO's.
     """
     return _TARGETS.get(format or ("onnx" if Path(path).suffix == LONE else DEFAULT))
 
 
 _TARGETS: Mapping[str, Target] = {"openvino": "openvino", "aoti": "inductor"}
-"""Format: what runs it, if that is not ONNX Runtime."""
+"""Maps a format to the target of its programs, if that is not onnxruntime."""
 
 
 def trained_recipe(model: nn.Module) -> tuple[Quantization, Target] | None:
@@ -412,7 +414,7 @@ def _with_batch_size(deployment: Deployment, size: int) -> Deployment:
 
 
 def _named(processing: Processing | None) -> dict[str, Any]:
-    """Describe ``processing`` in a way that it is made again from the program, if it is ours."""
+    """Describe ``processing`` by class and fields, to be made again; {} if it is not ours."""
     kind = type(processing)
     if processing is None or not dataclasses.is_dataclass(processing) or not kind.__module__.startswith("arclight."):
         return {}
@@ -422,9 +424,8 @@ def _named(processing: Processing | None) -> dict[str, Any]:
 def _network(module: Module) -> tuple[nn.Module, nn.Module]:
     """Return the network that a module ships, and the module that takes its inputs.
 
-    That is the module itself if it has a ``forward``, else its ``model``.
-
-    They differ if a part of the module is trained with rounding as a graph: that part is shipped.
+    The latter is the module itself if it has a ``forward``, else its ``model``. They differ if a part of it is trained with rounding as a
+    graph: that part is shipped.
     """
     whole: nn.Module | None = module
     if type(module).forward is nn.Module.forward:

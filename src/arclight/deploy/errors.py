@@ -1,7 +1,7 @@
-"""Errors of quantizing, exporting and running programs.
+"""Define the errors of quantizing, exporting, comparing and running programs.
 
-All of ``deploy``, and code that runs programs, raises these; they are public in ``arclight.deploy``. A message says what to change in
-model or recipe.
+All of ``deploy`` raises these; ``serve``, ``text`` and ``vision`` raise `ProgramError`, too. ``arclight.deploy`` exports the first three, whose names
+stay; `ComparisonError` and `VerificationError` are imported from here. All are ValueErrors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ class ComparisonError(ProgramError):
 
 
 class VerificationError(QuantizeError):
-    """Error of a quantizer that does not do what was expected; ``report`` holds measurements."""
+    """Error of a quantizer that does not do what was expected.
+
+    ``report``: the `Verification`; None if it was raised before the checks came to their end.
+    """
 
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)

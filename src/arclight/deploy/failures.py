@@ -1,7 +1,8 @@
 """Explain why a model cannot be captured or converted: operator, module and line.
 
-Torch's own advice is left out. `capture` and `formats` hand over what torch raised; the words come back in one
-sentence.
+`capture` and ``quantizing.qat`` give `not_captured` what torch.export raised, ``formats`` gives `not_converted` and `plain` what its exporters
+raised; each returns a sentence without torch's own advice. What is read of torch's errors and frames is private to torch, so a new release may need
+changes here.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def plain(error: object) -> str:
 def not_captured(error: Exception, model: nn.Module, again: Callable[[], object], *, sizes: str) -> str:
     """Describe what torch.export could not capture of ``model``, where, and the fix.
 
-    ``again`` repeats the capture: only so is the place found of a condition on a free dimension, which torch checks at
-    the end. ``sizes``: what to do about such a condition.
+    ``again`` repeats the capture, to find the place of a condition on a free dimension: torch checks it at the end, where no frame of the model
+    is left. ``sizes``: what to do about such a condition.
     """
     chain = list(_chain(error))
     if any(isinstance(one, ConstraintViolationError) for one in chain):
@@ -89,7 +90,7 @@ def not_captured(error: Exception, model: nn.Module, again: Callable[[], object]
 
 
 def not_converted(error: Exception, way_out: str) -> str:
-    """Describe at which node of a captured graph a conversion failed, why, and ``way_out``."""
+    """Describe at which node of a graph a conversion failed, why, and the fix ``way_out``."""
     chain = list(_chain(error))
     frames = (frame for one in chain for frame, _ in traceback.walk_tb(one.__traceback__))
     nodes = [value for frame in frames for value in frame.f_locals.values() if _is_operator(value)]

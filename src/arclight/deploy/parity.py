@@ -1,7 +1,8 @@
 """Measure the distance between two runs of one model, output by output.
 
-Exports, comparisons and tests of quantizers judge by it: two lists of tensors come in, a `Parity` for each output goes out. Keys of
-`to_json` are in program.json: they must stay. Looser bounds would let worse programs pass.
+`formats.export`, `comparison`, `verifying`, `quantizing` and ``programs.other_runtime`` judge by it: two lists of tensors come in, a `Parity` for
+each output goes out. Keys of `to_json` are in the metadata of programs and in ``arclight compare --json``: they must stay. ``arclight export`` and
+the server show the summaries. Looser bounds would let worse programs pass.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 FLOAT_TOLERANCE = 1e-4
 """Default bound for float32 programs: largest difference as a share of the largest value of the same output."""
 INT8_SQNR_DB = 30.0
-"""Default bound for int8 programs: kernels and simulation round ties differently, which must stay below the rounding
-noise of quantization itself."""
+"""Default bound for programs of any precision but float32, decibels against the model's simulation: kernels and simulation round ties
+differently, which must stay below the rounding noise of quantization itself."""
 LISTED = 4
 """Most outputs whose difference a summary shows."""
 Parts = Callable[..., Mapping[str, Tensor]]
@@ -66,11 +67,9 @@ class Distance:
 def compare(reference: Sequence[Tensor], outputs: Sequence[Tensor], parts: Parts | None = None) -> dict[str, Parity]:
     """Compare each output, or each of its ``parts``, with its reference.
 
-    Compared together, a large one would hide a small one.
-
-    Without ``parts`` the names are the places of the outputs: "0", "1". Values that are infinite in both, as masks are, are
-    left out. Raises ValueError if shapes differ, if a value is NaN, or infinite on one side alone, and if no value
-    of the reference is finite.
+    Compared together, a large one would hide a small one. Without ``parts`` the names are the places of the outputs: "0", "1". Equal infinite values,
+    as in masks, are left out. Raises ValueError if shapes differ, if a value is NaN, or infinite on one side alone or with another sign, and if no
+    value of a reference is finite.
     """
     shapes, expected = [tuple(o.shape) for o in outputs], [tuple(r.shape) for r in reference]
     if shapes != expected:
@@ -89,7 +88,10 @@ def worst(found: Sequence[Parity]) -> Parity:
 
 
 def broken_bound(parity: Parity, precision: str, max_difference: float | None = None) -> str | None:
-    """Return the violated bound of ``precision`` or ``max_difference`` as a clause, or None."""
+    """Return the bound that ``parity`` violates as a clause, or None.
+
+    It is ``max_difference`` if that is given, else the default one of ``precision``, such as fp32 or int8.
+    """
     if max_difference is not None:
         fits, limit = parity.max_difference <= max_difference, f"max_difference is {max_difference:.3g}"
     elif precision != "fp32":
@@ -142,7 +144,7 @@ def _named(outputs: Sequence[Tensor], parts: Parts | None) -> Mapping[str, Tenso
 def distance(reference: Tensor, output: Tensor, name: str) -> Distance:
     """Compare an output with its reference of the same shape.
 
-    Raises ValueError as in `compare`, which says ``name``.
+    Raises ValueError as `compare` does, with ``name`` in the message.
     """
     wanted, given = reference.detach().double().flatten(), output.detach().double().flatten()
     finite = wanted.isfinite()

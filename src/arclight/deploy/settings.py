@@ -1,7 +1,9 @@
-"""Settings of quantization (no torch here: a recipe is read without it).
+"""Define the settings of quantization, without torch, so that a recipe is read quickly.
 
-Recipes, ``arclight quantize`` and the API take these; `ptq`, `qat`, `formats` and `program` read them. Kinds and field names are in
-recipes and programs: they must stay. A changed default changes the bits of new programs.
+``arclight quantize``, ``vision``, ``text`` and users make these; `deployment`, `quantizing` and `formats` read them, `programs` and ``serve`` the
+runtimes. Kinds (`kind_of`), field names, targets and runtimes are in recipes, programs and checkpoints of trained rounding: they must stay. A new
+target also needs an entry in `PLACEMENTS` and in ``formats.formats``; a new placement one in ``placement.PROFILES``. A changed default changes the
+bits of new programs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ Placement = Literal["onnxruntime", "onednn", "xnnpack", "symmetric"]
 PLACEMENTS: Mapping[Target, Placement] = {
     "onnxruntime": "onnxruntime", "openvino": "onednn", "inductor": "onednn", "executorch": "xnnpack", "tensorrt": "symmetric",
 }  # fmt: skip
-"""Which tensors become integers for a target; `quantizing.placement` has each."""
+"""Maps a target to its placement, which says what tensors become integers: a profile in `quantizing.placement`."""
 
 
 Runtime = Literal["onnxruntime", "openvino", "openvino-bf16", "torch", "inductor"]
@@ -33,18 +35,20 @@ FastestRuntime = Literal["fastest"]
 
 @dataclass(frozen=True, kw_only=True)
 class Int8(Checked):
-    """Settings of post-training quantization: 8-bit activations and weights, per channel.
+    """Settings of calibrated quantization: activations and weights in 8 bits.
 
-    Activations are unsigned, weights are signed.
+    Weights are signed, with a scale for each output channel. Activations have one scale for each tensor; they are unsigned, but for the
+    targets executorch and tensorrt.
     """
 
     needs_calibration: ClassVar[bool] = True
     observer: Observer = "histogram"
-    """How ranges of activations are chosen: the extremes, or from a histogram, where rounding costs least."""
+    """Range of an activation: its extremes (minmax), or that of least rounding error by a histogram."""
     calibration_batches: PositiveInt = 16
     """Most calibration batches that are run; the data may hold fewer."""
     reduce_range: bool | None = None
-    """Weights of 7 bits: x86 processors without VNNI (most before 2019) add 8-bit products in 16 bits, which overflow. None: if this one does."""
+    """Weights of 7 bits: x86 processors without VNNI (most before 2019) add 8-bit products in 16 bits, which overflow. None: if this one does,
+    and the target runs on x86."""
     skip: tuple[str, ...] = ()
     """Modules kept in float32, by name: `head` keeps `head` and everything inside it."""
     min_sqnr_db: FiniteFloat = 15.0
@@ -81,9 +85,9 @@ def _check_group_size(size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOnly(Checked):
-    """Weights of linear layers in 8 or 4 bits, a scale for each group of inputs; no calibration.
+    """Settings of weights of linear layers in 8 or 4 bits, a scale for each group of inputs.
 
-    For models that wait for their weights, as language models do that generate. With 4 bits activations stay in float32; the
+    For models whose time goes into reading weights, such as language models that generate. With 4 bits activations stay in float32; the
     kernel for 8 bits rounds them to 8 bits, group by group, since the one that does not is slower than float32.
     """
 
@@ -111,7 +115,7 @@ class WeightOnly(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class LowBit(Checked):
-    """Weights of 4 bits with activations of 8 (W4A8) or of 4 (W4A4).
+    """Settings of weights of 4 bits with activations of 8 (W4A8) or of 4 (W4A4).
 
     W4A8 multiplies integers in linear layers, without calibration. W4A4 also rounds convolutions, needs calibration, and is for
     simulation and training: no processor has kernels for it, so `export` refuses it.
@@ -141,7 +145,7 @@ class LowBit(Checked):
 
 
 def calibration_batches(recipe: Quantization | None) -> int:
-    """Return the number of batches to calibrate a recipe on, at least one, to compare on."""
+    """Return the number of batches to read: to calibrate on, or 1 to compare on."""
     return recipe.calibration_batches if recipe is not None and is_calibrated(recipe) else 1
 
 
@@ -152,7 +156,7 @@ def is_calibrated(recipe: Quantization) -> TypeGuard[Int8 | LowBit]:
 
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(Checked):
-    """Weights and activations in bfloat16: half the file, and no calibration.
+    """Settings of linear layers and convolutions in bfloat16: half the file, and no calibration.
 
     OpenVINO runs the program, on processors with bfloat16 instructions.
     """
@@ -175,13 +179,14 @@ _CUTS: Mapping[str, str] = {
     "pp": "cuts the model into stages, and a program is made of all layers",
     "ep": "cuts stacks of experts",
 }
-"""Fields of a plan that cut what is rounded as one, and why."""
+"""Maps a field of a plan that cuts a tensor with one range or scale to the reason why that is refused."""
 
 
 def check_plan(recipe: Quantization, plan: Plan) -> None:
-    """Raise ValueError for a plan under which training does not round as the program.
+    """Raise ValueError for a plan under which training rounds otherwise than ``recipe``.
 
-    The program is that of ``recipe``. Data-parallel replicas and shards are possible where layers round by themselves, as each is gathered whole.
+    A recipe without calibration may have data-parallel replicas and shards, since each layer is gathered whole before it rounds. ``cli.schema`` calls
+    this for a recipe with [qat], and `QuantizationAwareTraining` for a strategy with a plan.
     """
     if recipe.needs_calibration:
         raise ValueError(
