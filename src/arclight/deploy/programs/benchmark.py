@@ -1,7 +1,8 @@
-"""Time programs beside each other: interleaved runs, medians, and ratios with their spread.
+"""Time programs and models beside each other: interleaved runs, medians, ratios and spread.
 
-`benchmark` is public and behind ``arclight benchmark``; `export` and ``verifying`` time programs by it, too. Turns are interleaved so
-that drift of the machine cancels: keep that when adding a contender.
+`benchmark` is public and behind ``arclight benchmark`` and ``demo``; `formats.export`, `comparison` and ``verifying.verify`` time by it, too. A round
+calls every contender once, so that drift of the machine cancels: keep that. Names of figures (`Row.figures`, `Table.json`) are in reports and must
+stay.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ class Row:
     speedup_high: float
     """90th percentile of the same."""
     nbytes: int | None
-    """Size of the file, or of a model's weights; none if unknown."""
+    """Bytes of a program's files, or of a model's weights and buffers; None for other callables."""
     build_s: float | None = None
-    """Seconds that capture, quantization and writing of a program took together, as its description says; none if it does not."""
+    """Seconds that capture, quantization and writing of a program took together, as its description says; None if it does not."""
     load_s: float | None = None
-    """Seconds to check and load a program in a process of its own; none if that was not asked for, or there is no program."""
+    """Seconds to check and load a program in a process of its own; None without ``fresh``, or for what is no program."""
     peak_bytes: int | None = None
-    """Most memory that this process of its own held while it loaded and ran the program, the runtime's libraries included."""
+    """Bytes that this process held at most while it loaded and ran the program, the runtime's libraries included; None as for ``load_s``."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further columns, such as an accuracy."""
 
@@ -115,9 +116,9 @@ class Table:
         return len({(row.batch, row.threads) for row in self.rows}) > 1
 
     def json(self) -> dict[str, float]:
-        """Return one flat object ``<name>/<figure>``, or ``<name>/batch 8/threads 2/<figure>``.
+        """Return one flat object by ``<name>/<figure>``.
 
-        The latter is for several settings.
+        With several batch sizes or threads the keys are such as ``<name>/batch 8/threads 2/<figure>``.
         """
         flat: dict[str, float] = {}
         for row in self.rows:

@@ -1,10 +1,9 @@
 """Read, verify and write ``program.json``: a program's files by SHA-256, and its signer.
 
-All of it is checked before a runtime reads a file: a digest covers the description and the list of files, the list covers
-their contents, and a signature covers the digest.
-
-`export` writes by it; `Program.load`, the server and the command read and verify by it. The format is that of all exported programs:
-files that are read today must be read later.
+All is checked before a runtime reads a file: a digest covers the description and the list of files, the list covers their contents, and a signature
+covers the digest. `formats.export` writes; `Program.load` verifies; the server compares `marks_at` to notice replaced files, and ``cli`` reads
+`description` and `trusted_keys`. The format is that of all exported programs: files that are read today must be read later. A new kind of program
+needs an entry in `RUNTIMES`, and one in `EXECUTED` if to open it runs code.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _PURPOSE = b"arclight program "
 
 
 Mark = tuple[int, int, int, int]
-"""Device, inode, size and modification time of a file: a replaced or rewritten file has another mark."""
+"""Device, inode, size and change time (ctime, ns) of a file: a replaced or rewritten file has another mark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +136,9 @@ def read(folder: Path, trusted: Trusted | None = None) -> Contents:
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """Return what ``folder`` holds beside a program of ours, which must not be lost with it.
+    """Return the names in ``folder`` that are no part of a program of ours, even a damaged one.
 
-    The program may be in any state.
+    An export refuses to replace a folder that has some.
     """
     listed: set[str] = set()
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged, or another tool's program.json
@@ -165,9 +164,9 @@ def mark(path: Path) -> Mark:
 
 
 def marks_at(path: Path) -> dict[Path, Mark] | None:
-    """Return the marks of the program at ``path``, unverified; None without one.
+    """Return the marks of the files at ``path``, unverified; None if they cannot be read.
 
-    They are those that `Program.load` would find.
+    They equal `Program.marks` as long as the program is the one that was loaded.
     """
     try:
         return {file: mark(file) for file in (path.iterdir() if path.is_dir() else [path])}
@@ -177,9 +176,9 @@ def marks_at(path: Path) -> dict[Path, Mark] | None:
 
 @contextmanager
 def unchanged(marks: Mapping[Path, Mark]) -> Iterator[None]:
-    """Raise ProgramError after the block if a file of ``marks`` was replaced.
+    """Raise ProgramError after the block if a file of ``marks`` was replaced meanwhile.
 
-    A runtime may have read another than the one that was checked.
+    The runtime that opened it in the block may then have read another file than the checked one.
     """
     with ExitStack() as held:
         for path in marks:

@@ -1,7 +1,7 @@
-"""Run a program in a process of its own, which knows nothing of the model.
+"""Run a program in a process of its own, without the model's code.
 
-Exports run their result here before they report success, benchmarks measure memory and loading. The child imports what a user of the
-program would: no class of the model.
+`formats.export` compares the outputs of this run with the model before it publishes a program; `benchmark` measures loading and memory with
+``fresh``. The child imports only the program's runtime and `Program`; requests, inputs and outputs pass by files of a temporary folder.
 """
 
 from __future__ import annotations

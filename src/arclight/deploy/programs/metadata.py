@@ -1,13 +1,10 @@
-"""Append metadata to an ONNX program and read it back.
+"""Append a description to a lone ONNX program, with checksums, and read it back.
 
-It is JSON under the key ``arclight``, with a checksum.
-
-The exporter calls `check` and `seal`, `Program.load` calls `unseal` before any runtime reads the file. This is a file format: a change
-needs a new `FORMAT`, and programs of the format before must load for one more release.
-
-An ONNX file is a protobuf message, and protobuf reads concatenated messages as one. So the description is appended as a message of its
-own, whose bytes are found from the end of the file: no reader of protobuf sees a file before its checksum fits (docs/decisions/030). The
-checksum covers every byte before the description and the description itself, which lists external files of weights with their checksums.
+`formats.export` calls `check` and `seal`; `Program.load` calls `unseal` before any runtime reads the file, as ``cli.commands.language`` does. This is
+a file format: a change needs a new `FORMAT`, and programs of the format before must load for one more release. The description is JSON under `KEY`,
+appended as a protobuf message of its own, since protobuf reads concatenated messages as one: so it is found from the end of the file, and no reader
+of protobuf sees a file before its checksum fits (docs/decisions/030). The checksum covers all bytes before it: the model, and the description with
+its list of weight files and their checksums.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ _SEALED = re.compile(r'(?s)(.*), "sha256": "([0-9a-f]{64})"}')
 
 
 def check(metadata: dict[str, Any], *, reserved: set[str]) -> None:
-    """Raise ExportError if users' ``metadata`` has reserved keys, or values JSON cannot hold."""
+    """Raise ExportError if users' ``metadata`` has reserved keys, is too long, or is no JSON."""
     taken = sorted(({"format", "files", "sha256"} | reserved).intersection(metadata))
     if taken:
         raise ExportError(f"metadata must not hold {', '.join(taken)}: the exporter writes these itself")
@@ -57,7 +54,7 @@ def check(metadata: dict[str, Any], *, reserved: set[str]) -> None:
 def seal(path: Path, metadata: dict[str, Any]) -> None:
     """Append ``metadata`` to the ONNX file at ``path``, with checksums.
 
-    They are of the model, its external files and the metadata. Raises ExportError if the model keeps weights in a file
+    They are of the model with the metadata, and of each external file. Raises ExportError if the model keeps weights in a file
     that is missing or outside its folder.
     """
     digest, names = _scan(path, path.stat().st_size)

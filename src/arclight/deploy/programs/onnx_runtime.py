@@ -1,7 +1,7 @@
 """Run an ONNX file in ONNX Runtime, and count the kernels that it makes of the file.
 
-`Program` runs ONNX files by an `OnnxRuntimeSession`; exports and verification count its kernels, to prove that integers are multiplied.
-NumPy arrays go in and out.
+`program` opens an `OnnxRuntimeSession` for runtime ``onnxruntime``; arrays in, arrays out, as `session` documents. ``formats.export`` and
+``verifying.verify`` count its kernels by the tables here, to prove that integers are multiplied. The tables are ONNX Runtime's own names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Device = Literal["auto", "cpu", "cuda"]
 INTEGER_KERNELS = {"QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "ConvInteger", "MatMulInteger"}
 """Kernels of layers with weights that multiply 8-bit integers."""
 LINEAR_KERNELS = {"DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits"}
-"""Kernels of linear layers whose activations have no fixed ranges."""
+"""Kernels of linear layers of `DynamicInt8`, `WeightOnly` and W4A8, whose activations have no calibrated range."""
 _DTYPES = {
     "tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16", "tensor(int64)": "int64",
     "tensor(int32)": "int32", "tensor(int8)": "int8", "tensor(uint8)": "uint8", "tensor(bool)": "bool",
@@ -68,7 +68,10 @@ class OnnxRuntimeSession:
 
 
 def kernels(path: Path) -> Counter[str]:
-    """Count the operators of the graph that ONNX Runtime really runs on this CPU for a file."""
+    """Count the operators of the graph that ONNX Runtime really runs on this CPU for a file.
+
+    The file is opened again, also if its session is on a GPU.
+    """
     runtime, onnx = require("onnxruntime", extra="deploy"), require("onnx", extra="deploy")
     with tempfile.TemporaryDirectory(prefix="kernels-") as scratch:
         options = runtime.SessionOptions()

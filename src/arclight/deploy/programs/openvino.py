@@ -1,9 +1,8 @@
 """Run programs in OpenVINO: its own representation (.xml) or an ONNX file, on the CPU.
 
-`program` opens an `OpenVinoSession` for runtime ``openvino`` or ``openvino-bf16``; arrays in, arrays out, as `session` documents.
-``formats.export`` and ``verifying.verify`` read back which kernels ran in which precision (`kernels`, `by_precision`).
-
-The tables are OpenVINO's own names; the versions that are tested are those of the extra ``deploy``.
+`program` opens an `OpenVinoSession` for runtime ``openvino`` or ``openvino-bf16``; arrays in, arrays out, as `session` documents. ``formats.export``
+and ``verifying.verify`` read back which kernels ran in which precision (`by_precision`, as `Program.openvino_kernels`). The tables are OpenVINO's own
+names, as the version of the extra ``deploy`` has them.
 """
 
 from __future__ import annotations
@@ -47,12 +46,11 @@ def check_bfloat16() -> None:
 
 
 class OpenVinoSession:
-    """Compiled model of OpenVINO.
+    """Model that OpenVINO has compiled for the CPU.
 
-    ``bfloat16``: whether float32 operators compute in bfloat16, which OpenVINO would choose by itself.
-
-    ``requests`` calls are computed at once, each on ``threads`` CPU threads (None: all cores for all of them); others wait for their turn.
-    Raises ProgramError for a file that OpenVINO cannot run.
+    ``bfloat16``: whether float32 operators compute in bfloat16; without this argument OpenVINO would choose by itself. ``requests`` calls are
+    computed at once, each on ``threads`` CPU threads (None: all cores for all of them); others wait for their turn. Raises ProgramError for a file
+    that OpenVINO cannot run, and with ``bfloat16`` on a processor without such instructions.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -100,10 +98,10 @@ class OpenVinoSession:
 
 @functools.cache
 def _core() -> Any:
-    """Return the process's one core.
+    """Return the one OpenVINO core of this process.
 
-    Each core that compiles sets the thread's alternate signal stack, and puts back the one before when it goes. If two go in
-    the order in which they came, the stack of the first is put back after it was unmapped, and the next signal ends the process.
+    A core that compiles sets the thread's alternate signal stack, and restores the one before when it is destroyed. If two cores are destroyed in
+    the order of their creation, the second restores the stack of the first, which is unmapped by then, and the next signal ends the process.
     """
     return require("openvino", extra="deploy").Core()
 

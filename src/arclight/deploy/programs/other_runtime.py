@@ -1,9 +1,8 @@
-"""Run a program in another runtime than the one it was exported for.
+"""Run a program in another runtime than the one it was exported for, and compare the two.
 
-The two are compared first, and timed if the fastest is asked for.
-
-`Program.load` calls `chosen` for a runtime that the caller names. The inputs are drawn: the exporter records sizes and ranges of its own
-(`described_probe`), never their values, which are users' data.
+`Program.load` calls `chosen` for a runtime that the caller names, and `fastest`, which also times; ``serve.tasks.pool`` times on `drawn` inputs. They
+are random: the exporter records no inputs, which are users' data, but their shapes, least and greatest values (`described_probe`). Keys of a probe
+are in programs: they must stay.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WARM_UP, ROUNDS = 2, 15
-"""Warm-up calls of each runtime, and timed calls, in turns."""
+"""Warm-up calls of each runtime, and the most timed calls of each, in turns."""
 BUDGET_S = 2.0
-"""Seconds after which no further round of timing begins."""
+"""Seconds after which no further round of timing begins; the first always does."""
 COLUMNS = 256
-"""Longest last dimension whose positions are also compared one by one."""
+"""Longest last dimension, of outputs with three or more, whose positions are also compared one by one."""
 FLOAT_COLUMN_SQNR_DB, COLUMN_SQNR_DB = 30.0, 6.0
 """Least signal-to-noise ratio of such a position in float32 and in other programs; a lower one means another value, such as a score of 0
 beside boxes in pixels."""
 LARGEST_PROBE = 1 << 27
-"""Most elements of all drawn inputs (a gigabyte); a larger description is refused, and never written."""
+"""Most elements of all drawn inputs (a gigabyte of 8-byte values): no larger probe is written, and one in a file is refused."""
 
 
 class Opened(Protocol):
@@ -71,7 +70,7 @@ class RuntimeChoice:
     exported_for: Runtime
     """Runtime of the exporter, in which parity, speed and kernels of the description were measured."""
     parity: Mapping[str, Parity] = field(default_factory=dict)
-    """Outputs beside those in that runtime; empty if it runs in the same, or if nothing could be compared."""
+    """Outputs against those in that runtime; empty if it runs in the same, or was not compared."""
     wall_ms: Mapping[Runtime, float] = field(default_factory=dict)
     """Median milliseconds of a call of each runtime that was timed."""
 
@@ -104,7 +103,7 @@ class RuntimeChoice:
 def described_probe(batches: Sequence[Sequence[Tensor]]) -> list[list[dict[str, Any]]]:
     """Describe inputs by shape, and the least and greatest of their finite values.
 
-    None are described if there are more than could be drawn, so that the program is not compared later.
+    The result is empty if they have more than `LARGEST_PROBE` elements; the program is then not compared later.
     """
     if sum(value.numel() for batch in batches for value in batch) > LARGEST_PROBE:
         return []
@@ -121,7 +120,7 @@ def described_probe(batches: Sequence[Sequence[Tensor]]) -> list[list[dict[str, 
 
 
 def drawn(program: Opened) -> list[list[Array]]:
-    """Draw inputs of the recorded shapes and ranges, always the same; none without a record.
+    """Draw inputs of the recorded shapes and ranges, with a fixed seed; none without a record.
 
     Raises ProgramError for a description that does not fit the program.
     """
@@ -156,10 +155,8 @@ def drawn(program: Opened) -> list[list[Array]]:
 def chosen(wanted: Runtime, exported_for: Runtime, opened: Callable[[Runtime], P]) -> tuple[P, RuntimeChoice]:
     """Open a program in the runtime ``wanted`` and compare it with ``exported_for``.
 
-    The latter is closed before.
-
-    A program of an older arclight is not compared, with a warning. Raises ProgramError if an output differs by more than the bound of its
-    precision.
+    The latter is opened and closed before. A program without a probe, as older ones are, is not compared, with a warning. Raises ProgramError if
+    an output differs by more than the bound of its precision, and by more than quantization has changed it.
     """
     reference = opened(exported_for)
     calls = drawn(reference)
@@ -181,8 +178,8 @@ def fastest(
 ) -> tuple[P, RuntimeChoice]:
     """Open a program in the runtime that is fastest here, compared as by `chosen`.
 
-    The first drawn inputs are timed in turns; runtimes that cannot run the program, or compute something else, are left out with a warning.
-    Raises ProgramError for a program that does not say what inputs it takes.
+    The first drawn inputs are timed in turns, also in ``exported_for``; other runtimes that cannot run the program, or compute something else, are left
+    out with a warning. Raises ProgramError for a program without a probe.
     """
     reference = opened(exported_for)
     calls = drawn(reference)
@@ -233,9 +230,8 @@ def _compared(
 ) -> dict[str, Parity]:
     """Compare outputs with those of the exporter's runtime.
 
-    Raises ProgramError beyond the bound of the program's precision.
-
-    Each place of a last dimension of up to `COLUMNS` is compared by itself, too: boxes in pixels would hide scores beside them.
+    Raises ProgramError beyond the bound of the program's precision, unless quantization has changed the output more. Each position of a last
+    dimension of up to `COLUMNS` is compared by itself, too (`_broken_column`): boxes in pixels would hide scores beside them.
     """
     from arclight.deploy.parity import broken_bound, distance, worst
 
@@ -285,9 +281,9 @@ def _pair(wanted: Array, given: Array) -> tuple[Tensor, Tensor]:
 
 
 def _broken_column(reference: Tensor, output: Tensor, precision: str) -> str | None:
-    """Return the bound that an index of the last dimension violates, or None.
+    """Return the bound that a position of the last dimension violates, or None.
 
-    For outputs of three dimensions or more.
+    Outputs of one or two dimensions are not judged so.
     """
     if reference.dim() < 3 or reference.shape[-1] > COLUMNS:
         return None

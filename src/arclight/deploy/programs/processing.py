@@ -1,7 +1,8 @@
 """Define a program's pre- and postprocessing: users' inputs to tensors, tensors to results.
 
-Tasks implement `Processing`; the exporter stores the name of its class in the program, and `Program.load` calls `resolve` on it. Names
-come from untrusted files: only classes of this package are loaded.
+``vision.tasks`` implements `Processing`; `deployment` stores class and fields in the program, `Program.load` checks the name, and
+`Program.processing` calls `resolve` at its first use. Names are in programs: a class that moves needs an entry in ``_stored_names``. They come from
+files that anyone may have written, so only classes of this package are loaded.
 """
 
 from __future__ import annotations

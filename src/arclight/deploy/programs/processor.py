@@ -1,7 +1,7 @@
 """Name this processor's instruction sets, and check that a program finds those it needs.
 
-``formats.export`` and `ptq` record the instruction sets of the exporting processor; `program` calls `check_processor` before it runs a
-program here. Names are Linux's and are stored in programs.
+``formats.export`` stores the names in programs, as Linux has them: they must stay. `ptq` asks `overflows` to choose 7 or 8 bits, and refuses signed
+activations that are slow here; `program` calls `check_processor` before a runtime reads the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TOLD = {
     "avx", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "avx_vnni_int8", "amx_int8", "amx_bf16", "amx_fp16",
     "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
 }  # fmt: skip
-"""Instruction sets that decide how fast, and how exactly, a program computes."""
+"""Instruction sets that are recorded: they decide how fast, and how exactly, a program computes."""
 _VNNI = {"avx512_vnni", "avx_vnni", "amx_int8"}
 
 
@@ -35,16 +35,16 @@ def instruction_sets() -> frozenset[str]:
 
 
 def overflows() -> bool:
-    """Return True if this processor adds products of 8-bit values in 16 bits.
+    """Return True for an x86 processor that adds 8-bit products in 16 bits, where two overflow.
 
-    Two large products overflow there.
+    Such are those with AVX2 and without VNNI.
     """
     present = instruction_sets()
     return "avx2" in present and not _VNNI & present
 
 
 def check_processor(description: Mapping[str, Any]) -> None:
-    """Raise ProgramError for a program that needs other instructions.
+    """Raise ProgramError for a program that needs another machine or other instructions.
 
     Warns of one whose 8-bit sums may overflow here.
     """

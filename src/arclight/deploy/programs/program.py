@@ -1,7 +1,8 @@
-"""Run programs: files that compute what models compute, without model and PyTorch.
+"""Run programs: files that compute what models compute, without the model's code.
 
-`Program` is a public class, which `export` returns and ``arclight predict``, ``scan``, ``serve`` and ``benchmark`` load. Runtimes are behind
-`session`; metadata that programs hold (`folder`, `metadata`) stay readable.
+`Program` is public: `export` returns it; ``arclight predict``, ``scan``, ``serve``, ``benchmark`` and ``compare`` load it. Checks of the files
+(`folder`, `metadata`, `processor`) come before a runtime reads one: keep that order. Programs of earlier releases must load. A new runtime implements
+`Session`, and is opened in `_session`. Only formats ``pt2`` and ``aoti``, and the comparison of runtimes, need PyTorch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from arclight.deploy.settings import FastestRuntime, Runtime
 from arclight.fabric.extras import require
 
 TIMED: tuple[Runtime, ...] = ("onnxruntime", "openvino")
-"""Runtimes among which the fastest is looked for, beside the one that the program names."""
+"""Runtimes that "fastest" times, as far as they run the format, beside the one that the program names."""
 
 
 class Program:
@@ -64,7 +65,7 @@ class Program:
         self.path = path
         self.runtime = runtime
         self.threads = threads
-        """CPU threads that a call runs on; None: as many as its runtime likes."""
+        """CPU threads that a call runs on; None: the runtime's default, all cores."""
         self.requests = requests
         """Most calls that are computed at once; None: any number, in OpenVINO one."""
         self._turns = None if requests is None else threading.Semaphore(requests)
@@ -73,7 +74,7 @@ class Program:
         self.inputs = session.inputs if contents is None else contents.inputs
         self.outputs = session.outputs if contents is None else contents.outputs
         self.marks = marks or {}
-        """Marks of its files as they were checked: if others are at its path now, it was replaced."""
+        """Marks of its files as they were checked: if they differ from those at its path, it was replaced."""
         self.digest = digest
         """SHA-256 that identifies the program, hexadecimal: of all that was exported, or of an .onnx file from elsewhere."""
         self.choice = choice or RuntimeChoice(exported_for=metadata.get("runtime", "onnxruntime"))
@@ -96,19 +97,17 @@ class Program:
     ) -> Program:
         """Load the program at ``path``, a folder or an .onnx file.
 
-        threads: CPU threads; default: all cores.
-
-        ``requests``: most calls that are computed at once, each on ``threads``, while others wait (default: any number; in OpenVINO one).
-        Both may be functions that give them for the program's runtime and metadata.
+        ``threads``: CPU threads of a call (default: all cores). ``requests``: most calls that are computed at once, each on ``threads``, while others wait
+        (default: any number; in OpenVINO one). Both may be functions that give them for the program's runtime and metadata.
         ``processing`` replaces what the program names. ``device``: cuda needs onnxruntime-gpu; auto takes it if it is,
         except for quantized programs, whose kernels are those of the CPU. ``runtime`` replaces what the program
         names (default: ONNX Runtime): a program of our export is compared with itself in that one on drawn inputs, and ProgramError raised if an
         output differs by more than its precision allows, unless ``parity`` is False; "fastest" times ONNX Runtime and OpenVINO, as far as they
-        run the format, and takes the faster. `choice` has what was found.
+        run the format, beside the one that is named, and takes the fastest. `choice` has what was found.
         ``trusted``: load it only if one of these public keys signed it, which formats that run
         what their file says (pt2, aoti) always need. Raises ProgramError if the program is
-        missing, damaged, changed since its export, not signed as asked, or names a processing outside this package; no runtime has
-        seen it by then.
+        missing, damaged, changed since its export, not signed as asked, or names a processing outside this package, before a runtime reads it; also
+        if the runtime finds other inputs or outputs than the program describes.
         """
         files = _Files.checked(Path(path), trusted)
         device = "cpu" if device == "auto" and "quantization" in files.metadata else device
@@ -173,10 +172,7 @@ class Program:
 
     @property
     def rounds_together(self) -> bool:
-        """Return True if all samples of a call are rounded in one range.
-
-        They then depend on each other.
-        """
+        """Return True if one range serves all samples of a call, which then depend on each other."""
         return self.precision == "dynamic int8"
 
     @property
@@ -340,7 +336,7 @@ class _Files:
 
     @classmethod
     def checked(cls, path: Path, trusted: Trusted | None) -> _Files:
-        """Check what is at ``path``; raises ProgramError as `Program.load`."""
+        """Check the program at ``path`` and read its description; ProgramError as in `Program.load`."""
         if path.is_dir():
             contents = folder.read(path, trusted)
             metadata, text, main, marks = contents.description, None, path / contents.main, contents.marks
@@ -385,7 +381,7 @@ def _check_file(path: Path, trusted: Trusted | None) -> None:
 _TYPES: Mapping[str, type] = {
     "runtime": str, "precision": str, "requires": list, "requires_machine": str, "quantization": dict, "processing_args": dict, "build_s": dict,
 }  # fmt: skip
-"""What loading a program reads of its description."""
+"""Maps a field of the description that is read when a program is loaded, or timed, to its type."""
 
 
 def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
@@ -402,10 +398,7 @@ def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def _check_described(path: Path, contents: folder.Contents, session: Session) -> None:
-    """Raise ProgramError if the model's inputs or outputs differ from its description.
-
-    It identifies them.
-    """
+    """Raise ProgramError if the opened model has other inputs or outputs than are described."""
     for kind, described, held in (
         ("inputs", contents.inputs, session.inputs), ("outputs", contents.outputs, session.outputs),
     ):  # fmt: skip

@@ -1,6 +1,7 @@
 """Define the interface of runtimes: typed inputs and outputs, a thread-safe call, kernels.
 
-``onnx_runtime``, ``openvino`` and ``torch_runtime`` implement `Session`; `Program` holds one. `TensorSpec` is stored as JSON in program folders.
+``onnx_runtime``, ``openvino`` and ``torch_runtime`` implement `Session`, and a `Program` holds one. A new runtime needs a name in `NAMES`.
+`TensorSpec` is written as JSON in ``program.json``: its keys must stay.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class TensorSpec:
     def fits(self, other: TensorSpec, *, named: bool) -> bool:
         """Return True if ``other`` may describe the same tensor.
 
-        Dynamic dimensions may differ in name.
+        A dynamic dimension fits any size. ``named``: names of the tensors must be equal, too.
         """
         sizes = len(self.shape) == len(other.shape) and all(
             isinstance(mine, str) or isinstance(theirs, str) or mine == theirs

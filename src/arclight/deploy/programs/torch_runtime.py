@@ -1,7 +1,8 @@
 """Run archives of torch: graphs of torch.export, and libraries that AOTInductor compiled.
 
-`program` opens a `TorchSession` for formats ``pt2`` and ``aoti``; arrays in, arrays out, as `session` documents. Such files run code,
-so `program` opens them only if a trusted key signed them.
+`program` opens a `TorchSession` for runtimes ``torch`` (format ``pt2``) and ``inductor`` (``aoti``); arrays in, arrays out, as `session` documents.
+To open such a file runs code, so `folder` refuses it before, unless a trusted key signed it: keep that order. ``formats.export`` reads
+`INTEGER_KERNELS`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class TorchSession:
     """A graph of torch.export, or with ``compiled`` a library of AOTInductor.
 
     Reading either runs what the file says (torch evaluates expressions in it): give none whose signature was not checked.
-    ``threads`` is the number of torch in the thread that calls, while it runs; OpenMP counts by thread. Raises ProgramError for a file that is damaged or for
-    another torch.
+    ``threads``: torch's number of threads during a call, set in the calling thread, as OpenMP counts by thread; None leaves it. Raises ProgramError for a
+    file that is damaged or for another torch.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -83,10 +84,10 @@ class TorchSession:
 
 
 class _Threads:
-    """Torch's numbers of threads, set for a call and restored, safely among threads.
+    """Number of torch's threads, set for a call and restored after it, for concurrent calls.
 
-    A thread in which torch runs for the first time takes the number that was set last in the process, also one that is set for a call
-    elsewhere. So what is put back is the number from before the first of all calls in progress.
+    A thread in which torch runs for the first time takes the number that was set last in the process, even if that was for a call
+    elsewhere. So the number that is restored is that from before the first of all calls in progress.
     """
 
     def __init__(self) -> None:
