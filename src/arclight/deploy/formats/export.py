@@ -1,9 +1,9 @@
 """Export a model as a program, which is kept only if it agrees with the model.
 
-`export` captures the model, writes it by `formats` into a staging place, compares program and model in a fresh process, times it, and
-publishes it with what was found. A bound of the comparison is a constant here; a new format belongs in `formats`.
-
-`ship` (``deploy.deployment``) and users call `export`; a program that exists already is never replaced by one that does not agree.
+Users call `export`; `ship` (``deploy.deployment``) calls `export_one`, `export_each` and `export_fastest`. They capture the model, write it by
+`formats` into a staging folder, compare program and model in a fresh process, count the kernels of a quantized one and time it against float32, and
+publish it: what was at the path stays until then. Keys of the description are in programs: they must stay. Bounds of outputs are in ``parity``, that
+of kernels is `INTEGER_SHARE`.
 """
 
 from __future__ import annotations
@@ -89,21 +89,21 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CANDIDATES: tuple[Format, ...] = ("openvino", "onnx")
-"""Formats among which the fastest is looked for; aoti is native code, and only taken if it is named."""
+"""Formats among which "fastest" chooses by default; pt2 and aoti run what their files say, and are taken only if they are named."""
 
 BATCH_SIZES = (1, 2, 3)
 """Sizes at which a program with a free batch dimension is compared with its model."""
 INTEGER_SHARE = 0.9
 """Least share of the quantized layers that must run on integer kernels."""
 PROBES = 3
-"""Most batches of a program with free dimensions whose sizes are recorded to compare other runtimes on."""
+"""Most batches of a program with named free dimensions that are recorded as a probe, to compare other runtimes on; of others one is."""
 TIMED_ROUNDS = 15
-"""Calls of a program and of its float32 program that are timed, one after the other."""
+"""Timed calls of each program, in turns: a quantized and its float32 program, or the candidates for the fastest."""
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
     "onnxruntime": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("onnx", "onnxscript", "openvino"),
     "openvino-bf16": ("onnx", "onnxscript", "openvino"), "torch": (), "inductor": (),
 }  # fmt: skip
-"""Runtime: what writing and running its programs takes beside torch."""
+"""Maps a runtime to the packages that write and run its programs, beside torch."""
 
 
 @overload
@@ -545,13 +545,13 @@ class _Draft:
         self._main = ""
 
     def write(self, precision: str) -> dict[str, Any]:
-        """Write the files; return the instructions that they require."""
+        """Write the files; return what they require of a machine, for the description."""
         stem = self.plan.path.stem if self.lone else "model"
         self._main, needs = write(self._captured, self._staging, self.plan.format, precision, stem)
         return needs
 
     def opened(self) -> Program:
-        """Open the program, which is described so far by what runs it."""
+        """Open the program, with its runtime alone as its description so far."""
         try:
             if self.lone:
                 return Program.load(self._staging / self._main, device="cpu", runtime=self.plan.runtime)
@@ -581,9 +581,9 @@ class _Draft:
             files.publish(self._staging, self.plan.path)
 
     def _publish_file(self, draft: Path, described: dict[str, Any]) -> None:
-        """Put the file in place atomically, after its weights.
+        """Replace the file atomically, after its weights, and delete the weights of the one before.
 
-        Weights beside it have a name that is theirs alone.
+        Weights lie beside it under a name with their digest, see `onnx_graph`.
         """
         path = self.plan.path
         seal(draft, described)
@@ -610,9 +610,9 @@ class _Draft:
 
 @contextmanager
 def _staging(path: Path) -> Iterator[Path]:
-    """Yield a staging folder beside ``path``, deleted unless published.
+    """Yield a staging folder beside ``path``, which is deleted unless it was published.
 
-    Those of killed exports are removed.
+    Folders that killed exports have left beside it are deleted, too.
     """
     staging = files.make_staging(path)
     files.sweep(path.parent)
@@ -624,7 +624,7 @@ def _staging(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _disk_named(path: Path) -> Iterator[None]:
-    """Raise ExportError for a disk that is full or may not be written to."""
+    """Raise ExportError in place of an OSError of a disk that is full or read-only."""
     try:
         yield
     except OSError as error:
@@ -634,7 +634,7 @@ def _disk_named(path: Path) -> Iterator[None]:
 
 
 def _weights_of(path: Path) -> set[Path]:
-    """Return the files beside the program that is at ``path`` now which an export wrote for it."""
+    """Return the weight files beside the program at ``path`` that an export wrote for it."""
     try:
         names = unseal(path)[0].get("files", {}) if path.is_file() else {}
     except ProgramError:  # damaged: what it had beside it is not known
@@ -666,7 +666,7 @@ def _signing_key(sign: str | os.PathLike[str] | SigningKey | None, path: Path, f
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a program: those of capture, free ones, and those it is compared in."""
+    """Inputs that a program is captured on and compared on, and its free dimensions."""
 
     example: Inputs
     free: FreeDimensions | None
@@ -759,9 +759,8 @@ def _callers_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 def _parity(
     program: Program, module: nn.Module, batches: Mapping[str, Inputs], parts: Parts | None, *, fresh: bool = False
 ) -> dict[str, Parity]:  # fmt: skip
-    """Compare the program with ``module`` on ``batches``; return the worst parity by output.
+    """Compare the program with ``module``; return the worst parity by output, or by part.
 
-    With ``parts`` it is by part.
     ``fresh``: the program runs in a process of its own.
     """
     named = parts or (lambda *outputs: {spec.name: value for spec, value in zip(program.outputs, outputs)})
@@ -795,7 +794,7 @@ def _parity(
 def precision_of(recipe: Quantization) -> str:
     """Return the precision of a recipe's program.
 
-    Raises ExportError if no kernel computes in it.
+    Raises ExportError for W4A4, which no kernel computes, and ProgramError for bfloat16 on a processor without such instructions.
     """
     match recipe:
         case Int8():
@@ -863,9 +862,9 @@ def _quantization_report(
 
 
 def _measured(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
-    """Count kernels and measure speed in the target.
+    """Count kernels and measure speed in the program's runtime; nothing for TensorRT.
 
-    Raises ExportError if layers would not run on the kernels they are for.
+    Raises ExportError if fewer than `INTEGER_SHARE` of the quantized layers run on the kernels of the recipe.
     """
     if quantized.target == "tensorrt":
         log.warning(
@@ -910,7 +909,7 @@ def _kernels(quantized: QuantizedModel, program: Program) -> dict[str, int]:
 def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
     """Time the program against the float32 program of the same model.
 
-    If the batch is free, it has one sample.
+    Each call has one sample, if the batch size is free. The float32 program runs in OpenVINO for programs of runtime openvino, else in ONNX Runtime.
     """
     exported = sizes.capture(frozen_copy(quantized.reference), ["onnx"])
     place = program.path if program.path.is_dir() else program.path.parent  # where the program is being made
@@ -962,9 +961,9 @@ def _described(found: Mapping[str, Parity]) -> dict[str, Any]:
 
 
 def _environment(runtime: Runtime, lone: bool) -> dict[str, Any]:
-    """Return runtime, precision, versions and instruction sets, for the metadata.
+    """Return runtime, precision hint, versions and instruction sets, for the description.
 
-    The runtime is named where it does not go without saying.
+    The runtime of a lone .onnx file is ONNX Runtime if none is named.
     """
     named = {} if lone and runtime == "onnxruntime" else {"runtime": runtime}
     hint = {"precision_hint": PRECISION_HINTS[runtime]} if runtime in PRECISION_HINTS else {}

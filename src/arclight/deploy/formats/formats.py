@@ -1,7 +1,8 @@
 """Define the formats of programs, and which recipes each can hold; refuse others.
 
-`export` and `deployment` choose and write a format here. A new one needs an entry in `Format`, the tables below it, a function called
-by `write`, and a session in ``programs``. Names of formats and suffixes are public; refusals name what to do instead.
+`export` and `deployment` choose a format here, and `export` writes it. A new one needs an entry in `Format`, ``folder.RUNTIMES`` and the tables here,
+a function in `_WRITERS`, and a session in ``programs`` if its runtime is new. Names of formats are in programs and in commands: they must stay. A
+refusal names what to do instead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Fastest = Literal["fastest"]
 DEFAULT: Format = "openvino"
 """The format of a folder, if none is given."""
 LONE = ".onnx"
-"""Suffix of a program that is one file."""
+"""Suffix of the only program that is one file; all others are folders."""
 
 _REFUSED: Mapping[str, str] = {
     "executorch": "executorch 1.5.1 lowers no int8 model that was placed for it (target='executorch'): install it beside torch, and lower format "
@@ -52,7 +53,7 @@ _SUFFIXES: Mapping[str, str] = {
     ".tflite": "litert", ".ts": "torchscript", ".torchscript": "torchscript", ".xml": "openvino", ".pt2": "pt2", ".so": "aoti",
 }  # fmt: skip
 _FLOAT: Mapping[Format, Runtime] = {"onnx": "onnxruntime", "openvino": "openvino", "pt2": "torch", "aoti": "inductor"}
-"""Format of a float model: its runtime."""
+"""Maps a format to the runtime of its float programs."""
 _QUANTIZED: Mapping[Target, Mapping[Format, Runtime]] = {
     "onnxruntime": {"onnx": "onnxruntime"},
     "openvino": {"openvino": "openvino", "onnx": "openvino"},
@@ -60,17 +61,17 @@ _QUANTIZED: Mapping[Target, Mapping[Format, Runtime]] = {
     "executorch": {},
     "tensorrt": {"onnx": "onnxruntime"},  # where its programs are compared with their models
 }
-"""Target that a model was quantized for: the formats that reach it, the natural one first, and what runs them here."""
+"""Maps the target of a quantized model to its formats, the default one first, with the runtime that runs each here."""
 _WEIGHTS: Mapping[Format, Runtime] = {**_QUANTIZED["onnxruntime"], "openvino": "openvino"}
 """Formats of weights in groups: OpenVINO reads ONNX Runtime's operator, keeps the weights packed, and rounds activations if that is faster."""
 _QUANTIZED_BY: Mapping[str, Mapping[Format, Runtime]] = {"8-bit weights": _WEIGHTS, "4-bit weights": _WEIGHTS}
-"""Precision: its formats, where those of its target are not all."""
+"""Maps a precision to its formats and their runtimes, if these are more than those of its target."""
 _NOT_ROUNDED: Mapping[str, str] = {
     "w4a8": "OpenVINO chooses itself whether it rounds activations, so it may compute W4A8 as 4-bit weights: take WeightOnly(bits=4), which has the "
     "same weights, or format onnx",
     "dynamic int8": "OpenVINO has no kernel for ranges of each call, and would multiply in float32 after rounding: take WeightOnly(), or format onnx",
 }
-"""Precision: why there is no OpenVINO program of it, and what to take."""
+"""Maps a precision to the reason why there is no OpenVINO program of it, and what to take."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Captured:
     def names(self) -> tuple[list[str], list[str]]:
         """Return the names of inputs and outputs, unique, by default from the graph.
 
-        An output that is an input, or another one, is identified by a number.
+        An output whose name is taken by an input or another output gets a number. Raises ExportError if an output is named like an input.
         """
         taken, given = self._nodes()
         inputs = list(self.input_names or [node.name for node in taken])
@@ -141,7 +142,7 @@ def _spec(name: str, value: torch.Tensor, symbols: Mapping[str, str]) -> TensorS
 
 
 _ISA = {"avx512": "avx512f"}
-"""AOTInductor's names of instruction sets that are not those of Linux."""
+"""Maps AOTInductor's name of an instruction set to Linux's, if they differ."""
 
 
 def write_graph(exported: ExportedProgram, path: Path) -> None:
@@ -161,10 +162,10 @@ def write_graph(exported: ExportedProgram, path: Path) -> None:
 
 
 def write_library(exported: ExportedProgram, path: Path) -> dict[str, Any]:
-    """Compile ``exported`` with AOTInductor; return what the library requires of a machine.
+    """Compile ``exported`` with AOTInductor; return what the library requires.
 
-    It is compiled frozen and without gradients: otherwise no integer kernel comes of an int8 graph. Raises ExportError without a
-    C++ compiler.
+    It is compiled frozen and without gradients: otherwise an int8 graph gets no integer kernels. Raises ExportError without a C++ compiler, and for a
+    graph that cannot be compiled.
     """
     from torch._inductor import aoti_compile_and_package, cpp_builder, exc
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -190,8 +191,8 @@ def write_library(exported: ExportedProgram, path: Path) -> dict[str, Any]:
 def destination(path: str | os.PathLike[str], format: str | None, target: Target | None) -> tuple[Path, Format]:
     """Return path and format of a program: by argument, else suffix, else its target.
 
-    The target is what the model was quantized for. Raises ExportError for a format that is refused, that does not fit
-    the suffix, and for a folder that holds something else.
+    ``target``: that of the quantization; None for a float model, whose default is openvino. Raises ExportError for a format that is refused or does not fit
+    the suffix, and for a path where something else would be replaced.
     """
     path = Path(path)
     by_suffix = "onnx" if path.suffix == LONE else _SUFFIXES.get(path.suffix)
@@ -255,9 +256,9 @@ def quantized_formats(precision: str, target: Target) -> Mapping[Format, Runtime
 
 
 def runtime_of(format: Format, precision: str, target: Target | None) -> Runtime:
-    """Return what runs ``precision`` in ``format``.
+    """Return the runtime of a program of ``precision`` in ``format``.
 
-    Raises ExportError if that is not ``target``, which it was quantized for.
+    ``target``: that of the quantization, None for a float model. Raises ExportError if programs of ``target`` are not of that format.
     """
     if target is None:
         return _FLOAT[format]
@@ -287,9 +288,10 @@ def runtime_of(format: Format, precision: str, target: Target | None) -> Runtime
 def write(
     captured: Captured, folder: Path, format: Format, precision: str, stem: str
 ) -> tuple[str, dict[str, Any]]:  # fmt: skip
-    """Write ``captured`` into ``folder``; return the main file, and required instructions.
+    """Write ``captured`` into ``folder``; return the main file's name, and requirements.
 
-    What is required is of the machine that runs it.
+    These are entries of the description that say what the program requires of a machine (``requires``, ``requires_machine``, ``passes``);
+    they are empty but for aoti.
     """
     main = f"{stem}{_ENDINGS[format]}"
     return main, _WRITERS[format](captured, folder / main, precision)

@@ -1,7 +1,8 @@
-"""Convert captured graphs to ONNX.
+"""Convert captured graphs to ONNX, and write them with their weights.
 
-`export` and `formats` write ONNX through this, `verify` too. Names of inputs and outputs are the caller's; the opset is one that the
-tested runtimes run.
+`export`, `formats` and ``verifying.verify`` call `convert` and `write`. Names of inputs and outputs are the caller's, or else the graph's; the opset
+is the default of ``torch.onnx.export``. A new operator of `quantizing` needs a function in `_translations`. By the form of their names `export` finds
+the weight files that it may delete: it must stay.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LARGEST_FILE = 2**31 - 2**24
 def convert(
     exported: ExportedProgram, *, input_names: Sequence[str] | None, output_names: Sequence[str] | None
 ) -> onnx.ModelProto:
-    """Convert ``exported`` to ONNX, with a free dimension called batch.
+    """Convert ``exported`` to ONNX; its free dimension, if it is the only one, is called batch.
 
     Raises ExportError if ONNX cannot express it.
     """
@@ -62,10 +63,10 @@ def convert(
 
 
 def write(model: onnx.ModelProto, path: Path) -> list[Path]:
-    """Write ``model``; return its files.
+    """Write ``model``; return its files, ``path`` last.
 
-    They are two if one cannot hold the weights, which then lie beside it under a name of their own. The name has their
-    digest, so that they never take the place of those of another program.
+    They are two if one cannot hold the weights: these then lie beside it in STEM-DIGEST.data, so that they never replace those of another
+    program.
     """
     held = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     if held < LARGEST_FILE:
@@ -120,10 +121,7 @@ def _cached_tables() -> Iterator[None]:
 
 
 def _operators() -> int:
-    """Count the operators of torch, to notice libraries imported later.
-
-    Their operators belong in the tables.
-    """
+    """Count torch's operators: after a library adds some, the cached tables are made again."""
     return len(torch._C._dispatch_get_all_op_names())
 
 
@@ -133,7 +131,7 @@ def _known(make: Callable[[Any], Any], of: Any, operators: int) -> Any:
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Map operators of rounded layers to functions that write them as ONNX."""
+    """Map operators of `linear` and `bfloat16` to functions that write them as ONNX."""
     values = require("onnxscript.values", extra="deploy")
     onnxscript = require("onnxscript", extra="deploy")
     defs = require("onnx.defs", extra="deploy")
