@@ -1,13 +1,9 @@
 """Fuse batch norms into layers for quantization-aware training, and fold them after it.
 
-Weights are rounded as the deployed program rounds them: scaled by what the batch norm does to each channel. torchao does so by
-rewriting patterns of operators, which resets epsilon to 1e-5, momentum to 0.1 and dropout to 0.5 when a model is prepared,
-switched between training and evaluation, and converted; an epsilon of 1e-3 beside small variances then costs 30 dB. Here the
-operators stay, so that none of their numbers is written again.
-
-`qat` calls `fuse` when it prepares a graph, `set_training` with each switch of mode, and `fold` when it converts;
-``verifying.conversion`` does the same for other quantizers. Epsilon, momentum and dropout must come out unchanged: ``verifying``
-compares them by `literals`.
+Weights are rounded as the program rounds them: scaled by what the batch norm does to each channel. `qat` calls `fuse` when it prepares a graph and
+`fold` when it converts, `ptq` `fold_untrained`; ``verifying.conversion`` calls these and `set_training` for other quantizers. Epsilon, momentum and
+dropout must come out unchanged, as ``verifying`` checks by `literals`: torchao's own passes reset them to 1e-5, 0.1 and 0.5, and an epsilon of 1e-3
+beside small variances then costs 30 dB. Here the operators stay, so that their numbers are not written again.
 """
 
 from __future__ import annotations
@@ -166,9 +162,10 @@ def _moved(spec: Any, edges: dict[Any, Any]) -> Any:
 
 
 def fold_untrained(graph: GraphModule) -> None:
-    """Fold batch norms of a graph in evaluation mode that was not prepared.
+    """Fold batch norms of a graph in evaluation mode, before observers are inserted.
 
-    torchao folds them where others read the layer's result as well, and once where layers share a weight, so that these compute something else.
+    A layer whose result something else reads as well is left alone, and layers that share a weight get one each; torchao's folding changes what these
+    compute.
     """
     for norm in graph.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
         _compose(graph, norm)
@@ -183,7 +180,7 @@ def fold_untrained(graph: GraphModule) -> None:
 
 
 def _compose(graph: GraphModule, norm: Node) -> None:
-    """Replace the batch norm of a functional graph, which has three results, by that of one."""
+    """Replace a functional graph's batch norm, which has three results, by one with one."""
     *tensors, momentum, epsilon = norm.args
     with graph.graph.inserting_before(norm):
         whole = graph.graph.call_function(aten.batch_norm.default, (*tensors, False, momentum, epsilon, False))
@@ -217,7 +214,7 @@ def fold(graph: GraphModule) -> None:
 
 
 def _fold(graph: GraphModule, layer: Node, norm: Node, weight: Node, scaled: Node, bias: Node | None) -> None:
-    """Fold ``norm`` into ``weight`` and bias of ``layer``, which reads it for ``scaled``."""
+    """Fold ``norm`` into ``weight`` and ``bias`` of ``layer``, whose argument is ``scaled``."""
     gamma, beta, mean, variance = (
         stored_tensor(graph, node) if isinstance(node, Node) else None for node in norm.args[1:5]
     )
@@ -292,7 +289,7 @@ def _store(graph: GraphModule, name: str, value: Tensor, *, like: Node) -> Node:
 
 
 def use_batch_statistics(graph: GraphModule, enabled: bool) -> None:
-    """Set batch norms captured in training mode to the batch's or running statistics."""
+    """Set batch norms captured in training mode to use the batch's or running statistics."""
     for node in graph.graph.nodes:
         if node.target is aten.batch_norm.default and node.meta.setdefault(TRAINED, node.args[TRAINING]):
             node.update_arg(TRAINING, enabled)

@@ -1,7 +1,7 @@
 """Round a captured graph's layers to bfloat16: weights at once, inputs at each call.
 
-`ptq` calls `round_layers` for the recipe ``BFloat16``; ``formats.onnx_graph`` writes the operator as Identity, since OpenVINO then
-computes in bfloat16 by itself. The operator's name is in captured graphs.
+`ptq` calls `round_layers` for the recipe ``BFloat16``; ``formats.onnx_graph`` writes the operator `ROUND` as Identity, since OpenVINO then computes
+in bfloat16 by itself. Only `LAYERS` are rounded here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ _LIBRARY.define("round_bfloat16(Tensor x) -> Tensor")
 
 
 def round_bfloat16(x: Tensor) -> Tensor:
-    """Round to bfloat16, in the type as before.
-
-    A runtime that computes in bfloat16 does so by itself.
-    """
+    """Round to bfloat16, and return the values in the type of ``x``."""
     return x.to(torch.bfloat16).to(x.dtype, copy=True)
 
 

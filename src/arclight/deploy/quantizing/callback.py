@@ -1,6 +1,8 @@
 """Turn a run of any Module into quantization-aware training.
 
-A checkpoint records how it was trained, see `trained`.
+The table ``[qat]`` (`training_settings`) and users make a `QuantizationAwareTraining`, `trained` rebuilds it from a checkpoint; the trainer calls its
+hooks, and `replace_layers` before weights are loaded. Its state key, the fields of its state and the kinds of recipes are in checkpoints: they must
+stay.
 """
 
 from __future__ import annotations
@@ -37,15 +39,14 @@ if TYPE_CHECKING:
 class QuantizationAwareTraining(Callback):
     """Train ``pl_module.<attribute>`` with rounded weights and activations.
 
-    It is validated and tested as the model of the program.
-
-    ``recipe`` and ``target``: as in `prepare_qat`; the table ``[qat]`` of a recipe builds this callback.
+    Validation, test and prediction compute as the program will. ``recipe`` and ``target``: as in `prepare_qat`; the table ``[qat]`` of a recipe
+    builds this callback.
     ``attribute``: the submodule that is trained and deployed; it must be there when the callback's ``setup`` is called, or for recipes
     without ranges after ``configure_model``.
-    ``example_inputs``: its positional inputs, by default the Module's ``example_input_array``, else those of its deployment or of a training batch;
-    first ranges are of theirs.
-    From step ``freeze_observers_at`` on, ranges of activations stay as they are, and from ``freeze_batch_norm_at`` on batch
-    norms use their running statistics, as the program will; None never. Every metric of validation, test and prediction is of
+    ``example_inputs``: its positional inputs, by default the Module's ``example_input_array``, else those of its ``configure_example`` or of the first
+    batch; the first ranges are taken from them.
+    From optimizer step ``freeze_observers_at`` on, ranges of activations stay as they are, and from ``freeze_batch_norm_at`` on batch
+    norms use their running statistics, as the program will; None: never. Every metric of validation, test and prediction is of
     the converted model. After the fit ``convert(pl_module.model)`` gives that model for ``export``.
 
     A checkpoint has the weights under their names, with ranges and ``weight_bits`` beside them, and says what they were trained for; a resumed run has
@@ -82,9 +83,9 @@ class QuantizationAwareTraining(Callback):
 
     @property
     def has_ranges(self) -> bool:
-        """Return True if ranges of activations are trained in a graph.
+        """Return True if ranges of activations are trained, in a captured graph.
 
-        Else linear layers round by themselves.
+        Otherwise `RoundedLinear` layers round by themselves.
         """
         return self.recipe.needs_calibration
 
@@ -209,9 +210,9 @@ class QuantizationAwareTraining(Callback):
         return made
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Refuse weights that were trained otherwise.
+        """Raise MisconfigurationError for weights trained with another rounding, or in float.
 
-        Also reads bits of weights that former checkpoints hold in this callback's state.
+        Bits of weights that older checkpoints hold in this callback's state are moved to the state dict.
         """
         former = self._generate_state_key(attribute=self.attribute)
         states = checkpoint.get("callbacks", {})
@@ -285,7 +286,7 @@ class QuantizationAwareTraining(Callback):
             prepared.freeze_batch_norm(frozen[1])
 
     def on_after_backward(self, trainer: Trainer, pl_module: Module) -> None:
-        """Average running statistics, before other callbacks average weights."""
+        """Average running statistics of batch norms over ranks."""
         if not self.has_ranges:
             return
         statistics = self.prepared(pl_module).running_statistics()
@@ -337,7 +338,7 @@ class QuantizationAwareTraining(Callback):
 
 _STEPS = ("freeze_observers_at", "freeze_batch_norm_at")
 _NOT_TRAINED = ("min_sqnr_db", "observer", "calibration_batches")
-"""What a recipe says that changes no bit of training."""
+"""Fields of a recipe that change no bit of training."""
 
 
 def _described(recipe: Quantization) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Run captured graphs on tensors that keep the names they had in the model.
 
-`ptq` and `qat` run captured models as `NamedGraphs`; the passes beside it (`batch_norm`, `linear`, `placement`) read constants by
-`stored_tensor`. State-dict names are the float model's and stay.
+`ptq` and `qat` build on `NamedGraphs`; passes of `quantizing` read constants by `stored_tensor`, and note a tensor's name under `NAME`;
+`fold_weights` makes integers of the weights of a converted graph. State-dict names are the float model's: they must stay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from arclight.deploy.quantizing.pt2e import DEQUANTIZE, QUANTIZE
 from arclight.fabric.strategies.root_module import WholeUnit
 
 NAME = "arclight_name"
-"""Key in ``node.meta`` for the tensor's state-dict name."""
+"""Key in ``node.meta``: the state-dict name of the tensor that a node stands for, if its target is another."""
 
 
 class NamedGraphs(WholeUnit):
@@ -123,17 +123,14 @@ def shared_copy(graph: GraphModule) -> GraphModule:
 
 
 def fold_weights(graph: GraphModule) -> dict[str, Tensor]:
-    """Store quantized weights of a converted graph as integers.
+    """Store quantized weights of a converted graph as integers; return its tensors by name.
 
-    Returns its tensors by their names in the model.
-
-    An integer weight takes the name of the float one, which is ``NAME_1`` where something else reads it, too; beside it are ``NAME_scale`` and
-    ``NAME_zero_point``. torchao's own folding calls them ``_frozen_param0``, ``_scale_0``. The graph is left without tensors: a NamedGraphs
-    binds them.
+    An integer weight takes the name of the float one, beside ``NAME_scale`` and ``NAME_zero_point``; if something else reads the float one, too, that is
+    called ``NAME_1``. torchao's own folding calls them ``_frozen_param0``, ``_scale_0``. The graph is left without tensors: a NamedGraphs binds them.
     """
     tensors: dict[str, Tensor] = {}
     made: set[Node] = set()
-    """What reads integers, and their scales."""
+    """New nodes that read integers and their scales."""
     sources = constant_sources(graph)
     for node in list(graph.graph.nodes):
         if node.target not in QUANTIZE or (source := sources.get(node)) is None:
@@ -181,8 +178,8 @@ LAYERS = {
 def fold_layer_weights(graph: GraphModule) -> GraphModule:
     """Fold weights that are computed of stored tensors alone in place, and return ``graph``.
 
-    Quantizers know a weight that is stored. Experts, stacked in one tensor, are multiplied as one matrix; weight norm scales a matrix. What
-    torch.export adds to check a tensor's type goes: it would count as another reader of the weight, which then could not be quantized.
+    Quantizers find only weights that are stored, and experts are slices of a stack, weight norm a scaled matrix. Checks of a tensor's type, which
+    torch.export adds, are erased: they would count as further readers of the weight, which then could not be quantized.
     """
     for check in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         graph.graph.erase_node(check)

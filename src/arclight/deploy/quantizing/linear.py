@@ -1,11 +1,9 @@
 """Quantize a graph's linear layers without calibration: weights in groups, or 8 bits.
 
-Each becomes one operator that computes here what its kernel in ONNX Runtime computes. With 4-bit weights and float32
-activations the kernel multiplies in float32. With 8-bit weights that kernel takes eight times as long as float32
-does, so activations are rounded, too: to 8 bits, with a scale for each group of inputs.
-
-`ptq` calls it for recipes without calibration; `rounded_linear` rounds in training as these operators do. Rounding must stay that of the
-kernels.
+`ptq` calls `quantize_linears` for `DynamicInt8`, `WeightOnly` and `LowBit` with 8-bit activations; `rounded_linear` rounds in training by the same
+functions. Each layer becomes one operator, which ``formats.onnx_graph`` writes for its kernel in ONNX Runtime: rounding must stay that of the kernel.
+With 4-bit weights and float32 activations the kernel multiplies in float32. With 8-bit weights that kernel takes eight times as long as float32 does,
+so activations are rounded, too: to 8 bits, with a scale for each group of inputs.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ _LIBRARY.define("linear_dynamic(Tensor x, Tensor weight, Tensor scale, Tensor? b
 _LIBRARY.define("linear_grouped(Tensor x, Tensor weight, Tensor scale, Tensor? bias, int bits, bool integer) -> Tensor")
 
 LEVELS = 255
-"""Steps between the smallest and the largest activation of a dynamic range."""
+"""Steps from the smallest to the largest value of a dynamic range, in unsigned 8 bits."""
 LARGEST = 127
 """Largest 8-bit integer of a range that is symmetric around 0."""
 SHRINK = torch.linspace(1.0, 0.75, 11)
-"""Shares of the widest 4-bit range that are tried: cutting off a group's extremes may cost less than coarser steps."""
+"""Shares of a group's widest 4-bit range that `pack` tries: to cut off the extremes may cost less than coarser steps."""
 
 
 def linear_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -52,13 +50,13 @@ def linear_dynamic(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 
 
 def round_dynamic(x: Tensor) -> Tensor:
-    """Return what the activations ``x`` are as 8-bit integers in the range of this very tensor."""
+    """Round activations to 8 bits in the range of this very tensor, and return the real values."""
     rounded, unit = _dynamic(x)
     return rounded * unit
 
 
 def _dynamic(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the steps of ``x`` from zero, and the size of a step."""
+    """Return ``x`` as whole numbers of steps from zero, and the size of a step."""
     if not x.numel():  # no sample, and so no range
         return x, x.new_ones(())
     low, high = (value.float() for value in x.aminmax())
@@ -74,7 +72,6 @@ def linear_grouped(
 ) -> Tensor:  # fmt: skip
     """Multiply by grouped integers of ``bits``, as ONNX Runtime's MatMulNBits.
 
-    Each group of inputs has a scale.
     x: (..., K); weight: (N, groups, bytes) uint8, two 4-bit values in a byte; scale: (N, groups). With ``integer``
     activations are rounded to 8 bits, group by group.
     """
@@ -83,7 +80,7 @@ def linear_grouped(
 
 
 def round_groups(x: Tensor, groups: int) -> Tensor:
-    """Return activations (..., K) as 8-bit integers with a scale for each of ``groups``."""
+    """Round activations (..., K) to 8 bits in ``groups``, and return the real values."""
     grouped = x.unflatten(-1, (groups, -1))
     unit = grouped.abs().amax(-1, keepdim=True) / LARGEST
     unit = torch.where(unit > 0, unit, 1.0)
@@ -106,12 +103,11 @@ GROUPED = torch.ops.arclight.linear_grouped.default
 def quantize_linears(
     graph: GraphModule, recipe: DynamicInt8 | WeightOnly | LowBit, trained: Collection[str] | None = None
 ) -> tuple[list[str], list[str]]:  # fmt: skip
-    """Replace linear layers of ``graph`` in place.
+    """Replace linear layers of ``graph`` in place by operators with packed weights.
 
-    Returns the names of layers that run on integers, and of those that stay in float.
-
-    A weight that something else reads as well, such as a tied embedding, stays in float everywhere. ``trained``: modules that were trained with
-    rounding; all others stay in float. Raises QuantizeError for one of these that computes something else in the graph.
+    Returns the names of the replaced layers, and of the layers of any kind that stay in float. A weight that something else reads as well, such as a
+    tied embedding, stays in float everywhere. ``trained``: modules that were trained with rounding; all others stay in float. Raises QuantizeError
+    for one of these that computes something else in the graph.
     """
     if trained is None:
         check_names(graph, recipe.skip)

@@ -1,7 +1,8 @@
 """Choose the ranges in which tensors are quantized.
 
-In calibration the least rounding error of activations decides, in quantization-aware training a moving average for activations and the
-range that weights have now. `placement` and `qat` hand these observers to PT2E.
+`placement` and `qat` hand these observers to PT2E. Calibration: `LeastErrorObserver` for activations (recipe field observer = histogram); torchao's
+own take minimum and maximum, for observer = minmax, gates and weights. Training: `MovingRange` for activations, `LeastErrorMovingRange` under 8 bits;
+`PerChannelWeightRange` for weights, `PerChannelLeastErrorRange` under 7. The buffers low, high and batches are in checkpoints: they must stay.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ Reader = Literal["any", "silu"]
 """Operator that reads the tensor: any, or SiLU computed as x * sigmoid(x) on 8-bit values."""
 
 SAMPLES = 16384
-"""Values sampled from each batch that has more; of fewer all count."""
+"""Most values of a batch that count; of a larger one so many are sampled."""
 BINS = 2048
+"""Bins of the histogram of a `LeastErrorObserver`."""
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-"""Step of the sampling: its multiples modulo 1 are evenly spread, without a period that could be the width of an image."""
+"""Step of the sampling of `LeastErrorMovingRange`: its multiples modulo 1 are evenly spread, and have no period, such as an image's width."""
 POWER = 2.4
 """Errors count by this power: large activations matter more than their share of the squared error (about 1 dB here)."""
 
@@ -33,7 +35,7 @@ class LeastErrorObserver(pt2e.ObserverBase):
 
     Few large values otherwise take most of the levels. Before a SiLU the negative side hardly matters, since silu(x)
     tends to 0 there. On a trained YOLOv5n both together leave 2.2 dB less noise in the objectness than the histogram
-    observer of torchao. What is kept is a histogram of a random sample, the same for the same data.
+    observer of torchao. It keeps a histogram of random samples of the batches, drawn with a fixed seed.
     """
 
     def __init__(self, *, dtype: torch.dtype, eps: float, reader: Reader = "any", **spec: Any) -> None:
@@ -184,7 +186,7 @@ class MovingRange(pt2e.ObserverBase):
         self.batches += counts
 
     def _range_between(self, x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the range of a batch whose values lie in [low, high]."""
+        """Return the range to average in, for a batch whose values lie in [low, high]."""
         return low, high
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:

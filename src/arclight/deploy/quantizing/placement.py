@@ -1,11 +1,10 @@
-"""Place quantization: decide which tensors of an exported graph become int8.
+"""Place quantization: decide which tensors of a captured graph become integers.
 
-A runtime uses an integer kernel only if an operator reads *and* writes quantized tensors, so placement decides
-speed: quantizing just the inputs of convolutions runs no faster than float32 in ONNX Runtime. Here everything
-between two layers with weights stays quantized: activations, sums, products, pooling, resizing and concatenation.
-What follows the last such layer (box decoding, softmax, the outputs) stays in float32, and so do a convolution whose
-result is only read there, the activations that such a convolution reads, and the convolution that reads the image.
-That is the profile of ONNX Runtime; `PROFILES` has those of other runtimes.
+`ptq` and `qat` make a `PlacementQuantizer`, which torchao calls; other modules take names of layers and checks of ``skip`` from here. A new placement
+is a `Profile`. In ONNX Runtime a convolution is fast only if it reads *and* writes integers: so all between two layers with weights stays quantized
+(activations, sums, products, pooling, resizing, concatenation). What follows the last such layer (box decoding, softmax, the outputs) stays in
+float32, and so do a convolution whose result is only read there, the activations that it reads, and the convolution that reads the image. `PROFILES`
+has what differs in other runtimes.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ aten = torch.ops.aten
 CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default}
 LAYERS = CONVOLUTIONS | {aten.linear.default}
 CLIPS = {aten.relu.default, aten.relu6.default, aten.hardtanh.default}
-"""Folded by the runtime into the rounding of the operator before them."""
+"""Operators that runtimes fold into the rounding of the operator before them."""
 ARITHMETIC = {
     aten.add.Tensor, aten.mul.Tensor, aten.sigmoid.default, aten.leaky_relu.default, aten.relu.default,
     aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default, aten.mean.dim,
 }  # fmt: skip
-"""Operators with an integer kernel and a range of their own."""
+"""Operators with an integer kernel in ONNX Runtime and XNNPACK, and a range of their own."""
 MOVEMENT = {
     aten.cat.default, aten.max_pool2d.default, aten.upsample_nearest2d.vec, aten.upsample_nearest2d.default,
     aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.permute.default, aten.transpose.int,
@@ -52,7 +51,7 @@ ELEMENTWISE = MOVEMENT | {
     aten.stack.default, aten.index_select.default, aten.masked_fill.Tensor, aten.copy_.default, aten.maximum.default,
     aten.minimum.default,
 }  # fmt: skip
-"""Operators that make no layer of a stored tensor."""
+"""Operators that do not count as a layer when they read a stored matrix, see `weighted`."""
 POOLING = {aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default, aten.mean.dim}
 ACTIVATIONS = {aten.silu.default, aten.hardswish.default, aten.leaky_relu.default, aten.sigmoid.default}
 """Activations that oneDNN and TensorRT compute in float32 before the convolution before them rounds its result."""
@@ -78,7 +77,7 @@ class Profile:
     arithmetic: frozenset[Any] = frozenset(ARITHMETIC)
     """Operators that have an integer kernel."""
     float_results: bool = False
-    """A convolution may write float32, so that what is decoded behind it takes no part in the placement."""
+    """A convolution may write float32, and so run on integers although only float operators read its result."""
     stem_channels: int = 0
     """Fewest input channels of a convolution on integers."""
 
@@ -99,9 +98,9 @@ PROFILES: Mapping[str, Profile] = {
 
 
 class PlacementQuantizer(pt2e.Quantizer):
-    """Quantizer that places integers for runtimes that fuse quantize-dequantize pairs.
+    """Quantizer of torchao that places integers as a `Profile` says.
 
-    It annotates one exported graph. With ``qat`` it asks for fake quantization. Afterwards ``quantized_layers`` and
+    An object annotates one graph. With ``qat`` it asks for fake quantization. Afterwards ``quantized_layers`` and
     ``float_layers`` name the layers with weights on either side.
     """
 

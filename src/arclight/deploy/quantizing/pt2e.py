@@ -1,7 +1,8 @@
 """Import torchao's PT2E quantization in one place, since its names move between releases.
 
-Importing torchao on a machine without its CUDA kernels logs two missing libraries and one deprecation that
-users can do nothing about; exactly these are dropped, for the time of the import.
+All of `quantizing` and `verifying` that inserts, reads or converts observers goes through this; ``benchmarks/torchao_tests.py`` runs torchao's own
+tests on `prepare`, `prepare_qat` and `convert`. They call and replace private functions of torchao: a new release (pyproject pins one) needs a look
+here. Importing torchao without its CUDA kernels logs missing libraries and a deprecation that users can do nothing about; these messages are dropped.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ _WEIGHT_EPS = 2.0**-16
 def activation_spec(
     observer: Any, bits: int = 8, *, signed: bool = False, zero_point: bool = True, **options: Any
 ) -> Any:  # fmt: skip
-    """Return the spec of unsigned activations with a zero point.
+    """Return the spec of activations, with one scale for each tensor.
 
-    In 8 bits it is the activation type of the fast integer kernels on x86 and ARM. ``signed`` and without
-    ``zero_point`` it is TensorRT's. ``observer`` is an ObserverBase, made with ``options``.
+    By default they are unsigned, with a zero point: in 8 bits that is the activation type of the fast integer kernels on x86. ``signed`` without
+    ``zero_point`` is TensorRT's, with it XNNPACK's. ``observer``: a class derived from ObserverBase, made with ``options``.
     """
     least = -(2 ** (bits - 1)) if signed else 0
     return QuantizationSpec(
@@ -127,7 +128,7 @@ def bias_spec(source: Node, layer: Node) -> Any:
 
 
 def range_of_bias(spec: Any, ranges: list[Any]) -> Any:
-    """Return the observer of ``spec``; a derived one reads ``ranges``.
+    """Return the observer of a bias by ``spec``; a derived one reads the observers ``ranges``.
 
     They are in the order of its ``derived_from``.
     """
@@ -149,12 +150,15 @@ def annotation_of(node: Node) -> Any:
 
 
 def is_annotated(node: Node) -> bool:
-    """Return True if anything was asked for ``node``."""
+    """Return True if ``node`` has an annotation."""
     return _ANNOTATION_KEY in node.meta
 
 
 def prepare(graph: GraphModule, quantizer: Any, fold: Callable[[GraphModule], None]) -> GraphModule:
-    """Insert the observers of ``quantizer`` in place, after ``fold`` has folded batch norms."""
+    """Insert the observers of ``quantizer``, after ``fold`` has folded batch norms.
+
+    ``graph`` is changed; use the returned one. torchao's own folding is left out.
+    """
     fold(graph)
     names = ("_fuse_conv_bn_", "_fuse_linear_bn_")
     before = [getattr(_prepare_convert, name) for name in names]
@@ -202,7 +206,7 @@ def convert(prepared: GraphModule, *, fold: bool = False, reference: bool = Fals
 def traced(pattern: torch.nn.Module, example_inputs: tuple[Any, ...]) -> GraphModule:
     """Trace one of torchao's patterns of integer arithmetic, in place of its own function.
 
-    That one traces by Dynamo, which gives the same graphs of these in four times as long: seconds for the 24 of a model.
+    That one traces by Dynamo, which makes the same graphs in four times the time: seconds for the 24 patterns of a model.
     """
     graph: GraphModule = torch.export.export(pattern, example_inputs, strict=False).module()
     graph.graph.eliminate_dead_code()
@@ -213,6 +217,6 @@ def traced(pattern: torch.nn.Module, example_inputs: tuple[Any, ...]) -> GraphMo
 def _unchanged(graph: GraphModule, *_: Any, **__: Any) -> GraphModule:
     """Return ``graph``, in place of torchao's folds of batch norms.
 
-    `prepare` and `prepare_qat` fold what can be, and where another batch norm stays, torchao traces 192 patterns to convert it: 20 s a model.
+    `batch_norm` folds what can be folded; for a batch norm that is left, torchao would trace 192 patterns: 20 s a model.
     """
     return graph

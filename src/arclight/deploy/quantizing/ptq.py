@@ -1,8 +1,8 @@
 """Quantize a trained float model after training, by one of several recipes.
 
-`quantize` is public (``arclight.deploy``); ``arclight quantize`` calls it through `deployment`. In: a float model, a recipe and
-calibration batches; out: a `QuantizedModel`, which ``export`` takes. Recipes are ``deploy.settings``; a result below its bound of
-quality raises.
+`quantize` is public (``arclight.deploy``); ``arclight quantize`` calls it through `deployment`. In: a float model, a recipe of ``deploy.settings``,
+and batches or an example; out: a `QuantizedModel`, which `qat` and `rounded_linear` also make, and which ``export`` takes. Its tensors keep the float
+model's names. A result below its bound of quality raises.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _check_finite(score: float, of: str) -> None:
 class QuantizedModel(NamedGraphs):
     """A model whose layers compute on few bits; call it like the model it came from.
 
-    In PyTorch it simulates integers in float32, slowly and exactly; ``export`` makes the fast program. It is a module
+    In PyTorch it simulates the rounding in float32, slowly; ``export`` makes the fast program. It is a module
     without gradients whose tensors have the names that they have in the model, so it can take the place of the model
     in a Module that is validated or tested: ``module.model = quantized; trainer.validate(module)``.
     """
@@ -163,7 +163,7 @@ class QuantizedModel(NamedGraphs):
     float_layers: tuple[str, ...]
     """Layers with weights that stay in float32, of whatever kind."""
     batches: int
-    """Calibration batches that were run, or training batches that ranges were taken from."""
+    """Calibration batches that were run, or training batches that ranges were taken from; 0 for recipes without ranges."""
     target: Target
     """The runtime whose integer kernels it is made for."""
     quantizer: str | None
@@ -210,7 +210,7 @@ class QuantizedModel(NamedGraphs):
 
 
 _REGISTERED = ("graphs", "_parameters", "_buffers", "_modules")
-"""What a pickle has as nodes and tensors, and not as fields."""
+"""Attributes that a pickle does not hold as fields: nodes and tensors of the graph stand for them."""
 
 
 def _unpickled(pickled: bytes, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> QuantizedModel:
@@ -442,7 +442,7 @@ def chosen_target(recipe: Quantization, target: Target | None) -> Target:
 _MADE_FOR: Mapping[str, Target] = {
     "X86InductorQuantizer": "inductor", "ArmInductorQuantizer": "inductor", "XNNPACKQuantizer": "executorch",
 }  # fmt: skip
-"""torchao's quantizers by class: what runs what they place."""
+"""Maps a class of torchao's quantizers to the target that runs what it places."""
 
 
 def foreign_target(quantizer: Any, recipe: Quantization, target: Target | None) -> Target:
@@ -481,9 +481,9 @@ _ON_X86 = ("onnxruntime", "openvino", "inductor")
 
 
 def for_processor(recipe: Quantization, target: Target) -> Quantization:
-    """Return the recipe with its weights' bits settled for this processor.
+    """Return the recipe with ``reduce_range`` settled for this processor, if it is None.
 
-    They are 7 if it leaves them open, and a program of 8 would overflow here.
+    It becomes True, for weights of 7 bits, if the target runs on x86 and 8-bit products would overflow here.
     """
     if not isinstance(recipe, Int8 | DynamicInt8) or recipe.reduce_range is not None:
         return recipe
@@ -597,10 +597,9 @@ def _foreign_layers(prepared: GraphModule, quantizer: str) -> tuple[list[str], l
 
 
 def _check_signed(prepared: GraphModule, quantizer: str, quantized_layers: Sequence[str]) -> None:
-    """Raise QuantizeError for signed activations if their ONNX Runtime kernels are slow.
+    """Raise QuantizeError for signed activations that are no faster than float32.
 
-    They are slow if they are no faster than float32. On x86 it multiplies signed by signed bytes fast with
-    AVX-VNNI-INT8 alone; ARM has instructions for them.
+    ONNX Runtime on x86 multiplies signed by signed bytes fast with AVX-VNNI-INT8 alone; ARM has instructions for them.
     """
     present = processor.instruction_sets()
     if "avx" not in present or "avx_vnni_int8" in present:
@@ -659,9 +658,9 @@ class Calibration(torch.fx.Interpreter):
         return result
 
     def check_ranges(self) -> None:
-        """Raise QuantizeError for an input without a range, and warn of layers without one.
+        """Raise QuantizeError for an input that was always 0, and warn of layers that were.
 
-        All that differs from 0 would be cut off later, and no batch at hand shows it. A layer may be 0 for good, such as the
+        Their ranges would cut off any other value later, and no batch at hand shows it. A layer may be 0 for good, such as the
         last batch norm of a residual branch that starts from 0.
         """
         check_varied([str(node.target) for node in self._nodes if node.op == "placeholder"], self._inputs)

@@ -1,7 +1,8 @@
-"""Train a model with rounded weights and activations, and convert it to int8 afterwards.
+"""Train a model with rounded weights and activations, and convert it to few bits afterwards.
 
-`prepare_qat` and `convert` are public (``arclight.deploy``); the callback `QuantizationAwareTraining` calls them around a fit.
-State-dict names stay the float model's, so that checkpoints open either way.
+`prepare_qat` and `convert` are public (``arclight.deploy``); `callback` prepares a run's model by `with_fake_quantization`, `deployment` calls
+`convert`, and ``verifying.conversion`` takes `capture_as` and `round_biases`. A state dict has the float model's names and, beside them, ranges and
+the bits of weights under `RANGES`: these are in checkpoints and must stay.
 """
 
 from __future__ import annotations
@@ -54,17 +55,19 @@ aten = torch.ops.aten
 LARGEST_BIAS = 2**30
 """Largest absolute value that a bias has as an integer; sums of products are added to it in int32."""
 LARGEST_BATCH = 2**20
+"""A captured dimension counts as free if its upper bound is larger."""
 RANGES = "fake_quantize"
-"""Name under which a prepared model holds its ranges."""
+"""Name of the submodule in which a prepared model holds its ranges."""
 WEIGHT_BITS = "weight_bits"
-"""Name of the record of the bits that weights are rounded to, beside the ranges."""
+"""Name of the buffer beside the ranges that holds the bits of weights."""
 RECORD = f"{RANGES}.{WEIGHT_BITS}"
+"""Name of that buffer in the state dict."""
 _RECIPES = {8: "Int8(reduce_range=False)", 7: "Int8(reduce_range=True)", 4: "LowBit(activation_bits=4)"}
 """Maps the bits of weights to the recipe that rounds to them."""
 
 
 class PreparedModel(NamedGraphs):
-    """A model that computes as its int8 program will, with gradients.
+    """A model that computes as the converted model will, with gradients.
 
     Its submodules, parameters and buffers are the model's, by the same names; ranges of activations are beside them, in
     ``fake_quantize``. Training and evaluation mode have a graph each, captured in that mode, which round in the same

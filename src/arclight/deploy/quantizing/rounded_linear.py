@@ -1,10 +1,9 @@
 """Train linear layers with the rounding of recipes that need no calibration.
 
-Weights are rounded in groups, and activations of each call by their own range.
-
-`round_linears` puts a `RoundedLinear` in the place of each layer, which computes what the recipe's kernel will, with gradients as if
-nothing was rounded; weights keep their names and values. `trained_linears` finds them in what is deployed, and `quantize_trained` gives
-the program's model: the same weights through the same rounding (`linear.pack`), so that its integers are those of training.
+Weights are rounded by output or in groups; activations, where the recipe rounds them, in the range of each call. `qat` calls `round_linears`, which
+puts a `RoundedLinear` in the place of each layer: it computes what the recipe's kernel will, and gradients pass straight through the rounding. Its
+state dict must stay that of ``nn.Linear``. `deployment` and `callback` find such layers by `trained_linears`; `quantize_trained` (``convert``) rounds
+the same weights by the same functions of `linear`, so that the program's integers are those of training.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ LinearRecipe = DynamicInt8 | WeightOnly | LowBit
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Give the rounded value, and the gradient as if it was the value (Bengio et al. 2013)."""
+    """Return the rounded value, and pass its gradient on to the value (Bengio et al. 2013)."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, rounded: Tensor) -> Tensor:
@@ -61,11 +60,11 @@ class _StraightThrough(torch.autograd.Function):
 
 
 _CALLED = -1
-"""Key of `_keep_called` among the hooks of a layer, whose own are counted from 0."""
+"""Key of `_keep_called` among the forward hooks of a layer; torch's own keys are from 0 on."""
 
 
 def _keep_called(module: nn.Module, args: Any, output: Any) -> None:
-    """Keep torch's fused layers, which heed hooks, from reading weights of a layer uncalled."""
+    """Do nothing: a hook keeps torch's fused layers from reading the weight without a call."""
 
 
 class RoundedLinear(nn.Linear, RoundsOwnWeights):
@@ -76,7 +75,7 @@ class RoundedLinear(nn.Linear, RoundsOwnWeights):
 
     recipe: LinearRecipe
     _packed: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None
-    """The integers and scales of the weight in evaluation mode, and the place and version of what they were made of."""
+    """Integers and scales of the weight in evaluation mode, after the address and version of the weight that they were made of."""
 
     @classmethod
     def of(cls, layer: nn.Linear, recipe: LinearRecipe) -> RoundedLinear:
@@ -109,9 +108,7 @@ class RoundedLinear(nn.Linear, RoundsOwnWeights):
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``x`` (..., K) and the weight (N, K) as the kernel multiplies them.
 
-        Gradients pass straight through the rounding.
-
-        For a loss that multiplies them itself, in parts.
+        Gradients pass straight through the rounding. ``text.language_model`` takes them for a loss that multiplies them in chunks.
         """
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             integers, scale = self._round_weight()
@@ -132,9 +129,9 @@ class RoundedLinear(nn.Linear, RoundsOwnWeights):
         return self
 
     def _integers(self) -> tuple[Tensor, Tensor]:
-        """Return integers and scales of the weight.
+        """Return integers and scales of the weight, kept until the weight's version changes.
 
-        They are kept until the weight changes, which is not counted for sharded weights, and those that a hook computes.
+        A weight that a hook computes, or that may be sharded (torch.distributed is initialised), is rounded at each call: its version does not tell.
         """
         state = self.weight.data_ptr(), 0 if self.weight.is_inference() else self.weight._version
         counted = "weight" in self._parameters and not torch.distributed.is_initialized()
@@ -160,11 +157,9 @@ class RoundedLinear(nn.Linear, RoundsOwnWeights):
 def round_linears(model: nn.Module, recipe: LinearRecipe) -> nn.Module:
     """Replace the linear layers of ``model`` by rounded ones, and return it.
 
-    If the model is a linear layer itself, its rounded layer is returned.
-
-    Those whose weight something else reads as well, such as a tied embedding, stay as they are, as in `quantize`; subclasses of linear layers do
-    with a warning. Raises QuantizeError where there are none, for a ``skip`` that names nothing, for layers without values yet, and for groups that do
-    not divide a layer's inputs.
+    If the model is a linear layer itself, its rounded layer is returned. Layers whose weight another module has as well, such as a tied embedding,
+    stay as they are, as in `quantize`; subclasses of ``nn.Linear`` stay with a warning. Raises QuantizeError if no layer is left, for a ``skip`` that
+    names nothing, for layers without values yet, and for groups that do not divide a layer's inputs.
     """
     names = dict(model.named_modules())
     check_skip(recipe.skip, names, f"{type(model).__name__} has no module of that name")
@@ -199,9 +194,9 @@ def round_linears(model: nn.Module, recipe: LinearRecipe) -> nn.Module:
 
 
 def trained_linears(model: nn.Module) -> tuple[LinearRecipe | None, list[str]]:
-    """Return the recipe that layers of ``model`` were trained for, and all their names.
+    """Return the recipe of the `RoundedLinear` layers of ``model``, and all their names.
 
-    None without any.
+    The recipe is that of the first layer, None without any.
     """
     modules = model.named_modules(remove_duplicate=False)
     found = {name: module for name, module in modules if isinstance(module, RoundedLinear)}
@@ -209,7 +204,7 @@ def trained_linears(model: nn.Module) -> tuple[LinearRecipe | None, list[str]]:
 
 
 def _rounding(layer: nn.Module) -> LinearRecipe:
-    """Return the recipe of a rounded layer without what changes no bit of it."""
+    """Return the recipe of a rounded layer without the fields that change no bit of it."""
     assert isinstance(layer, RoundedLinear)
     return replace(layer.recipe, skip=(), min_sqnr_db=0.0)
 
@@ -223,10 +218,8 @@ def quantize_trained(
 ) -> QuantizedModel:
     """Return the model of the program that `RoundedLinear` layers were trained for.
 
-    All else stays in float.
-
-    Arguments are those of `quantize`. Raises QuantizeError for a layer that the captured graph does not compute as a linear layer, and for an output that is
-    noisier than the recipe's ``min_sqnr_db``.
+    All else stays in float. Arguments are those of `quantize`. Raises QuantizeError for a layer that the captured graph does not compute as a linear
+    layer, and for an output that is noisier than the recipe's ``min_sqnr_db``.
     """
     start = time.perf_counter()
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):

@@ -1,9 +1,8 @@
 """Measure each layer's rounding noise; keep the fewest layers in float for a score.
 
-A converted graph comes in before its weights are folded; `noise_by_layer` runs it once for each layer, with that layer alone
-rounded, and `search` bisects over the layers in that order, noisiest first.
-
-`ptq` calls it for recipes that search for the layers to keep in float.
+`ptq` calls both for a quantized model whose score drops by more than ``max_drop``. A converted graph comes in before its weights are folded;
+`noise_by_layer` runs it once for each layer, with that layer alone rounded, and `search` bisects over the layers in that order, noisiest first. Keys
+of `Search.to_json` are in programs: they must stay.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from arclight.deploy.quantizing.placement import CONVOLUTIONS, LAYERS, module_na
 from arclight.deploy.quantizing.pt2e import DEQUANTIZE, QUANTIZE
 
 EVALUATIONS = 16
-"""Most evaluations of one model and its quantized forms."""
+"""Most scores that are computed for one search, those of the float and of the fully quantized model among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +83,10 @@ class PartialRounding(torch.fx.Interpreter):
 
 
 def _layers_of(graph: GraphModule, layers: Collection[str]) -> dict[Node, frozenset[str]]:
-    """Map each operator that rounds to the layers among ``layers`` that it is there for.
+    """Map each operator that rounds to the layers among ``layers`` that need it.
 
-    What a layer reads is rounded for it, its weights among them; what a convolution writes, up to the next layer that is not
-    on integers, for the convolution, too. A matrix product may write float32.
+    A layer needs its inputs and weights rounded; a convolution also its result, and what integer operators compute of that, since only a matrix
+    product may write float32.
     """
     nodes = list(graph.graph.nodes)
     named = {n: frozenset({module_name(n)} & set(layers)) for n in nodes if n.target in LAYERS | {DYNAMIC, GROUPED}}
@@ -118,9 +117,8 @@ def _layers_of(graph: GraphModule, layers: Collection[str]) -> dict[Node, frozen
 def noise_by_layer(
     graph: GraphModule, layers: Sequence[str], inputs: Inputs, parts: Parts | None = None
 ) -> dict[str, float]:
-    """Return the noisiest output's SNR in dB with each of ``layers`` alone rounded.
+    """Return the noisiest output's SNR in dB for each layer rounded alone, the least first.
 
-    The least comes first.
     ``graph``: converted, weights not folded. The reference is the same graph without rounding. Outputs are judged one by one, or
     the tensors that ``parts`` takes out of them.
     """
@@ -134,9 +132,9 @@ def noise_by_layer(
 
 
 def fewest(count: int, fits: Callable[[int], bool], most: int) -> int | None:
-    """Return the least number below ``count`` that ``fits``, by bisection; or None.
+    """Return the least number below ``count`` that ``fits``, by bisection; None without one.
 
-    It takes at most ``most`` calls. If one number fits, larger ones should; 0 is known not to.
+    It is called at most ``most`` times, so that the number may not be the least. If one number fits, larger ones should; 0 is known not to.
     """
     low, high = 0, count
     while high - low > 1 and most > 0:
@@ -154,8 +152,8 @@ def search(
 ) -> Search | None:
     """Find the fewest float layers for a score of ``least``; None if all but one are too few.
 
-    Layers are those in ``sensitivity``, in its order. ``score`` takes layers to keep in float; ``first`` is the score
-    without any. The two scores before it count as evaluations.
+    Layers are those in ``sensitivity``, in its order. ``score`` takes layers to keep in float; ``first`` is the score without any. That and the
+    float model's score are two of the `EVALUATIONS`.
     """
     order = tuple(sensitivity)
     evaluations = [Evaluation(float_layers=0, score=first)]

@@ -1,6 +1,7 @@
-"""Settings of quantization-aware training, the table ``[qat]`` of a recipe.
+"""Define the settings of quantization-aware training, the table ``[qat]`` of a recipe.
 
-No torch here: a recipe is read without it.
+``cli.schema`` reads them, and a run builds its callback by `build`. Kinds (``recipe_kind``) and field names are in recipes: they must stay. A new
+kind is a class in `QAT`. No torch is imported here, so that a recipe is read quickly.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Checked):
-    """Settings of any run with rounding: the submodule, and which parts stay in float."""
+    """Settings that all kinds share: the submodule, and the parts of it that stay in float."""
 
     attribute: str = "model"
     """Submodule of the module that is trained with rounding, and that is exported."""
@@ -47,13 +48,10 @@ class Training(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class _FixedRanges(Training):
-    """Settings of trained activation ranges.
-
-    The runtime they are for, and when they and batch norms are frozen.
-    """
+    """Settings of kinds with trained ranges of activations: runtime, and steps of freezing."""
 
     target: Target | None = None
-    """Runtime that integers are placed for: onnxruntime (none), openvino, inductor, executorch or tensorrt."""
+    """Runtime that integers are placed for: onnxruntime (the default), openvino, inductor, executorch or tensorrt."""
     freeze_observers_at: NonNegativeInt | None = None
     """Optimizer step from which ranges of activations stay as they are; none for never."""
     freeze_batch_norm_at: NonNegativeInt | None = None
@@ -70,9 +68,9 @@ class _FixedRanges(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Training(_FixedRanges):
-    """Train with activations and weights of every layer rounded to 8 bits.
+    """Train with activations and weights in 8 bits, wherever `placement` puts integers.
 
-    Training moves their ranges.
+    Training moves the ranges of activations; those of weights follow the weights.
     """
 
     recipe_kind: ClassVar[str] = "int8"
@@ -128,7 +126,7 @@ class DynamicInt8Training(Training):
 class LowBitTraining(_FixedRanges):
     """Train with weights of 4 bits and activations of 8 or 4.
 
-    W4A8 rounds linear layers; W4A4 rounds every layer, which no kernel computes.
+    W4A8 rounds linear layers; W4A4 also rounds convolutions, and no kernel computes it.
     """
 
     recipe_kind: ClassVar[str] = "lowbit"
@@ -161,4 +159,4 @@ class LowBitTraining(_FixedRanges):
 
 
 QAT = Int8Training | WeightOnlyTraining | DynamicInt8Training | LowBitTraining
-"""The table ``[qat]`` of a recipe: what a run is trained to be rounded to."""
+"""Any table ``[qat]`` of a recipe."""
