@@ -1,7 +1,7 @@
 """Quantize a model by any quantizer of torchao, and keep its references.
 
-`verify` calls `post_training` and `trained` and compares the references of the `Conversion` that comes back. A check that is added
-compares its parts in `verify`.
+`verify` calls `post_training` and `trained`, and compares the parts of the `Conversion` that comes back; a new reference is a field of it. Both go
+through ``quantizing.pt2e`` and ``batch_norm`` as `ptq` and `qat` do, but leave integer weights under torchao's names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from arclight.deploy.quantizing.qat import capture_as, round_biases
 Mode = Literal["static", "dynamic", "weight-only", "qat"]
 """Ranges from calibration, of each call, of weights alone, or learned while the model trains."""
 LEARNING_RATE = 1e-3
+"""Rate of the SGD that `trained` takes its few steps with."""
 Literals = dict[str, tuple[float, ...]]
+"""Numbers of batch norms and dropouts that a conversion must not change, see `literals` of ``batch_norm``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class Conversion:
     reference: nn.Module
     """The float model, with trained weights if it was trained."""
     captured: GraphModule
-    """The captured graph: the operators that the quantizer saw, before batch norms were folded."""
+    """The captured graph, before batch norms are folded or fused."""
     twin: GraphModule
     """The graph that was quantized, without rounding; its nodes have the names of those of ``program``."""
     program: GraphModule
@@ -47,7 +49,7 @@ class Conversion:
     before: Literals
     """(momentum, epsilon) of batch norms and (p,) of dropout in ``captured``."""
     after: tuple[Literals, ...]
-    """The same after each further step."""
+    """The same after each further step of the conversion."""
 
     def rewritten(self) -> GraphModule:
         """Convert again, with operators rewritten to integer arithmetic if torchao knows how.
@@ -84,8 +86,8 @@ def trained(
     """Train a copy of ``model`` with fake quantization towards its own outputs; convert it.
 
     Training takes ``steps``. Ranges start from all of ``batches``, in evaluation mode. Raises VerificationError if a
-    rounded weight gets no gradient, or the loss is not finite; ExportError for a model that cannot be captured in
-    training mode.
+    rounded weight gets no gradient, or the loss is not finite; QuantizeError if inputs do not vary, or outputs in training have other shapes;
+    ExportError for a model that cannot be captured in training mode.
     """
     model = copy.deepcopy(model).cpu().float().requires_grad_(True)
     reference = frozen_copy(model)

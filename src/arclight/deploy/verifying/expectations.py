@@ -1,7 +1,7 @@
 """Check a quantized graph against expected operators, order, scales and zero points.
 
-`verify_quantizer` calls these for its arguments ``expect``, ``order``, ``mode`` and ``qparams``. Each check returns sentences about what
-differs, and raises VerificationError for expectations that no graph could meet.
+`verify_quantizer` calls these for its arguments ``expect``, ``order``, ``mode`` and ``qparams``, and counts by `counts` and `integer_layers`. Each
+check returns sentences about what differs; all but `check_mode` raise VerificationError for unknown operators or places.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Qparams = Any
 
 _FIELDS = ("scale", "zero_point", "dtype", "quant_min", "quant_max")
 _RELATIVE = 1e-6
-"""Largest relative difference of scales that count as equal: they are products in float32."""
+"""Largest relative difference of scales that count as equal: they are computed in float32."""
 _CHOOSE = "quantized_decomposed.choose_qparams"
 
 
@@ -60,9 +60,9 @@ def check_counts(expect: Mapping[Operator, Count], captured: Counter[str], conve
 
 
 def check_order(order: Sequence[Operator], captured: Counter[str], converted: GraphModule) -> list[str]:
-    """Return the first operator of ``order`` that is missing after the ones before it.
+    """Return the first operator of ``order`` that does not follow the ones before it.
 
-    Others may come between.
+    Others may come between. Raises VerificationError for a single operator, and for unknown ones.
     """
     if len(order) == 1:
         raise VerificationError(f"order: a single operator has no order, got {order[0]}: name at least two")
@@ -111,9 +111,9 @@ def check_mode(mode: Mode, converted: GraphModule) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Scale, zero point and levels of one quantized tensor.
+    """Scale, zero point and levels of one quantized tensor, the place of a check.
 
-    The first two are None if every call chooses them.
+    The first two are None if each call chooses them.
     """
 
     scale: Tensor | None
@@ -141,9 +141,10 @@ def check_qparams(graph: GraphModule, qparams: Mapping[str, Qparams]) -> list[st
 
 
 def place(graph: GraphModule, name: str) -> Place:
-    """Find the quantization of the tensor ``name``, such as ``conv1.input`` or ``.weight``.
+    """Find the quantization of the tensor ``name``, such as ``conv1.input`` or ``conv1.weight``.
 
-    A name is a module or node, a dot, and input, input0, input1, weight, bias or output.
+    A name is a module or node, a dot, and input, input0, input1, weight, bias or output. Raises VerificationError if it is unknown, not rounded, or may be
+    any of several nodes.
     """
     owner, _, role = name.rpartition(".")
     nodes = [node for node in graph.graph.nodes if node.op == "call_function" and not _is_quantization(node)]

@@ -1,7 +1,8 @@
 """Run a quantized graph in float64 by independent rules, as a reference.
 
-`verify_quantizer` compares the quantized program with `run_in_float64` (its report's ``judge``), and node by node with `compare_nodes`. The
-rules must stay independent of torch's and torchao's kernels: they follow the definitions of the ``quantized_decomposed`` operators.
+`verify_quantizer` compares the quantized program with `run_in_float64` (its report's ``judge``), and node by node with its float twin by
+`compare_nodes`, in float32. The rules (`RULES`) must stay independent of torch's and torchao's kernels of quantization: they follow the definitions
+of the ``quantized_decomposed`` operators. A new operator needs a rule; without one the graph is refused.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ RULES: Mapping[str, Callable[..., Any]] = {
     "choose_qparams": choose_qparams,
     "choose_qparams_symmetric": choose_qparams_symmetric,
 }
-"""Rule for each operator of quantized_decomposed, by its name without overload."""
+"""Maps an operator of ``quantized_decomposed``, by its name without overload, to its rule."""
 
 
 def _check_levels(low: int, high: int, dtype: torch.dtype) -> None:
@@ -155,9 +156,9 @@ class _Recorder(Interpreter):
 
 
 def compare_nodes(reference: GraphModule, program: GraphModule, inputs: Inputs) -> dict[str, Parity]:
-    """Compare each operator of ``program`` with its namesake in ``reference``.
+    """Compare each operator of ``program`` with the same node of ``reference``.
 
-    Errors of earlier operators accumulate. The keys are names of nodes with the module of their code: "conv2d_1
+    Each graph runs as a whole, so that errors of earlier operators count, too. The keys are names of nodes with the module of their code: "conv2d_1
     (backbone.stem)".
     """
     targets = {node.name: node for node in reference.graph.nodes if node.op == "call_function"}

@@ -1,8 +1,9 @@
-"""Verify a quantizer: quantize a model with it, and judge the program in every way at hand.
+"""Verify a quantizer: quantize a model with it, and judge the graph by several references.
 
-`verify_quantizer` makes the quantized graph (`conversion`), checks its operators and scales (`expectations`), compares its outputs with the
-float model, a float64 reference (`float64_reference`), the reference representation and runtimes, and returns a `Verification` that lists what is beyond
-a bound. A check of another kind is a function here that adds to ``failures``.
+Users call `verify_quantizer` (``arclight.deploy``). It makes the quantized graph (`conversion`), checks operators and scales (`expectations`),
+compares outputs with the float model, a float64 reference (`float64_reference`), torchao's reference representation and runtimes, and returns a
+`Verification`, or raises VerificationError with all that broke a bound. A new check is a function that returns sentences, which `verify_quantizer`
+adds to ``failures``.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ DEFAULT_BOUNDS: Mapping[str, float] = {
     "sqnr_db": 15.0, "judge_db": 40.0, "reference_db": 30.0, "trained_db": 15.0, "backend_db": 30.0, "integer_share": 0.9,
     "speedup": 1.0,
 }  # fmt: skip
-"""Least signal-to-noise ratios of any output against the float model, the float64 judge, the reference representation, the
-trained graph and each runtime, the least share of integer layers that must run on integer kernels, and what the float program's
-latency over the quantized one's must be more than."""
+"""Least values. Of any output's signal-to-noise ratio against the float model (sqnr), the float64 reference (judge), torchao's reference
+representation (reference), the trained graph (trained) and the quantized graph in each runtime (backend), decibels; of the share of integer
+layers on integer kernels; and of the float program's latency over the quantized one's, which must be larger."""
 FURTHER_BOUNDS = ("node_sqnr_db",)
-"""Least ratio of any single operator: judged if it is given."""
+"""Bounds without a default: the least ratio of any single operator."""
 TWIN_DB = 60.0
-"""Least ratio of the graph that is quantized, without rounding, to the model: it is the same computation."""
+"""Least ratio, decibels, of the prepared graph without rounding against the model: it is the same computation."""
 TIMED_ROUNDS = 15
 
 
@@ -77,7 +78,7 @@ class BackendReport:
     outputs: Mapping[str, Parity]
     """Parity of its outputs with those of the quantized graph, the worst of all shapes."""
     kernels: Mapping[str, int]
-    """Layers by kernel, among those that the runtime really runs."""
+    """Operators that the runtime really runs, by kernel; of OpenVINO those of layers with weights, such as "Convolution u8"."""
     integer_kernels: int
     speedup: float
     """Median latency of the float program over that of the quantized one, one thread, interleaved."""
@@ -105,7 +106,7 @@ class Verification:
     nodes: Mapping[str, Parity] = field(default_factory=dict)
     """Operators beside the float model's on the first batch, in the order they run."""
     judge: Mapping[str, Parity] = field(default_factory=dict)
-    """Outputs beside those of the float64 interpreter."""
+    """Outputs beside those of the graph in float64 (`run_in_float64`)."""
     rewritten_nodes: int | None = None
     """Quantize and dequantize operators that torchao's reference representation rewrites; None if another check failed before."""
     reference: Mapping[str, Parity] = field(default_factory=dict)
@@ -167,7 +168,7 @@ def verify_quantizer(
     and ``node_sqnr_db``. Programs of ``backends`` must agree, run on integer kernels, and be faster than the float program by more than
     ``speedup`` (1; a small model may be slower, and 0 lets it).
 
-    Raises VerificationError naming all that failed, with the report as ``error.report``; also for expectations that could
+    Raises VerificationError naming all that failed, with the report as ``error.report``; also, without a report, for expectations that could
     not fail: operators that neither graph has, places that are not rounded, a quantizer that annotates nothing.
     """
     batches = [in_float32(as_inputs(batch)) for batch in inputs]
@@ -209,7 +210,7 @@ def _check_graph(
     order: Sequence[Operator],
     qparams: Mapping[str, Qparams],
 ) -> list[str]:
-    """Check the converted graph, before anything is computed with it."""
+    """Check mode, literals, operators, order and scales of the graph; return what differs."""
     captured = counts(made.captured)
     return [
         *check_mode(mode, made.program),
@@ -228,7 +229,7 @@ def _check_arguments(
     bounds: Mapping[str, float] | None,
     backends: Sequence[Backend],
 ) -> dict[str, float]:
-    """Return all bounds by name; raise for arguments that cannot be meant."""
+    """Return all bounds by name; TypeError, ValueError, QuantizeError for wrong arguments."""
     if not isinstance(quantizer, pt2e.Quantizer):
         raise TypeError(f"quantizer must be a Quantizer of torchao, got {type(quantizer).__name__}")
     if not batches:
@@ -418,7 +419,7 @@ def _written(model: nn.Module, example: Inputs, free: FreeDimensions, path: Path
 
 
 def _kernels(backend: Backend, program: Program) -> tuple[Counter[str], int]:
-    """Count the layers that the runtime runs by kernel, and those on integers."""
+    """Count the operators that the runtime runs, by kernel, and the layers on integers."""
     if backend == "openvino":
         layers = Counter(
             {f"{kind} {kept}": n for (kind, kept), n in program.openvino_kernels().items() if kind in LAYERS}
