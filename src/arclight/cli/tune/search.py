@@ -348,7 +348,7 @@ def run_search(search: Search, limits: dict[str, Any]) -> None:
     )
     print(f"The report is {search.folder / 'report.html'}")
     if ended < limits["trials"]:
-        why = "The time was over" if time.monotonic() >= deadline else "Others still run their trials,"
+        why = "The time was over" if time.monotonic() >= deadline else "Other processes were still running theirs"
         print(f"{why} after {ended} of {limits['trials']} trials; {again}")
 
 
