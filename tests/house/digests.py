@@ -1,10 +1,11 @@
-"""Write and compare seeded digests: what small runs of every kind compute, as SHA-256 over their bytes.
+"""Write and compare seeded digests of what small runs compute: SHA-256 over their bytes.
 
     python -m tests.house.digests --check tests/house/digests.json     # names what differs; status 1 where something does
     python -m tests.house.digests --write FILE [--only trainer,text]   # what this checkout computes
 
-A refactoring leaves all of them as they are. Kernels differ among processors and versions: a file is good for the machine that it names, and
-another machine is told so instead of compared. Each section runs in a process of its own, so that none sees what another has left behind.
+A refactoring leaves all of them as they are. Kernels differ among processors and versions: a file holds for the machine that it names, and on another
+one nothing is compared, with status 0. Each section runs in a process of its own, so that none sees what another has left behind. A new section is a
+module of ``digested`` with a function ``values(folder)``, and its name in SECTIONS. The slow test of ``test_digests`` runs the check.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ SECTIONS = ("trainer", "ranks", "plans", "text", "vision", "deploy", "federated"
 EXPECTED = Path(__file__).with_name("digests.json")
 THREADS = 1
 PATIENCE_S = 600.0
+"""Seconds after which a section is killed."""
 
 
 def machine() -> dict[str, str]:
-    """Describe what decides about the last bits: the processor, its vector instructions, threads, versions of what computes."""
+    """Return what decides the last bits: processor, vector instructions, threads, versions of packages."""
     cpu = Path("/proc/cpuinfo")
     found = dict(
         re.findall(r"^(model name|cpu family|model)\s*:\s*(.+)$", cpu.read_text() if cpu.exists() else "", re.M)
@@ -53,7 +55,7 @@ def machine() -> dict[str, str]:
 
 
 def digest(value: Any) -> str:
-    """Return the SHA-256 of a tree of tensors, arrays, numbers and text: of names, types, shapes and bytes; dicts in the order of their keys."""
+    """Return the SHA-256 of a tree's names, types, shapes and bytes; dicts are read in the order of their sorted keys."""
     state = hashlib.sha256()
     _feed(state, value)
     return state.hexdigest()

@@ -1,4 +1,8 @@
-"""Count what makes the package hard to live in; every figure may only fall (limits.toml)."""
+"""Count what makes the package hard to live in; every figure may only fall (limits.toml).
+
+`test_house` compares each count of `FACTS` with its limit. A new count is a function of a `Tree` in `FACTS`, a limit, and a case of
+``test_each_fact_is_counted``.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,17 @@ from typing import Any, NamedTuple
 MOST_MODULES = 15
 """Modules of a folder; more mean that it has sub-concepts without names."""
 SMALL = 150
-"""Lines below which a module that one sibling imports is taken for a part of that sibling."""
+"""A module of fewer lines that only a sibling imports counts as a part of that sibling."""
 LONGEST_FIRST_LINE = 90
 """Characters of a docstring's first line: what an editor or an index shows of it."""
 COMMON_NAMES = frozenset({"settings", "base", "errors"})
-"""Names that say the same in every folder, so that a room may have several."""
+"""Names of files that a room may have in several folders."""
 QUESTION = re.compile(r"(What|Whether|How|Who|Whose|Where|Which|When|Why|From)\b")
 
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    """Make many objects that stay without a search for garbage after every few thousand of them, and leave them out of later ones."""
+    """Create many lasting objects without garbage collection, and leave them out of later collections."""
     gc.disable()
     try:
         yield
@@ -65,7 +69,7 @@ class Tree:
 
     @functools.cached_property
     def _by_kind(self) -> dict[str, dict[type[ast.AST], list[ast.AST]]]:
-        """The nodes of each module by their class: a million, which a dozen counts would each search by themselves."""
+        """The nodes of each module by their class, sorted once: there are a million, and a dozen counts read them."""
         found: dict[str, dict[type[ast.AST], list[ast.AST]]] = {}
         with _kept():
             for module, parsed in self.parsed.items():
@@ -112,7 +116,7 @@ class Tree:
 
 
 def dotted(node: ast.AST) -> str:
-    """The names of an expression such as torch.load; what stands before the first dot is ... where it is no name."""
+    """Return the names of an expression, such as torch.load; one that starts with no name starts with ``...``."""
     names = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -139,7 +143,7 @@ def _imports(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Impo
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of modules each of which reaches all others, largest first: whoever is reached by what it reaches (Kosaraju)."""
+    """Return groups of modules each of which reaches all others of its group, largest first (Kosaraju)."""
     backwards: dict[str, set[str]] = {name: set() for name in edges}
     for name, targets in edges.items():
         for target in targets:

@@ -1,4 +1,8 @@
-"""Every kind of checkpoint: what comes back of what was saved, from folders, shards, single files and other projects' formats."""
+"""Digest what comes back of checkpoints: folders, single files, stages and others' formats.
+
+`digests` runs `values`. Covered are a Trainer's checkpoints, conversions, files of torch and Lightning, pipeline stages, and Hugging Face folders;
+`plans` digests sharded ones.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ STATE: dict[str, Any] = {
 
 
 def plain(tree: Any) -> Any:
-    """Trees with sets and paths, in an order."""
+    """Return a tree without sets and paths, in one order, so that it can be digested."""
     if isinstance(tree, dict):
         return {str(key): plain(item) for key, item in tree.items()}
     if isinstance(tree, (set, frozenset)):
@@ -78,7 +82,7 @@ def converted(folder: Path) -> dict[str, Any]:
 
 
 def lightning(folder: Path) -> dict[str, Any]:
-    """A file as Lightning writes it, trained on."""
+    """Return the weights that are loaded from a file with Lightning's keys."""
     al.seed_everything(11, verbose=False)
     module = Classifier()
     trainer = fit(folder, module, max_epochs=1)

@@ -1,4 +1,7 @@
-"""Typing commands, and reading what runs have left."""
+"""Run commands in this process, and read what runs have written.
+
+`text`, `vision` and `federated` use it. What a clock says must stay out of digests: see `TIMES`.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ TIMES = (
     "samples_per",
     "flops",
 )
-"""Words in the names of columns that hold what a clock or the machine says."""
+"""Words in the names of columns of times, speeds and memory, which differ between runs."""
 
 
 def typed(*words: str | Path) -> str:
-    """Run one command in this process; returns what it printed."""
+    """Run one command in this process, and return what it printed; its status must be 0."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([str(word) for word in words])
@@ -38,13 +41,13 @@ def typed(*words: str | Path) -> str:
 
 
 def rows(run: Path) -> list[dict[str, str]]:
-    """metrics.csv of a run, without what a clock says."""
+    """Return the rows of a run's metrics.csv without the columns of `TIMES`."""
     with (run / "metrics.csv").open(newline="") as file:
         return [{k: v for k, v in row.items() if not any(word in k for word in TIMES)} for row in csv.DictReader(file)]
 
 
 def newest(run: Path) -> dict[str, Any]:
-    """Entries of a run's newest checkpoint that are numbers: weights, averages, optimizers and schedules."""
+    """Return weights, averages, optimizers and schedules of a run's newest checkpoint."""
     path = checkpoint.find_last(run / "checkpoints")
     assert path is not None, f"{run} has no checkpoint"
     return entries(path)

@@ -1,4 +1,7 @@
-"""The order of samples: shuffles, workers, combinations, mixtures and packed tokens, from the start and from the middle."""
+"""Digest the order of samples: shuffles, workers, ranks, combined loaders and packed tokens.
+
+`digests` runs `values`. Shuffled loaders are read from the start and from the middle of an epoch.
+"""
 
 from __future__ import annotations
 

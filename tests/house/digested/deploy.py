@@ -1,4 +1,8 @@
-"""Programs of a small convolutional network: float32 and int8 outputs, and of training with fake quantization."""
+"""Digest programs of a small convolutional network: float32 and int8 outputs.
+
+`digests` runs `values`: the float32 program, and int8 ones by both observers and with a layer in float, as exported and as reopened. Other recipes
+and training with rounding are not digested.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ class Block(nn.Sequential):
 
 
 class Net(nn.Module):
-    """Convolutions, a residual, a concatenation of scales, and two outputs of unlike size."""
+    """Network of convolutions, a residual and a concatenation of scales, with one output (N, 7, H / 2, W / 2)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""Federations in one process: every strategy, codec and way to hold rounds, down to the weights, and what a simulation predicts.
+"""Digest federations in one process: every strategy and codec, and most options of rounds.
 
-Buffered rounds are left out: what they fold depends on who is quicker.
+`digests` runs `values`: losses, metrics and last weights, a run from the shell, and what a simulation predicts. Buffered rounds are left out, since
+what they fold depends on who is quicker, and so are secure aggregation and added noise.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ CALM = Waiting(heartbeat_interval_s=10.0)
 
 
 def run(folder: Path, clients: int = 3, rounds: int = 2, **given: Any) -> dict[str, Any]:
-    """Rounds of five steps: their losses and metrics, and the last weights."""
+    """Run rounds of five steps; return their losses and metrics, and the last weights."""
     torch.manual_seed(1)
     settings: dict[str, Any] = {"local_steps": 5, "waiting": CALM, "evaluate_on": "clients", "keep_rounds": 0} | given
     server = Server(Federation(clients=clients, rounds=rounds, **settings), Net(), folder=folder, seed=3, run="run")

@@ -1,4 +1,8 @@
-"""A debug Llama, and one with experts, on one process and on plans of two: losses, validation, weights, and checkpoints opened elsewhere."""
+"""Digest language models on one process and on plans of two ranks.
+
+`digests` runs `values`: losses, metrics, weights and optimizers of a debug Llama and of one with experts, and runs that were resumed from a
+checkpoint of another plan.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +66,7 @@ class Language(al.Module):
 
 
 class Recorder(al.Callback):
-    """Losses of all ranks, and checkpoints on the way and at the end."""
+    """Record the losses of all ranks, and save checkpoints in the middle and at the end."""
 
     def __init__(self, folder: Path, save_at: int) -> None:
         self.folder, self.save_at, self.losses = folder, save_at, []

@@ -1,4 +1,7 @@
-"""The training loop on two forked gloo ranks: DDP, FSDP, replicas that exchange rarely, and a loop of one's own."""
+"""Digest the training loop on two forked gloo ranks: DDP, FSDP, replicas and Fabric.
+
+`digests` runs `values`. The replicas exchange by DiLoCo every four steps; with Fabric a loop of one's own runs under DDP.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from arclight.trainer import callbacks as c
 
 
 class Plain(Classifier):
-    """Without batch normalisation, whose buffers are each rank's own."""
+    """Classifier with layer norms in place of batch norms, whose buffers are each rank's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +28,7 @@ class Plain(Classifier):
 
 
 class Recorder(al.Callback):
-    """Every rank's losses, and a checkpoint at the end."""
+    """Record every rank's losses, and save a checkpoint at the end."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.losses = path, []

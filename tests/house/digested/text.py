@@ -1,4 +1,8 @@
-"""Language models from the shell: tokenized, trained, resumed, measured, written on, exported; and the zoo's logits."""
+"""Digest language models from the shell, and logits and gradients of the zoo.
+
+`digests` runs `values`: a model is trained, asked for text, exported, opened again and resumed; six debug models are run backward; texts are
+generated.
+"""
 
 from __future__ import annotations
 

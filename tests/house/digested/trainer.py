@@ -1,4 +1,8 @@
-"""The training loop in one process: losses, rates, metrics and weights of each way to train, and of runs that were resumed."""
+"""Digest the training loop in one process: losses, rates, metrics and weights.
+
+`digests` runs `values`: callbacks that average or accumulate, schedules, optimizers, precisions, limits, runs that were resumed, optimizers that the
+module steps, and Fabric. `ranks` and `checkpoints` take `Classifier` and `fit` from here: a change there changes their digests, too.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ class Rows(al.DataModule):
 
 
 class Classifier(al.Module):
-    """Batch normalisation, dropout, Adam, a schedule for each step: everything that has state."""
+    """Classifier with batch normalisation and dropout, and the optimizer and schedule that its arguments name."""
 
     def __init__(self, width: int = 16, schedule: str = "cosine", optimizer: str = "adamw") -> None:
         super().__init__()
@@ -105,7 +109,7 @@ class Classifier(al.Module):
 
 
 class Adversaries(al.Module):
-    """Two optimizers that the module steps itself, with accumulation and clipping of its own."""
+    """Module that steps its two optimizers itself, one of them with accumulation and clipping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +142,7 @@ class Adversaries(al.Module):
 
 
 def fit(folder: Path, module: al.Module, *callbacks: Any, ckpt: Any = None, workers: int = 0, **options: Any) -> Any:
-    """Three epochs of eleven batches, if the options do not say otherwise."""
+    """Train ``module`` on `Rows`, by default for three epochs of eleven batches; return the trainer."""
     settings: dict[str, Any] = {
         "max_epochs": 3, "accelerator": "cpu", "log_every_n_steps": 1, "enable_progress_bar": False, "enable_model_summary": False,
         "default_root_dir": folder, "run_name": "run", "enable_checkpointing": False, "logger": False,
@@ -163,7 +167,7 @@ def run(folder: Path, *callbacks: Any, module: dict[str, Any] | None = None, **o
 
 
 def resumed(folder: Path, step: int, **options: Any) -> dict[str, Any]:
-    """A run of which a first trainer does some steps and a second one the rest."""
+    """Train by one trainer up to ``step``, and by a second one from its checkpoint to the end."""
     al.seed_everything(11, verbose=False)
     saver = al.ModelCheckpoint(dirpath=folder / "saved", every_n_train_steps=step, save_top_k=-1)
     averages = c.EMAWeightAveraging(decay=0.9)
@@ -206,7 +210,7 @@ def own_loop() -> dict[str, Any]:
 
 
 def rows_of_csv(folder: Path) -> str:
-    """metrics.csv without columns of time."""
+    """Return the text of a run's metrics.csv."""
     al.seed_everything(11, verbose=False)
     trainer = fit(folder, Classifier(), logger=True)
     text: str = (trainer.run_folder.path / "metrics.csv").read_text()

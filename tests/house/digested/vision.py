@@ -1,4 +1,8 @@
-"""A tiny detector from the shell: drawn scenes, a few steps, its score, programs, boxes and codes; and the zoo's outputs."""
+"""Digest a tiny detector from the shell, outputs of the zoo, and codes that are read.
+
+`digests` runs `values`: scenes are drawn, a few epochs trained, and the detector scored, exported in float32 and int8, and run; two networks of the
+zoo run plain and with fused batch norms.
+"""
 
 from __future__ import annotations
 
