@@ -1,4 +1,8 @@
-"""A small detector-like network, and its programs: built once, read by many tests."""
+"""Build a small detector-like network and its programs for the tests of ``deploy``.
+
+Network and quantized model are built once in a session, files of programs once for all workers: tests must not change them; `copied` is a file that a
+test may damage. Pictures, seeds and sizes decide the numbers that tests assert.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ class Split(nn.Module):
 
 
 class TinyDetector(nn.Module):
-    """Everything that makes YOLO hard to quantize: SiLU, concatenation, pooling, upsampling, decoded boxes."""
+    """Detector with what makes YOLO hard to quantize: SiLU, concatenation, pooling, upsampling, decoded boxes."""
 
     def __init__(self, classes: int = 2) -> None:
         super().__init__()
@@ -68,7 +72,7 @@ class TinyDetector(nn.Module):
 
 
 def decode(raw: Tensor) -> Tensor:
-    """(N, C, H, W) logits to (N, H * W, C): box centre and size in pixels, then scores."""
+    """Decode (N, C, H, W) logits to (N, H * W, C): box centre and size in pixels, then scores."""
     scores = raw.sigmoid().flatten(2).transpose(1, 2)
     height, width = raw.shape[2:]
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
@@ -78,7 +82,7 @@ def decode(raw: Tensor) -> Tensor:
 
 
 def picture(count: int, seed: int) -> Tensor:
-    """(count, 3, SIDE, SIDE) bright rectangles on noise, in [0, 1]."""
+    """Return (count, 3, SIDE, SIDE) images in [0, 1]: bright squares on noise."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.rand(count, 3, SIDE, SIDE, generator=generator) * 0.3
     for image in images:
@@ -88,7 +92,7 @@ def picture(count: int, seed: int) -> Tensor:
 
 
 def warmed(model: nn.Module, *batches: Tensor) -> nn.Module:
-    """``model`` with batch-norm statistics of real activations, in evaluation mode."""
+    """Return ``model`` in evaluation mode, with batch-norm statistics of ``batches``."""
     model.train()
     with torch.no_grad():
         for _ in range(20):
