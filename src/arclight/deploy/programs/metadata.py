@@ -3,8 +3,8 @@
 `formats.export` calls `check` and `seal`; `Program.load` calls `unseal` before any runtime reads the file, as ``cli.commands.language`` does. This is
 a file format: a change needs a new `FORMAT`, and programs of the format before must load for one more release. The description is JSON under `KEY`,
 appended as a protobuf message of its own, since protobuf reads concatenated messages as one: so it is found from the end of the file, and no reader
-of protobuf sees a file before its checksum fits (docs/decisions/030). The checksum covers all bytes before it: the model, and the description with
-its list of weight files and their checksums.
+of protobuf sees a file before its checksum fits (docs/decisions/030). The checksum covers the model and the description, which lists weight files
+with checksums of their own.
 """
 
 from __future__ import annotations
