@@ -47,8 +47,7 @@ class Int8(Checked):
     calibration_batches: PositiveInt = 16
     """Most calibration batches that are run; the data may hold fewer."""
     reduce_range: bool | None = None
-    """Weights of 7 bits: x86 processors without VNNI (most before 2019) add 8-bit products in 16 bits, which overflow. None: if this one does,
-    and the target runs on x86."""
+    """Weights of 7 bits: x86 processors without VNNI (most before 2019) overflow in sums of 8-bit products. None: if this one does, for targets on x86."""
     skip: tuple[str, ...] = ()
     """Modules kept in float32, by name: `head` keeps `head` and everything inside it."""
     min_sqnr_db: FiniteFloat = 15.0

@@ -68,7 +68,7 @@ class _FixedRanges(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Training(_FixedRanges):
-    """Train with activations and weights in 8 bits, wherever `placement` puts integers.
+    """Train with activations and weights in 8 bits, where the target multiplies integers.
 
     Training moves the ranges of activations; those of weights follow the weights.
     """
