@@ -17,6 +17,7 @@ import yaml
 import arclight as al
 from arclight import checkpoint
 from arclight.trainer.callbacks import MissingMetricError, ModelCheckpoint, OnExceptionCheckpoint
+from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO, CheckpointIO, FolderCheckpointIO, TorchCheckpointIO
 
 
 def names(folder: str | Path | None) -> set[str]:
@@ -500,3 +501,23 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], mes
 def test_links_are_for_this_machines_file_systems(fit: Any) -> None:
     with pytest.raises(ValueError, match=r"save_last='link'.* is only supported for local file paths"):
         fit({"val/score": [0.0]}, ModelCheckpoint("s3://bucket/runs", save_last="link"))
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("kind", [FolderCheckpointIO, TorchCheckpointIO])
+def test_checkpoints_are_deleted_by_the_plugin_that_wrote_them(
+    fit: Any, tmp_path: Path, kind: type[CheckpointIO], background: bool
+) -> None:
+    removed: list[str] = []
+
+    class Recording(kind):  # type: ignore[valid-type, misc]
+        def remove_checkpoint(self, path: str | Path) -> None:
+            super().remove_checkpoint(path)
+            removed.append(Path(path).name)
+
+    saver = ModelCheckpoint(tmp_path / "kept", filename="{epoch}", save_last="link")
+    io: CheckpointIO = AsyncCheckpointIO(Recording()) if background else Recording()
+    fit({"val/score": [1.0, 2.0, 3.0]}, saver, plugins=io)
+    assert removed == ["epoch=0.ckpt", "epoch=1.ckpt"], "the link is none of the plugin's"
+    assert names(saver.dirpath) == {"epoch=2.ckpt", "last.ckpt"}
+    Recording().remove_checkpoint(tmp_path / "kept" / "epoch=0.ckpt")  # which is gone

@@ -663,7 +663,7 @@ class Trainer:
     @property
     def requeue_checkpoints(self) -> RequeueCheckpoints:
         """The checkpoints from which a SLURM job goes on when it is queued again."""
-        return RequeueCheckpoints(self.paths, self.strategy, self.checkpoint_io.suffix)
+        return RequeueCheckpoints(self.paths, self.strategy, self.checkpoint_io)
 
     @property
     def resume_sources(self) -> ResumeSources:

@@ -22,6 +22,7 @@ import torch
 
 from arclight import checkpoint as checkpoints
 from arclight.checkpoint.async_saver import AsyncSaver
+from arclight.checkpoint.files import is_there
 from arclight.checkpoint.remote import is_remote, to_path
 from arclight.checkpoint.tree import read_stored
 from arclight.fabric.batches import map_tensors
@@ -37,8 +38,7 @@ class CheckpointIO(ABC):
 
     Subclass it and pass an instance as ``Trainer(plugins=...)``.
 
-    Rank 0 alone saves; every rank loads. A save must be complete or leave what was there before. A ModelCheckpoint deletes by path,
-    not by :meth:`remove_checkpoint`.
+    Rank 0 alone saves and removes; every rank loads. A save must be complete or leave what was there before.
     """
 
     suffix: str = ""
@@ -107,7 +107,12 @@ class FolderCheckpointIO(CheckpointIO):
         return from_tree(checkpoints.load(path, map_location=map_location or "cpu"))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        checkpoints.remove(path)
+        """Delete the file or folder, if it is there. Raises CheckpointError for a folder that is no checkpoint."""
+        place = to_path(path)
+        if place.is_file() and not place.is_symlink():
+            place.unlink()
+        elif is_there(place):
+            checkpoints.remove(place)
 
 
 class TorchCheckpointIO(CheckpointIO):
@@ -125,7 +130,7 @@ class TorchCheckpointIO(CheckpointIO):
         return FolderCheckpointIO().load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        checkpoints.remove(path)
+        FolderCheckpointIO().remove_checkpoint(path)
 
 
 class StateIO(FolderCheckpointIO):

@@ -25,6 +25,7 @@ from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoi
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
+    from arclight.trainer.fabric.checkpoint_io import CheckpointIO
     from arclight.trainer.run.paths import RunPaths
     from arclight.trainer.trainer import Trainer
 
@@ -39,11 +40,11 @@ class RequeueCheckpoints:
     """Checkpoints that a requeued job resumes from.
 
     They lie in the folders of runs of one name and are named after the job (by Lightning's convention in ``default_root_dir``, for
-    whichever job). ``suffix``: ending of their names.
+    whichever job). ``io`` writes and removes them.
     """
 
-    def __init__(self, paths: RunPaths, strategy: Strategy, suffix: str) -> None:
-        self._paths, self._strategy, self._suffix = paths, strategy, suffix
+    def __init__(self, paths: RunPaths, strategy: Strategy, io: CheckpointIO) -> None:
+        self._paths, self._strategy, self._io, self._suffix = paths, strategy, io, io.suffix
 
     @property
     def folder(self) -> Path:
@@ -88,7 +89,7 @@ class RequeueCheckpoints:
         """
         if self._strategy.is_global_zero and self._paths.run_folders and _job() and SLURMEnvironment.detect():
             for path in self.all():
-                remove_checkpoint(path)
+                remove_checkpoint(path, self._io)
 
 
 class SignalConnector:
@@ -156,7 +157,7 @@ class SignalConnector:
             trainer.log_warning(f"saved {path}; scontrol requeue {job} ended with status {done.returncode}")
             if trainer.behavior.run_folders:
                 for old in before:
-                    remove_checkpoint(old)
+                    remove_checkpoint(old, trainer.checkpoint_io)
         raise SIGTERMException
 
     def end_by_signal(self) -> None:

@@ -2,7 +2,8 @@
 
 The numbers are those of pycocotools for boxes (no crowd regions) on the same detections, which a test compares to: `IOU_THRESHOLDS`,
 `RECALL_GRID`, `MAX_DETECTIONS` and the rules of `assign` and `precision_at_recall` are COCO's. ``tasks.module`` (`VisionModule`, `evaluate`)
-adds the batches of a validation to a ``...Metrics`` object and logs what its ``compute()`` returns; `analysis`, `comparison` and `plots` read it. Names of `summary` are public.
+adds the batches of a validation to a ``...Metrics`` object and logs what its ``compute()`` returns; `analysis`, `comparison` and `plots`
+read it. Names of `summary` are public.
 
 Shapes: C classes, T = 10 IoU thresholds, k predictions and m true boxes of an image.
 """

@@ -13,7 +13,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from arclight import checkpoint
 from arclight.checkpoint import CheckpointError, files, remote
 from arclight.checkpoint.manifest import read_manifest
 from arclight.checkpoint.remote import is_remote, to_path
@@ -22,7 +21,7 @@ from arclight.checkpoint.sharded.writer import capture_error
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.strategies import Strategy
-from arclight.trainer.fabric.checkpoint_io import CheckpointIO, TorchCheckpointIO
+from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
@@ -155,12 +154,14 @@ def link_checkpoint(source: Path, target: Path) -> None:
         files.publish(link, target)
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint file, folder or link, if it is there.
+def remove_checkpoint(path: str | Path, io: CheckpointIO) -> None:
+    """Remove what ``io`` saved at ``path``; of a link the link alone, which is no plugin's.
 
-    Raises CheckpointError for a folder that is no checkpoint.
+    It does not wait for other saves of an AsyncCheckpointIO.
     """
-    if path.is_file() and not path.is_symlink():
-        path.unlink()
-    elif files.is_there(path):
-        checkpoint.remove(path)
+    place = to_path(path)
+    if place.is_symlink():
+        place.unlink()
+        return
+    plugin = io.wrapped if isinstance(io, AsyncCheckpointIO) else io
+    plugin.remove_checkpoint(path)

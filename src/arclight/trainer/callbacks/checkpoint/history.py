@@ -289,9 +289,14 @@ class CheckpointWriter:
 
 
 def apply_plan(
-    plan: SavePlan, folder: str, resumed: str | os.PathLike[str] | None, link: bool, keep: Container[str] = ()
+    plan: SavePlan,
+    folder: str,
+    resumed: str | os.PathLike[str] | None,
+    io: CheckpointIO,
+    link: bool,
+    keep: Container[str] = (),
 ) -> None:
-    """Update ``last`` and delete the checkpoints that a complete one replaces. For rank 0.
+    """Update ``last`` and delete the checkpoints that a complete one replaces, by ``io``. For rank 0.
 
     ``keep``: paths never to delete; ``resumed``: the checkpoint that the run began from.
     """
@@ -300,7 +305,7 @@ def apply_plan(
     begun_from = "" if resumed is None else str(resumed) if "://" in str(resumed) else os.path.abspath(resumed)
     for path in plan.drop:  # never reach into another run's folder, nor take away what this one began from
         if is_within(path, folder) and path != begun_from and path not in keep:
-            remove_checkpoint(to_path(path))
+            remove_checkpoint(path, io)
     for path in plan.superseded:
         if is_within(path, folder) and path not in keep:
-            remove_checkpoint(to_path(path))
+            remove_checkpoint(path, io)

@@ -471,7 +471,7 @@ class ModelCheckpoint(Checkpoint):
             return
         if trainer.is_global_zero:
             link, keep = self.save_last == "link", self._siblings_paths()
-            apply_plan(plan, str(self.dirpath), trainer.ckpt_path, link, keep)
+            apply_plan(plan, str(self.dirpath), trainer.ckpt_path, trainer.checkpoint_io, link, keep)
         self._publish(plan.record)
         if trainer.is_global_zero and (plan.path or plan.last):
             for logger in trainer.loggers:

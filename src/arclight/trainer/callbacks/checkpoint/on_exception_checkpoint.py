@@ -55,5 +55,5 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         if stage == "fit" and self._fitting and self.dirpath is not None and trainer.is_global_zero:
-            remove_checkpoint(to_path(self.ckpt_path))
+            remove_checkpoint(self.ckpt_path, trainer.checkpoint_io)
         self._fitting = False
