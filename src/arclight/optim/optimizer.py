@@ -72,7 +72,7 @@ def _check_dtype(kind: str, name: str, parameter: torch.Tensor) -> None:
 
 
 class MixedOptimizer(Optimizer):
-    """Optimizer whose groups are each updated by the rule that their ``kind`` names, of :data:`RULES`.
+    """Optimizer whose groups are each updated by the rule (:data:`RULES`) of their ``kind``.
 
     ``groups`` are as torch's, with ``params`` a list of ``(name, parameter)`` and the options of their rule.
     ``known`` has all of the model's parameters, trained or not, by which parameters that are added later get their names.
@@ -181,8 +181,8 @@ class MixedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state and options of this optimizer's parameters; ignore those of others.
 
-        Options that differ from this optimizer's are replaced, with a warning that names them.
-        Raises ValueError for a parameter that the state does not know, that another rule trained, or of another shape.
+        Raises ValueError for a parameter that the state does not know, that another rule trained, or whose state has other entries or
+        shapes.
         """
         state = self._in_own_order(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -237,7 +237,10 @@ class MixedOptimizer(Optimizer):
 
 
 def _options_of(group: Mapping[str, Any], homes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the options saved for a group's parameters; the group's own, with a warning, if they differ from each other."""
+    """Return the options saved for a group's parameters.
+
+    The group's own, with a warning, if the parameters have different ones.
+    """
     found: list[dict[str, Any]] = []
     for name in group["param_names"]:
         if name not in homes:

@@ -4,8 +4,8 @@ Federated averaging (McMahan et al. 2017), DiLoCo (Douillard et al. 2023, arXiv 
 fragments (Douillard et al. 2025, arXiv 2501.18512). Weights are dicts from parameter name to tensor; nothing here communicates or
 changes what it is given.
 
-``federated.strategies.server_optimizers`` and the callback `DiLoCo` step with `Outer` and must agree; `fragments_of` also divides the
-weights of ``federated.masks.transfer_mask`` and ``federated.simulation.sizes``. Fields of `Outer` are recipe keys and stay.
+``federated.strategies.server_optimizers`` and the callback `DiLoCo` step with `Outer`: a change here changes both. `fragments_of` also
+divides the weights of ``federated.masks.transfer_mask`` and ``federated.simulation.sizes``; runs resume with the same fragments.
 """
 
 from __future__ import annotations
@@ -90,5 +90,5 @@ def fragments_of(names: Iterable[str], count: int) -> list[list[str]]:
 
 
 def due(step: int, sync_every: int, fragments: int = 1) -> list[int]:
-    """List the fragments to exchange after ``step`` steps: each every ``sync_every``, evenly staggered."""
+    """List the fragments to exchange after ``step`` steps: each every ``sync_every``, in turn."""
     return [f for f in range(fragments) if step > 0 and (step - f * sync_every // fragments) % sync_every == 0]

@@ -112,7 +112,7 @@ class WSD(_Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class InverseSqrt(_Schedule):
-    """Linear warm-up, then falling as 1 / sqrt(step): after the warm-up, independent of the length of the run."""
+    """Linear warm-up, then falling as 1 / sqrt(step), however long the run is."""
 
     timescale: NonNegativeInt = 0
     """Steps after the warm-up until the rate has fallen to 1 / sqrt(2) of the peak; 0: as long as the warm-up."""

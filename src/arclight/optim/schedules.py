@@ -32,7 +32,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 
 def phase(length: float, total_steps: int) -> int:
-    """Convert a phase's length to steps: an int is their number, a float a fraction of ``total_steps``.
+    """Convert a phase's length to steps: their number (int) or a fraction of all (float).
 
     Raises ValueError for lengths out of range.
     """

@@ -1,4 +1,4 @@
-"""Define optimizer settings and build parameter groups from them; importing it needs no torch.
+"""Define optimizer settings, without importing torch, and build parameter groups from them.
 
 A recipe's table ``[task.optimizer]`` is one of these classes; ``text.language_model``, ``text.heads`` and ``vision.tasks.module`` call
 ``build`` on it. Field names are recipe keys and stay, their docstrings are texts of ``arclight train --help``. ``options`` become the
@@ -210,9 +210,10 @@ class Muon(_Rule):
         }  # fmt: skip
 
     def scaled(self, scale: Scale, weight_decay: float) -> dict[str, Any]:
-        """Undo the rate's factor for the width: orthogonal updates have the same spectral norm at any width.
+        """Undo the rate's factor for the width.
 
-        With ``scale="rms"`` that norm grows with the square root of the width, of which the factor then keeps the square root.
+        Orthogonal updates have the same spectral norm at any width. With ``scale="rms"`` that norm grows with the square root of the width,
+        of which the factor then keeps the square root.
         """
         undo = scale.width if self.scale == "spectral" else scale.width**0.5
         return super().scaled(replace(scale, lr=scale.lr * undo, weight_decay=scale.weight_decay / undo), weight_decay)
@@ -302,7 +303,7 @@ def build_optimizer(
 
 
 def assign(names: Sequence[str], patterns: Sequence[str], all_names: Iterable[str] = ()) -> list[int]:
-    """Return for each name the index of the first pattern found in it, ``len(patterns)`` for none.
+    """Return for each name the index of the first pattern in it, ``len(patterns)`` for none.
 
     Raises ValueError for a pattern that gets no name.
     """

@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def aligned_gradients(own: list[Owned]) -> list[torch.Tensor]:
-    """Return this rank's shards of the gradients, with the strides and dtype of their parameters."""
+    """Return this rank's shards of the gradients, with their parameters' strides and dtype."""
     return [
         _like(local_tensor(parameter), local_tensor(parameter.grad))
         for _, parameter, _ in own
