@@ -38,7 +38,7 @@ class AsyncSaver:
     """Write checkpoints in one background thread, one at a time.
 
     `save` returns as soon as the state is copied to buffers in CPU memory (pinned, for tensors of a CUDA device), which
-    are kept and used again. An error in the background is raised by the next call, `wait` and `close` among them, with the path.
+    are kept and used again. An error in the background is raised by the next save, `wait` or `close`, with the path.
     Use it as a context manager, or `close` it: the process waits for the save in flight before it ends either way.
     """
 
@@ -51,7 +51,7 @@ class AsyncSaver:
         self._exchange: StoreGather | None = None
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Allocate buffers for such a state in the background, as the first save would otherwise have to."""
+        """Allocate buffers for such a state in the background, before the first save needs them."""
         self._ready()
         encoded = tree.encode(state)
         self._in_flight = self._thread.submit(self._allocate, encoded.files)

@@ -181,7 +181,10 @@ def _is_pickled(path: str | Path | IO[bytes]) -> bool:
 
 
 def _with_model(path: Path, content: Any) -> dict[str, Any]:
-    """Return `content` with its state dict (itself, or under a key of `_WEIGHTS`) as the entry `model`."""
+    """Return `content` with its state dict as the entry `model`.
+
+    It is `content` itself, or under a key of `_WEIGHTS`.
+    """
     if _is_state_dict(content):
         return {"model": dict(content)}
     if isinstance(content, Mapping):

@@ -77,7 +77,7 @@ def write_dcp(path: Path, state: Mapping[str, Any]) -> Path:
 
 
 def read_dcp(path: Path, load: Callable[[io.BytesIO], Any]) -> tuple[dict[str, Any], bool]:
-    """Read a DCP folder of any number of ranks; return its state and whether `write_dcp` wrote it.
+    """Read a DCP folder of any number of ranks: its state, and if `write_dcp` wrote it.
 
     Tensors are on the CPU. Items of another project's folder are nested if the folder says how (DCP's planner data).
     load: reads the bytes of a ``torch.save`` without unpickling. Raises CheckpointError for a folder that is damaged, or holds classes

@@ -2,7 +2,7 @@
 
 How a local folder is replaced is in `arclight.fabric.atomic_replace`; at an address `remote` replaces the manifest.
 
-Every module of this room that touches files does so through this, as do ``deploy.formats.export``, federated rounds and blobs,
+`store`, ``sharded``, `conversion`, `dcp` and `retention` write through this, as do ``deploy.formats.export``, federated rounds and blobs,
 ``text.data.corpus`` and `ModelCheckpoint`. The order (staging folder, sync, manifest, rename) must stay: it keeps an interrupted save
 from being read as a checkpoint; ``tests/checkpoint/test_faults.py`` kills it midway.
 """
@@ -139,7 +139,10 @@ def make_staging(path: Path) -> Path:
 
 
 def data_folder(staging: Path) -> str:
-    """Return `Manifest.data` for files in ``staging``: its name at an address, "" locally, where it is renamed."""
+    """Return `Manifest.data` for the files in ``staging``.
+
+    Its name at an address; "" locally, where the folder is renamed.
+    """
     return staging.name if remote.is_remote(staging) else ""
 
 
@@ -149,7 +152,7 @@ def is_there(path: Path) -> bool:
 
 
 def is_empty(path: Path) -> bool:
-    """Return True for a folder that is empty or, at an address, holds only remains of interrupted saves."""
+    """Return True for an empty folder; at an address remains of interrupted saves do not count."""
     if not path.is_dir():
         return False
     return all(remote.is_remote(path) and entry.name.startswith(remote.PREFIX) for entry in path.iterdir())

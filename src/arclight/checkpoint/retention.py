@@ -3,8 +3,8 @@
 `find_last`, `prune` and `remove` are public (``arclight.checkpoint``). `ModelCheckpoint` calls `copy` for ``last`` at remote addresses,
 which have no links; ``cli.runs`` and ``vision.tasks.distillation`` call `recorded_best` to open a run's best checkpoint.
 
-Links are never followed, and only checkpoints, links to them and leftovers of killed saves are removed: keep both, since folders hold
-users' files.
+Links are never followed, and only checkpoints, links and leftovers of killed saves are removed: keep both, since folders hold users'
+files.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def _all_but(keep: int, ordered: list[Path], unreadable: list[Path]) -> list[Pat
 
 
 def remove(path: str | Path) -> None:
-    """Remove one checkpoint, or a link (to anything); at no time is half of it there under its name.
+    """Remove one checkpoint, or a link; at no time is half of it there under its name.
 
-    Raises CheckpointError for anything else, which is left as it is.
+    A link may point to anything. Raises CheckpointError for anything else, which is left as it is.
     """
     path = to_path(path)
     if path.is_symlink():

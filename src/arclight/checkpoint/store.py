@@ -173,8 +173,8 @@ def _wanted(
 def verify(path: str | Path, processes: Strategy | None = None) -> list[str]:
     """List all that is wrong with the checkpoint at `path`, one sentence each; empty for an intact one.
 
-    Every file is read and its SHA-256 compared. With `processes`, all of which must call this, each reads its part of the files, and all
-    get the same answer.
+    Empty for an intact one. Every file is read and its SHA-256 compared. With `processes`, all of which must call this, each reads its part
+    of the files, and all get the same answer.
     """
     if processes is not None and processes.world_size > 1:
         found = processes.all_gather_object(_problems(to_path(path), processes.global_rank, processes.world_size))

@@ -1,7 +1,7 @@
 """Encode a state dict as JSON and named tensors, and decode it: the format of all checkpoints.
 
-JSON holds ``None``, booleans, integers, finite floats, text, lists and dicts with text keys as they are. Enum members are stored as
-their value. Other supported types become ``{"$": kind, ...}``, with the kinds in `_KINDS`, which may only grow; all else raises
+This is the format of all checkpoints. JSON holds ``None``, booleans, integers, finite floats, text, lists and dicts with text keys as they
+are. Enum members are stored as their value. Other supported types become ``{"$": kind, ...}``, with the kinds in `_KINDS`, which may only grow; all else raises
 CheckpointError. (Writers use ``spread`` and ``bits`` for shards alone, see ``sharded.plan``.)
 
 `store`, `async_saver`, ``sharded``, `dcp` and the writer of federated rounds encode by this; whatever opens a checkpoint decodes by it.

@@ -66,7 +66,7 @@ def open_state(
     exclude: Iterable[str] | None = None,
     stored: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """Open a checkpoint as `load_shards` in one process, without comparing hashes of tensor files.
+    """Open a checkpoint as `load_shards`, in one process and without hashing tensor files.
 
     Raises CheckpointError.
     """

@@ -1,7 +1,7 @@
 """Save a sharded state: each rank writes its shards, rank 0 the manifest that names them.
 
-The Trainer's checkpoint IO calls `save_shards` for strategies with sharded weights; `async_saver` calls `ShardedSaver.begin`, and ``write``
-in the background. The result is a checkpoint like any other (a format on disk), which loads on any number of processes:
+The Trainer's checkpoint IO calls `save_shards` for sharding strategies and `ReplicaStrategy`; `async_saver` calls `ShardedSaver.begin`, and
+``write`` in the background. The result is a checkpoint like any other (a format on disk), which loads on any number of processes:
 `arclight.checkpoint.load` joins the shards, `load_shards` reads only this rank's. All processes must see the same folder. No tensor is
 gathered: a process holds its own shards, and a copy of one of them while it is written.
 """
@@ -31,11 +31,11 @@ GatherToRankZero = Callable[[Any], list[Any]]
 
 
 def save_shards(path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Path:
-    """Save `state` as the checkpoint folder `path`, as `arclight.checkpoint.save`; each process must call this.
+    """Save `state` as the checkpoint folder `path` by all processes; each must call this.
 
-    Of DTensors (on any mesh) each shard is written by one of the processes that hold it. Entries that only some processes have, such as
-    the layers of one pipeline stage, are merged; of an entry that several have, tensors must be equal in shape and dtype, and other
-    values are those of the lowest rank. Raises CheckpointError on every process if any of them could not write.
+    See `arclight.checkpoint.save`. Of DTensors (on any mesh) each shard is written by one of the processes that hold it. Entries that only
+    some processes have, such as the layers of one pipeline stage, are merged; of an entry that several have, tensors must be equal in shape
+    and dtype, and other values are those of the lowest rank. Raises CheckpointError on every process if any of them could not write.
     """
     job = ShardedSaver(processes).begin(path, state)
     problem = job.write(processes.all_gather_object)
