@@ -1,10 +1,10 @@
-"""Read resumable data: order and randomness depend on (seed, epoch, batch) only.
+"""Read resumable data: order and randomness depend on seed, epoch, batch and rank only.
 
 In: a user's DataLoader or token shards; out: batches from any position of any epoch. Open ``loader`` first; ``sampling`` assigns samples
 to batches and ranks, ``seeding`` isolates generators, ``fetching`` loads in workers, ``combined`` reads several loaders as one.
-``permutation`` computes any element of a shuffled sequence. ``token_shards``, ``packing``, ``token_samples``, ``mixture`` and
-``computed_order`` read a text corpus on disk, ``remote`` one
-at an address; ``unigrams`` counts its tokens, ``ray_tasks`` spreads work over machines. ``sites`` splits data among federated clients.
+``permutation`` computes any element of a shuffled sequence, ``computed_order`` and ``mixture`` the order of an epoch. ``token_shards``,
+``packing`` and ``token_samples`` read a text corpus on disk, ``remote`` one at an address; ``unigrams`` counts its tokens, ``ray_tasks``
+distributes work over machines. ``sites`` partitions data among federated sites. Orders must not change: runs resume in them.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """Combine loaders, side by side or in sequence, resumable at any batch.
 
-The Trainer combines what ``train_dataloader`` returns (lists, dicts) by this; users make a `CombinedLoader` as in Lightning. Modes are
-Lightning's.
+``trainer.data.stage_data`` combines what ``train_dataloader`` and the like return (lists, dicts) by this; users make a `CombinedLoader` as
+in Lightning. Modes and properties are Lightning's and stay; keys of `ResumableCombination.state_dict` are in checkpoints.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class CombinedLoader:
     * ``max_size``: until the last has ended, None standing for those that have;
     * ``sequential``: the batches of one loader after another, as they are; ``batch_idx`` counts within each.
 
-    Shorter lists of numbers or words are iterables themselves, not trees of them. A trainer reads the parts through
-    resumable loaders of its own; as training data this resumes exactly in every mode that it accepts.
+    Containers of numbers or words alone are iterables themselves, not trees of them. A Trainer reads the parts through
+    resumable loaders of its own; as training data it takes every mode but ``sequential``, and resumes exactly.
     Raises ValueError for an unknown mode.
     """
 
@@ -205,7 +205,7 @@ def side_by_side(cursors: Sequence[Cursor], mode: Mode) -> Iterator[list[Any]]:
 def combined_length(mode: Mode, lengths: Sequence[Count], limits: Sequence[Count] | None = None) -> Count:
     """Count the rows of loaders with these `lengths`, of which at most `limits` are read.
 
-    An empty one cannot be cycled.
+    An empty one cannot be cycled: with ``max_size_cycle`` there are no rows then.
     """
     kept = [min(pair) for pair in zip(lengths, limits or lengths, strict=True)]
     if not kept or (mode == "max_size_cycle" and 0 in kept):
@@ -297,7 +297,7 @@ class ResumableCombination:
 
     combined: of any mode but ``sequential``. parts: a resumable loader for each of ``combined.flattened``.
 
-    If every part can be reached at any batch at once, so can the combination. Else it keeps where each part stood
+    If every part can be reached at any batch at once, so can the combination. Else it records the parts' positions
     after its newest rows (see `state_dict`); without such a state the parts are read up to the position.
     Raises ValueError for the ``sequential`` mode, whose parts are read one by one.
     """
@@ -371,9 +371,7 @@ class ResumableCombination:
     def state_dict(self, batch: int | None = None, *, epoch: int | None = None) -> dict[str, Any]:
         """Return the parts' positions after `batch` rows of `epoch` (default: the newest).
 
-        Up to three rows back.
-
-        Empty if no state is needed. Raises ValueError for a row further back.
+        Empty if no state is needed. Raises ValueError for a row more than three back.
         """
         if not self._places:
             return dict(self._pending or {})

@@ -1,7 +1,7 @@
 """Compute the order of samples from the position, without a list of all samples.
 
-The loader's sampler (`sampling`) asks a `ComputedOrder` for the samples at positions; token corpora and mixtures define theirs. The order of
-a seed and epoch is part of exact resuming: `sample_ids` must not change between versions.
+The loader's sampler (`sampling`) asks a `ComputedOrder` for the samples at positions; `EpochOrder` and `mixture` are such, and
+``text.data.data_module`` uses both. The order of a seed and epoch is part of exact resuming: `sample_ids` must not change between versions.
 """
 
 from __future__ import annotations

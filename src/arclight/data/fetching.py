@@ -1,9 +1,7 @@
 """Load batches under their own seeds, and announce them to data sets that read ahead.
 
-In a DataLoader worker or in the training process.
-
-`loader` makes a `Fetcher` of the user's data set and sends it one `Fetch` a batch. Which seed a batch has is `loader`'s business; here
-nothing may depend on the worker that loads it.
+`loader` makes a `Fetcher` of the user's data set and sends it one `Fetch`, with the batch's seed, for each batch; it runs in a DataLoader
+worker or in the training process. Nothing may depend on the worker that loads a batch.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ class ReadAhead:
 class _ReadAheadIterator(Iterator[Any]):
     """Iterator over batches that releases ``ahead``.
 
-    It is no generator, which would end after an error in one batch.
+    A generator would end after an error in one batch.
     """
 
     def __init__(self, ahead: ReadAhead, batches: Iterator[Any]) -> None:
@@ -166,7 +164,7 @@ class WorkerInit:
 
 
 def identity(batch: Any) -> Any:
-    """Return ``batch``: the collate function of loaders whose `Fetcher` has collated already."""
+    """Return ``batch``: the collate function of loaders whose data set returns whole batches."""
     return batch
 
 
@@ -189,7 +187,7 @@ def datasets_of(dataset: Any) -> list[Any]:
 
 
 _FEW = 100
-"""Longest list in an attribute that is searched for generators: lists of transforms are shorter, lists of samples longer."""
+"""Most items of a list or dict in an attribute that is searched for generators: of transforms there are fewer, of samples more."""
 
 
 def _helpers(datasets: list[Any]) -> list[Any]:

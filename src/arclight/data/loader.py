@@ -1,7 +1,7 @@
 """Resume a DataLoader at any batch of any epoch, bit for bit.
 
-The Trainer, Fabric and federated clients wrap users' loaders in a `ResumableLoader`; it is public, too. Keys of ``state_dict`` are in
-checkpoints, and the batches of an epoch are a function of seed and epoch: both stay.
+The Trainer (``trainer.data.stage_data``) and Fabric wrap users' loaders in a `ResumableLoader`; it is public, too. Keys of ``state_dict``
+are in checkpoints, and the batches of an epoch are a function of seed, epoch and rank: both stay.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class ResumableLoader:
     def go_to(self, epoch: int, place: int) -> int | None:
         """Return the batch to start an epoch at when ``place`` samples of its order are done.
 
-        What was done of that batch in a world of other size is left out. None if places are unknown.
+        That batch leaves out the samples that a run with another world size has done of it. None if places are unknown.
         """
         return self._sampler.go_to(epoch, place) if self._map_style else None
 
@@ -374,7 +374,7 @@ class ResumableLoader:
     def _restore(self, where: _Pass, start: int) -> tuple[int, bool, bool]:
         """Load the pending state if it fits.
 
-        The batch the source then stands at, whether it ended the pass before, and whether this pass has no more batches.
+        Return the batch that the source is at then, whether it ended the pass before, and whether this pass has no more batches.
         """
         pending, self._pending = self._pending, None
         if self._stateful is None or pending is None:
@@ -417,7 +417,7 @@ class ResumableLoader:
 class _WorkerPass(Iterator[Any]):
     """Iterator over workers' batches that raises after `close`.
 
-    The DataLoader's iterator would just stop.
+    The DataLoader's would just stop.
     """
 
     def __init__(self, batches: _MultiProcessingDataLoaderIter) -> None:

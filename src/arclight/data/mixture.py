@@ -1,7 +1,7 @@
 """Mix corpora by weights that may change during training: a pure function of the position.
 
-`text.data` makes one for a recipe's ``mixture``. Which corpus a position is drawn from must not change between versions, as runs resume in
-the middle of an epoch.
+``text.data.data_module`` makes one for a recipe's ``mixture``; `sampling` asks it as a `ComputedOrder`. The sample at a position must not
+change between versions, as runs resume in the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from arclight.data.permutation import Ints, keys_of, permute, permute_in_windows
 from arclight.fabric.errors import MisconfigurationError
 
 _BLOCK = 1024
-"""Samples, or those of an epoch if that has fewer, within which the shares hold to one sample."""
+"""Samples of a block (at most an epoch's), in which each part has its share to within one sample."""
 _ORDER, _ROUNDING, _PART = range(3)
 
 
@@ -98,7 +98,7 @@ class MixtureOrder(Sampler[int]):
     def shares(self, epochs: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """Return the share of each part at moments of training, in epochs.
 
-        (moments, parts); rows sum to 1.
+        Shape (moments, parts); rows sum to 1.
         """
         weights = np.stack([np.interp(epochs, self.at, row) for row in self.weights], axis=1)
         shares: npt.NDArray[np.float64] = weights / weights.sum(1, keepdims=True)

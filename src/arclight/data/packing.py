@@ -59,12 +59,10 @@ class Windows:
 
 
 class Packed:
-    """Samples of whole documents packed side by side.
+    """Samples of whole documents packed side by side; the rest is padding.
 
-    Documents longer than a sample are cut. What no piece fills is padding.
-
-    `build` packs and writes the result beside the shards; `open` opens that result, or builds it first. Raises FileNotFoundError if the
-    shards are not packed for this ``length``, TokenShardError if other shards were.
+    Documents longer than a sample are cut. `build` packs and writes the result beside the shards; `open` opens that result, or builds it
+    first. Raises FileNotFoundError if the shards are not packed for this ``length``, TokenShardError if other shards were.
     """
 
     inside_documents = True
@@ -95,10 +93,9 @@ class Packed:
     def build(cls, shards: TokenShards, length: int, engine: Engine = "local") -> Packed:
         """Pack the documents (best fit, longest first), write the result, and open it.
 
-        It lies beside the shards, written atomically.
+        It is written beside the shards. Raises TokenShardError if no document has two tokens.
 
         engine: "ray" packs groups of a million documents on a Ray cluster (`arclight.data.ray_tasks.on_ray`).
-        Raises TokenShardError if no document has two tokens.
         """
         groups = ((_meets(shards, first), length) for first in range(0, shards.documents, _GROUP))
         found = list(on_ray(_pack, groups)) if engine == "ray" else [_pack(*group) for group in groups]

@@ -1,11 +1,10 @@
 """Compute any element of a shuffled sequence without storing the sequence.
 
-Orders of samples and draws of clients come from here: another bit is another training run.
-
 A permutation of ``size`` elements is an alternating Feistel network over Z_a x Z_b with a * b slightly above ``size``
-(Black and Rogaway, "Ciphers with arbitrary finite domains", 2002); what falls outside is walked on until it is inside.
+(Black and Rogaway, "Ciphers with arbitrary finite domains", 2002); a result outside is permuted again until it is inside.
 
-`computed_order` and `mixture` permute samples by this, ``federated.coordination.sampling`` draws clients.
+`computed_order` and `mixture` permute samples by this, ``federated.coordination.sampling`` draws clients, and
+``federated.simulation.fleet`` takes keys. No bit of a result may change: it would be another training run.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  
 def keys_of(*parts: int | npt.NDArray[Any]) -> Keys:
     """Return a 64-bit key for each combination of integers; arrays broadcast.
 
-    Always an array of at least one dimension.
+    The result has at least one dimension.
     """
     key = np.zeros(1, np.uint64)
     for part in parts:
@@ -59,8 +58,7 @@ def permute(positions: npt.ArrayLike, size: int, key: Keys) -> Ints:
 def permute_in_windows(positions: npt.ArrayLike, size: int, key: Keys, window: int | None) -> Ints:
     """Permute so that elements within ``window`` of each other stay near.
 
-    Windows change places, and elements do within theirs; see `permute`. The last window, if it is short, stays the
-    last.
+    Windows are permuted, and elements within each; see `permute`. The last window, if it is short, stays the last.
     None: one window of all.
     """
     if window is None or window >= size:
@@ -92,7 +90,7 @@ def _network(values: Keys, high: np.uint64, low: np.uint64, key: Keys) -> Keys:
 
 
 def _mix(word: Keys) -> Keys:
-    """Return the finaliser of SplitMix64: every bit of the word reaches every bit of the result."""
+    """Apply the finaliser of SplitMix64: every bit of the word reaches every bit of the result."""
     word = (word ^ (word >> np.uint64(30))) * _FIRST
     word = (word ^ (word >> np.uint64(27))) * _SECOND
     return word ^ (word >> np.uint64(31))

@@ -24,13 +24,10 @@ def on_ray(
 ) -> Iterator[Any]:
     """Call ``function(*shared, *call)`` for each call on a Ray cluster.
 
-    It is the one that RAY_ADDRESS names, or one that is started here.
-
-    Another cluster that happens to run on this machine is left alone.
-
-    Results come in the order of the calls. No more calls are taken ahead than the cluster has CPUs, or ``together`` if that is more. What
-    a lost node was at work on is done again elsewhere. An error of a function is raised here as it was there; OSError is raised
-    for a call that Ray gives up.
+    The cluster is the one that this process has joined, that RAY_ADDRESS names, or one that is started here; another that happens to run
+    on this machine is left alone. Results come in the order of the calls. No more calls are taken ahead than the cluster has CPUs, or
+    ``together`` if that is more. Calls of a lost node are repeated elsewhere. An error of a function is raised here as it was there;
+    OSError is raised for a call that Ray gives up.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody, unless the user says so
     ray = require("ray", extra="ray")

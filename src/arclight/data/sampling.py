@@ -1,7 +1,7 @@
 """Assign samples to batches and ranks, as a pure function of (seed, epoch) and the sampler.
 
-Used by `loader`, and by Trainer and Fabric through it. The order of samples must not depend on the number of ranks, and not change between
-versions: resumed runs continue in it.
+`loader` makes an `EpochSampler`; ``trainer.data.stage_data`` and ``trainer.fabric.fabric`` take seeds from `LoaderSeeds`. The global order
+of samples must not depend on the number of ranks, nor change between versions: resumed runs continue in it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ _UNSEEDED = torch.Generator().initial_seed()  # of a generator that nobody has g
 
 
 class LoaderSeeds:
-    """Seeds of loaders that are read in parallel, so that their orders differ.
-
-    No two shuffled ones pair a sample with itself.
+    """Seeds of loaders that are read in parallel, so that their shuffled orders differ.
 
     The first loader has the run's seed itself, each further one a seed of its own. A loader with a ``torch.Generator`` that its user
-    has seeded goes by that seed alone, so equal seeds give equal orders in every run; where loaders share one such generator, each
+    has seeded is ordered by that seed alone, so equal seeds give equal orders in every run; of loaders that share one such generator each
     further one has an order of its own.
     """
 
@@ -124,16 +122,16 @@ class EpochSampler:
     def place_of(self, epoch: int, batch: int) -> int | None:
         """Count the positions of the epoch's global order before a batch.
 
-        None if ranks have no order in common.
+        None if ranks have no common order.
         """
         if self._go_to is not None and self._go_to[0] == epoch and batch == self._go_to[1] // self.global_batch:
             return self._go_to[1]
         return batch * self.global_batch if self._placed else None
 
     def go_to(self, epoch: int, place: int) -> int | None:
-        """Return the batch to go on with when ``place`` positions of the epoch are done.
+        """Return the batch to continue with when ``place`` positions of the epoch are done.
 
-        If batches do not meet there, that batch leaves out what was done. None if there is no order in common.
+        If that is within the batch, the batch leaves out what was done. None if ranks have no common order.
         """
         if not self._placed:
             return None

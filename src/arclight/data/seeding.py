@@ -26,7 +26,7 @@ OwnGenerator = torch.Generator | random.Random | np.random.Generator | np.random
 def derive_seed(*parts: int) -> int:
     """Derive a 63-bit seed from integers, such as (seed, epoch, batch, rank).
 
-    The same on every machine and Python.
+    The same on every machine.
     """
     text = " ".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
@@ -34,13 +34,12 @@ def derive_seed(*parts: int) -> int:
 
 @contextmanager
 def isolated_rng(seed: int, own: Iterable[OwnGenerator] = ()) -> Iterator[None]:
-    """Seed the global CPU generators (and those in `own`), and restore all afterwards.
+    """Seed the global CPU generators, and those in `own`; restore all afterwards.
 
-    The global ones are those of python, numpy and torch.
-
-    numpy's bit generator is swapped rather than copied, which is 30 times faster. The one thing this does not keep is
-    the second value of a normal pair that the legacy ``np.random.randn`` may hold back for its next call. These generators are the
-    process's: other threads that would isolate theirs wait. A block must therefore wait for no thread that isolates generators, too.
+    The global ones are those of python, numpy and torch. numpy's bit generator is swapped rather than copied, which is 30 times faster. The
+    one thing this does not keep is the second value of a normal pair that the legacy ``np.random.randn`` may hold back for its next call.
+    The generators are shared by all threads: another thread's block waits for this one. So a block must not wait for a thread that enters
+    one.
     """
     with _LOCK.current:
         python_state = random.getstate()

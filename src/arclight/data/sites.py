@@ -1,11 +1,10 @@
-"""Partition data among a federation's sites: disjoint, complete and reproducible.
+"""Partition data among a federation's sites: disjoint, complete, the same on every machine.
 
-It is the same on every machine.
+With `IID` and `Dirichlet` the site of a sample depends on the settings and the sample alone; `Size`, and Source (text) and Merchant
+(vision), need the sizes of all data first. It never depends on the order of reading.
 
-The site of a sample depends on the settings and on the sample itself, never on the order of reading.
-
-Text and vision tasks partition with these in ``site_split`` of their rooms, by the recipe's table ``partition``. Class and field names
-are recipe keys. Which sample goes to which site may never change: sites would train on each other's data.
+``text.data.site_split`` and ``vision.data.site_split`` partition with these, by the recipe's table ``partition``. Class and field names
+are recipe keys and stay. Which sample is at which site may never change: sites would train on each other's data.
 """
 
 from __future__ import annotations
@@ -37,17 +36,14 @@ class Dirichlet(Checked):
     alpha: PositiveFloat = 0.5
     """Concentration: a small one gives most of a source to one site, a large one equal shares."""
     by: str | None = None
-    """Definition of a source, as in partition.kind = source or merchant; none for their default."""
+    """What counts as one source, as ``by`` of partition.kind = source (text) or merchant (vision); none for their default."""
     seed: int = 0
     """Seed of the partition."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size(Checked):
-    """Divide data at random into given shares of its size.
-
-    Sites differ in how much they have, not in kind.
-    """
+    """Divide data at random into given shares of its size: sites differ in amount, not in kind."""
 
     shares: tuple[PositiveFloat, ...] = ()
     """Sizes of the sites relative to each other, such as [4, 2, 1]; empty: equal ones."""
@@ -71,9 +67,9 @@ class Numbered(Checked):
 
 
 def site_at_random(partition: IID | Dirichlet, key: bytes, source: str, count: int) -> int:
-    """Return the site of a sample, of ``count``, as ``partition`` draws it.
+    """Return the site (0 to ``count`` - 1) of a sample, as ``partition`` draws it.
 
-    key: its name or its content.
+    key: the sample's name or content. source: its source, by which `Dirichlet` draws the sites' shares.
     """
     share = _uniform(partition.seed, b"arclight/thing", key)
     if isinstance(partition, IID):
@@ -113,7 +109,7 @@ def divide_by_size(partition: Size, samples: Iterable[tuple[bytes, int]], count:
 
 @dataclass(frozen=True)
 class Division:
-    """Hold where, between 0 and 1, the samples of one site end and those of the next begin."""
+    """Division of [0, 1) among sites by cuts; a sample's key is hashed to a number in it."""
 
     seed: int
     cuts: tuple[float, ...]

@@ -1,7 +1,7 @@
 """Read samples from token shards as batches of tensors, without work per token.
 
-``arclight.text.data.data_module`` makes this data set of `packing` layouts for its loaders. Keys, shapes and -100 are what language
-models and heads read; keep them.
+``text.data.data_module`` makes this data set of `packing` layouts for its loaders; ``text.heads`` and ``text.multiple_choice`` take
+`IGNORED`. Keys, shapes and -100 are what ``text.language_model`` reads; keep them.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class TokenSamples(Dataset[dict[str, torch.Tensor]]):
         return max((layout.shards.read_ahead for layout in self.layouts), default=0)
 
     def prefetch(self, samples: Sequence[int], consumer: Hashable) -> list[tuple[TokenShards, Any]]:
-        """Prefetch what the samples of a batch need, from shards at an address.
+        """Prefetch what a batch needs from shards at an address; return a handle for `release`.
 
-        Concurrent passes share the space for it.
+        consumer: identifies the pass; concurrent ones share the space.
         """
         spans: dict[int, list[tuple[int, int]]] = {}
         for sample in samples:

@@ -4,6 +4,9 @@ A shard is one file: a header of 4,096 bytes (a magic word, then JSON), the toke
 to 8 bytes), then the end of each document (uint64, counted in tokens from the shard's start). ``NAME.sums`` beside it has the
 SHA-256 of each 65,536 bytes behind the header, by which a part that was read alone is verified. ``corpus.json`` beside
 the shards lists them in order with their SHA-256.
+
+``text.data.corpus`` writes shards; `packing`, `token_samples`, `unigrams` and ``remote`` read them as `TokenShards`. The format stays, since
+corpora are kept and shared; another one needs another magic word.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ from arclight.fabric.atomic_replace import replace_bytes, replace_text
 INDEX = "corpus.json"
 HEADER_BYTES = 4096
 BLOCK_BYTES = 2**16
-"""Bytes behind a shard's header that have a digest of their own."""
+"""Bytes of a block behind a shard's header; each block has a digest of its own. A part of the format."""
 SUMS = ".sums"
 """Suffix of the file with the digests of a shard's blocks."""
 _STAMPS = ".verified.json"
+"""File with size, time and inode of each shard when it was last verified."""
 _MAGIC = b"arclight tokens 1\n"
 _MOST = 2**48
 """Upper bound of a shard's tokens, documents and bytes."""
@@ -271,7 +275,7 @@ def _is_file_name(name: object) -> bool:
 class TokenShards:
     """A folder of shards, read as one stream of tokens in which documents follow one another.
 
-    folder: where what is made of the shards lies (samples that were packed), beside them here. place: their name in messages.
+    folder: where the shards are, and what is derived from them (packed samples). place: their name in messages.
 
     Opening checks every shard's header and size, which costs next to nothing; `verify` checks every byte. Raises
     FileNotFoundError if there is no corpus and TokenShardError if it is damaged, or if ``tokenizer`` (the
@@ -320,9 +324,9 @@ class TokenShards:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the shards' own, in order.
+        """SHA-256 over the shards' own digests, in order.
 
-        It is the same for the same tokens in the same documents.
+        The same for the same tokens in the same documents and shards.
         """
         return hashlib.sha256("".join(facts.sha256 for facts in self.facts).encode()).hexdigest()
 
@@ -376,8 +380,7 @@ class TokenShards:
     def prefetch(self, spans: Sequence[tuple[int, int]], *, boundaries: bool, consumer: Hashable = None) -> Any:
         """Prefetch what ``read(start, stop)`` of each span needs; return a handle for `release`.
 
-        Also its ``boundaries``, if asked to.
-
+        boundaries: also what ``boundaries(start, stop)`` needs.
         consumer: identifies the reader, such as one pass over a loader; each gets a fair share of the space.
         """
         return None

@@ -1,14 +1,13 @@
 """Count how often each token occurs in each source of a corpus; write and read counts.
 
-They lie beside the shards.
-
-The file ``unigrams.counts`` is a line ``arclight unigrams 1``, a line of JSON (``tokenizer``, ``vocab_size``, the ``corpus``
+The file ``unigrams.counts`` beside the shards is a line ``arclight unigrams 1``, a line of JSON (``tokenizer``, ``vocab_size``, the ``corpus``
 digest of the shards that were counted, ``sources`` with name, documents and tokens of each, ``sha256`` of what follows),
 spaces up to a multiple of 8 bytes, then for each source ``vocab_size`` counts (uint64, little-endian). All tokens of the
 shards are counted, those that mark where documents begin and end too. The documents of a source follow one another.
 
-``text.data.corpus`` counts while it tokenizes, ``arclight data`` merges and prints counts, `site_vocabularies` and losses normalised by
-unigrams read them. The file format stays, since corpora are kept and shared.
+``text.data.corpus`` writes the counts after it has tokenized, ``arclight data pack`` if they are missing, ``inspect`` prints them;
+``text.site_vocabularies`` and losses normalised by unigrams (``text.data.data_module``) read them. The file format stays, since corpora
+are kept and shared.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Cache blocks in a local folder of bounded size that several processes share.
 
-The least recently used ones are deleted.
-
-`block_reader` keeps the blocks of remote shards here; `text.data` puts packed samples beside them (`MADE`). Processes of different
-versions may share a folder: the layout on disk and the locks stay as they are.
+`block_reader` keeps the blocks of remote shards here, and the least recently used ones are deleted; `packing` writes packed samples beside
+them (`MADE`). Processes of different versions may share a folder: the layout on disk and the locks stay as they are.
 """
 
 from __future__ import annotations
@@ -37,12 +35,10 @@ _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLIN
 class BlockFolder:
     """Folder of blocks by key (``shard/block``), at most ``bound_bytes`` in all.
 
-    Files derived from the blocks are included.
-
-    A block appears under its name when it is complete. Space for a new one is made by deleting the least recently used ones that no
-    process holds. A process holds a block by a hard link in its own folder, which counts until the process ends, also by a kill. (On file
-    systems without hard links nothing is held: a block that is deleted too early is fetched again.)
-    Nothing is synchronised to the disk: readers verify blocks.
+    Files derived from the blocks count. A block appears under its name when it is complete. Space for a new one is made by deleting the
+    least recently used ones that no process holds. A process holds a block by a hard link in its own folder, which counts until the process
+    ends, also by a kill. (On file systems without hard links nothing is held: a block that is deleted too early is fetched again.) Nothing
+    is synchronised to the disk: readers verify blocks.
     """
 
     def __init__(self, root: Path, bound_bytes: int) -> None:

@@ -1,8 +1,8 @@
 """Read blocks through a local folder, and prefetch on threads in the order of use.
 
-`remote_shards` reads through one `BlockReader` for each corpus; `block_folder` is its cache on disk.
-
-Blocks are verified by their digest before a consumer gets them. Sizes and numbers of threads may be tuned.
+``text.data.data_module`` makes one `BlockReader` for all its corpora, ``arclight data inspect`` one for its own; `remote_shards` reads
+through it, and `block_folder` is its cache on disk. Blocks are verified by their digest before a consumer gets them. Sizes and numbers of
+threads may be tuned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from arclight.fabric.rank_zero import rank_zero_warn
 _IN_MEMORY = 64
 """Blocks that a process keeps in memory, since consecutive samples share a block."""
 _AHEAD_SHARE = 4
-"""At most a fourth of the folder holds blocks that were prefetched and not read yet."""
+"""Divisor of the folder's size: prefetched blocks take at most a fourth of it until they are released."""
 _COUNT_S = 1.0
 """Seconds after which the processes that share the folder are counted again."""
 _CLOSING_S = 30.0
@@ -74,11 +74,11 @@ class Prefetch:
 class BlockReader:
     """Reader of blocks through ``folder``, which holds at most ``bound_bytes``.
 
-    Other processes may share it.
+    Other processes may share the folder. `close` ends the threads; reading again starts others. A forked or unpickled copy starts without
+    prefetched blocks.
 
     connections: threads that prefetch, started by the first `prefetch`. patience_s, request_timeout_s: see
-    `arclight.data.remote.ranges.RemoteFiles`. `close` ends the threads; reading again starts others. A forked or unpickled copy starts
-    without prefetched blocks.
+    `arclight.data.remote.ranges.RemoteFiles`.
     """
 
     def __init__(
@@ -118,9 +118,8 @@ class BlockReader:
     def check_room(self, packed: Set[Path]) -> None:
         """Raise MisconfigurationError if packed samples leave no room for blocks.
 
-        Warns of what takes room and is not of ``packed``.
-
-        packed: the folders of packed samples that are read. Nothing is deleted: other runs may need it, and packing a large corpus takes long.
+        packed: the folders of packed samples that this run reads; warns if others take more than a fourth of the room. Nothing is deleted:
+        other runs may need it, and packing a large corpus takes long.
         """
         bound, used = self.bound_bytes, self.recount()
         others = {
@@ -318,11 +317,10 @@ class _Running:
         return True
 
     def _make_room(self, consumer: _Consumer, size: int) -> bool:
-        """Return True if a consumer may take ``size`` bytes; make others give up blocks.
+        """Return True if a consumer may take ``size`` bytes: there is space, or it has no block yet.
 
-        There is space, others have more than their share, or it has no block.
-
-        Others then give up the blocks that they need last. These stay in the folder while there is space, and are requested again later.
+        While it is below its share, consumers with the most bytes give up the blocks that they need last. These stay in the folder while
+        there is space, and are requested again later.
         """
         share = self._ahead // len(self._consumers)
         while not (fits := self._expected_bytes + size <= self._ahead) and consumer.size_bytes + size <= share:
@@ -477,7 +475,7 @@ def _size(consumer: _Consumer) -> int:
 def _raise_again(error: BaseException) -> NoReturn:
     """Raise a copy of another thread's error, caused by it.
 
-    Itself if the class takes other arguments.
+    The error itself if it cannot be copied.
     """
     try:
         copy = type(error)(*error.args)

@@ -1,7 +1,7 @@
 """Read ranges of files at an address through fsspec, with retries.
 
-`remote_shards` and ``text.data.corpus`` read files at addresses by `RemoteFiles`. Transient errors are retried here;
-what is raised names the address.
+`remote_shards` and ``text.data.corpus`` read files at addresses by `RemoteFiles`; ``cli.commands.corpora`` asks `is_address`. Transient
+errors are retried here, so callers need not; what is raised names the address.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _CutShortError(ConnectionError):
 def is_transient(error: BaseException) -> bool:
     """Return True for an error that a retry may cure.
 
-    A lost connection, a timeout, HTTP 408, 425, 429 and 5xx.
+    Lost connections, timeouts, HTTP 408, 425, 429 and 5xx.
     """
     error = _origin(error)
     for name in ("status", "code"):  # aiohttp; gcsfs

@@ -1,7 +1,7 @@
 """Read token shards at an address like those on disk: the same order, the same bits.
 
-`text.data` opens a `RemoteTokenShards` if a recipe's ``data`` is an address; everything else uses it as a `TokenShards`. File layout
-and digests are those of `token_shards`, which corpora that lie on servers already have.
+``text.data.corpus`` opens a `RemoteTokenShards` if a place is an address; everything else uses it as a `TokenShards`. File layout
+and digests are those of `token_shards` and stay, since corpora are on servers already; `ShardBlocks.key` is in shared caches.
 """
 
 from __future__ import annotations
