@@ -1,11 +1,10 @@
 """Run a training loop on devices: accelerators, precision, strategies and launchers.
 
-In: what a user asks for (accelerator, devices, strategy, precision); out: one strategy that runs it, and helpers for tensors on it. Open
-``selection`` first: how arguments become a strategy. ``accelerators``, ``precision``, ``strategies`` and ``environments`` hold the classes,
-``launchers`` start processes, ``serving`` reserves a server's address and makes its certificate,
-``distributed`` lets them exchange values, ``weight_files`` reads and writes safetensors; ``seeding``,
-``batches``, ``modules``, ``memory``, ``rank_zero``, ``extras`` (optional dependencies), ``registry`` (classes by name), ``warnings``,
-``signing`` (Ed25519) and ``atomic_replace`` are helpers of every room.
+In: what a user asks for (accelerator, devices, strategy, precision); out: one strategy that runs it. Open ``selection`` first: how
+arguments become a strategy. ``accelerators``, ``precision``, ``strategies`` and ``environments`` hold the classes, ``launchers`` starts
+processes, ``distributed`` is their process group. Helpers of the rooms above: ``seeding``, ``batches``, ``modules``, ``memory``,
+``rank_zero``, ``errors``, ``warnings``, ``extras`` (optional dependencies), ``registry`` (classes by name), ``atomic_replace``,
+``weight_files`` (safetensors), ``signing`` (Ed25519) and ``serving`` (addresses, certificates and threads of HTTP servers).
 """
 
 from __future__ import annotations

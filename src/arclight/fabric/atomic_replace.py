@@ -1,8 +1,9 @@
 """Replace a file or folder atomically, so that a kill leaves the old or the new one.
 
-A folder under construction lies beside its destination as ``.<name>.saving-<host>-<pid>-<process>-<number>``; if the
-file system cannot exchange two folders, the old one waits as ``.<name>.replaced-...`` meanwhile. The name says whether
-the process that made it still lives, so leftovers of a killed process are distinguished from work in progress.
+A file or folder under construction lies beside its destination as ``.<name>.saving-<host>-<pid>-<process>-<number>``; if the
+file system cannot exchange two folders, the old one waits as ``.<name>.replaced-...`` meanwhile. The name tells `sweep` which process of
+this host made it, so that it removes leftovers of killed ones only. ``checkpoint.files``, ``federated``, ``deploy``, ``cli`` and the
+Trainer's run folder write through this. Temporary names must stay, or leftovers of earlier versions are never swept.
 """
 
 from __future__ import annotations

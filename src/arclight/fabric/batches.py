@@ -1,7 +1,8 @@
 """Walk batches as trees of tensors: map, move to a device, count samples.
 
-Fabric, the Trainer's loops, strategies and precision plugins call this with whatever a loader yields. Container types must come back as
-they went in; counts of samples weight logged means and throughput.
+Fabric, the Trainer, strategies, precision plugins, pipelines and federated clients call this with whatever a loader yields. `map_tensors`
+and `slice_batch` keep mappings, named tuples and dataclasses of users' own classes (subclasses of list and tuple become these). Counts of
+samples weight logged means and throughput; how a batch is split decides the micro-batches of seeded runs.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ import torch
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Apply ``function`` to every tensor of ``batch``; containers keep their types.
 
-    Other leaves stay.
-
-    An object with a ``to`` method of its own (a packed sequence, say) is a leaf that is left to :func:`move_batch`.
+    Other leaves are kept. An object with a ``to`` method of its own (a packed sequence, say) is such a leaf; :func:`move_batch` moves it.
     """
     if isinstance(batch, torch.Tensor):
         return function(batch)
@@ -58,7 +57,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Return a batch's number of samples: the first dimension of its first tensor, else 1."""
+    """Return a batch's number of samples: the first of `batch_sizes`, else 1."""
     first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if isinstance(first, torch.Tensor):  # nearly every batch
         return first.shape[0] if first.ndim else 1
@@ -69,8 +68,7 @@ def slice_batch(batch: Any, start: int, stop: int, size: int) -> Any:
     """Slice samples ``start`` to ``stop`` out of a batch of ``size``.
 
     Every tensor with that first dimension is sliced, and lists with one entry for each sample. Containers keep their
-    types,
-    all else stays whole.
+    types, all else stays whole.
     """
     if isinstance(batch, torch.Tensor):
         return batch[start:stop] if batch.ndim and batch.shape[0] == size else batch
@@ -119,9 +117,9 @@ def count_samples_and_tokens(batch: Any) -> tuple[int, int]:
 
 
 def batch_sizes(batch: Any) -> Iterator[int]:
-    """Yield the first dimension of each tensor or array in a batch; 1 for a single number.
+    """Yield the first dimension of each tensor or array in a batch; 1 if it has none.
 
-    A list without tensors is a batch of what is in it: its length counts.
+    A list without tensors is a batch of what is in it: its length is yielded.
     """
     if isinstance(batch, torch.Tensor) or (hasattr(batch, "shape") and hasattr(batch, "ndim")):
         yield int(batch.shape[0]) if batch.ndim else 1
@@ -151,7 +149,7 @@ def _parts(batch: Any) -> Iterable[Any]:
 def as_tensors(data: Any, device: torch.device) -> Any:
     """Convert numbers, booleans and arrays in ``data`` to tensors on ``device``.
 
-    Tensors are moved there; all else stays as it is.
+    Tensors are moved there, mappings become dicts; other leaves stay as they are.
     """
     if isinstance(data, (bool, int, float, complex, np.generic)):
         return torch.tensor(data.item() if isinstance(data, np.generic) else data, device=device)

@@ -1,6 +1,6 @@
-"""Errors that several rooms raise.
+"""Define the errors that several rooms raise: wrong settings, missing devices, SIGTERM.
 
-Rooms above ``fabric`` raise these for wrong settings and for SIGTERM. Base classes stay: users catch ValueError, TypeError or SystemExit.
+Base classes stay: users catch ValueError, TypeError, RuntimeError or SystemExit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Import optional dependencies, with an error that names the missing extra.
 
 Code that needs an optional package calls `require`: in the function that uses it, or on import in modules that are of no use without it.
-``extra`` is a name in pyproject.toml.
+``extra`` is one of the optional dependencies in pyproject.toml.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Launch the other processes of a run and wait for them.
+"""Launch the other processes of a run, and end all of them when one fails.
 
-`ParallelStrategy` chooses a launcher by how the program was started. In: a function; out: rank 0's result, after all ranks have ended.
-
-Others use `available_cores` from here.
+`ParallelStrategy.launcher` chooses one; ``trainer.loop.session`` and ``trainer.fabric.fabric`` call ``launch``. `MultiProcessingLauncher`
+returns rank 0's result after all ranks have ended; `SubprocessLauncher` (the default) waits for no child: each process returns its own.
+``environments.clusters`` reads LOCAL_RANK, NODE_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the children: they stay.
+``cli.commands.doctor``, ``serve.models`` and ``trainer.data.checks`` use `available_cores`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class Launcher:
     """Whether it works in a notebook and at a prompt."""
 
     def launch(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Run ``function(*arguments, **options)`` on all ranks of this node; return the first's."""
+        """Run ``function(*arguments, **options)`` on all ranks of this node.
+
+        Returns this process's result if the function runs in it (`runs_in_this_process`), else rank 0's.
+        """
         return function(*arguments, **options)
 
 
@@ -44,11 +48,11 @@ class RankFailedError(RuntimeError):
 
 
 class SubprocessLauncher(Launcher):
-    """Launch the same command for every other local rank, and run the function as rank 0.
+    """Launch the same command for every other local rank, and run the function in this process.
 
-    Each child runs the script from its start and reaches this call with ``LOCAL_RANK`` set. Processes that were started
-    from outside are all there already. One process that fails ends all of them, also after the function has returned:
-    nothing is left running.
+    Each child runs the script from its start and reaches this call with ``LOCAL_RANK`` set. A cluster environment that creates
+    processes itself has started all of them: then none is launched. If one process fails all are ended, also after the function has
+    returned.
     """
 
     is_interactive_compatible = False
@@ -155,11 +159,9 @@ def _this_command() -> list[str]:
 class MultiProcessingLauncher(Launcher):
     """Run the function in new processes and return rank 0's result.
 
-    The start method is ``spawn``, ``fork`` or ``forkserver``.
-
-    Arguments and the result travel by pickle between processes of this one run, as torch.multiprocessing does. New
-    interpreters begin with this one's random generators and switches of torch. Raises ValueError for a method that this
-    platform lacks.
+    The start method is ``spawn``, ``fork`` or ``forkserver``. Arguments and the result are pickled between processes of this one run, as
+    torch.multiprocessing does. New interpreters start with this one's random generators and switches of torch. Raises ValueError for a
+    method that this platform lacks.
     """
 
     runs_in_this_process = False
@@ -253,7 +255,7 @@ class _Job:
     num_processes: int
     shared: dict[str, str]
     state: dict[str, Any] | None
-    """None for forked processes, which have all of it."""
+    """Random generators and switches of torch; None for forked processes, which have all of it."""
     parent: int | None
     """The process that waits for them; None if another, that lives as long as it, starts them."""
     function: Callable[..., Any]
@@ -326,8 +328,7 @@ def _end_process() -> None:
     Threads of gloo that still run during the teardown have aborted such processes.
 
     A forked process may never get through its exit functions: a stream that another thread of its parent was writing
-    at the
-    time of the fork stays locked, and `logging` flushes all of them.
+    at the time of the fork stays locked, and `logging` flushes all of them.
     """
     limit = threading.Timer(_EXIT_LIMIT_S, os._exit, (0,))
     limit.daemon = True

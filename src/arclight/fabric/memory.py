@@ -4,8 +4,9 @@ By itself glibc returns large blocks to the system when they are freed. A traini
 page that it gets again is zeroed by the kernel at its first use: 33,000 page faults in a step of YOLOv5n at 320 px with a batch of 16.
 A process that trains keeps what it frees; one that serves many clients gives it back.
 
-Accelerators and processes that serve call it at their start; `micro_batching`, searches for a batch size and `measuring` ask whether an
-error means that memory was too small.
+`CPUAccelerator` calls `keep_freed_memory` when it sets up a device, federated servers call `return_freed_memory` at their start.
+``trainer.callbacks.micro_batching``, the batch-size search, ``vision.tasks.measuring`` and ``deploy.quantizing.qat`` ask
+`is_out_of_memory` whether an error means that memory was too small.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _returns_freed = False
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if ``error`` says that a device, or the host, had no memory left."""
+    """Return True if ``error`` says that a device, cuDNN or the host had no memory left."""
     return is_out_of_device_memory(error) or is_out_of_library_memory(error) or is_out_of_host_memory(error)
 
 
@@ -69,9 +70,8 @@ def keep_freed_memory() -> bool:
 def return_freed_memory() -> bool:
     """Return freed memory to the system: map large blocks in glibc, keep few arenas.
 
-    For the rest of this process; returns False with another C library.
-
-    A server that handles many clients' tensors would otherwise hold more with every client, in a pool for each few threads.
+    For the rest of this process; returns False with another C library. A server that handles many clients' tensors would otherwise
+    hold more with every client, in a pool for each few threads.
     """
     global _returns_freed
     _returns_freed = _tune((_ARENAS, 2), (_MAPPED_FROM, _LARGE), (_TRIM_FROM, _TRIMMED))

@@ -1,7 +1,7 @@
 """Initialise modules on the meta device, switch modes, and find or tie parameters.
 
-Trainer, tasks and exports switch modes with `evaluating` and `keeping_modes`; strategies make large models with `materialize_meta`. A
-module comes back in the mode that each part had.
+The Trainer, tasks, pipelines and ``deploy`` switch modes with `evaluating` and `keeping_modes`, which restore each submodule's own mode.
+``strategies.base`` makes large models with `SkipInit` and `materialize_meta`; ``text.hf.read`` ties parameters.
 """
 
 from __future__ import annotations

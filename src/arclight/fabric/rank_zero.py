@@ -1,7 +1,7 @@
-"""Run functions on rank zero only: write, warn, talk to a service.
+"""Run functions on rank zero only: write, warn, send to a service.
 
-Loggers, callbacks and strategies decorate or warn by these; ``lightning.fabric.utilities.rank_zero`` has them under the same names,
-which stay.
+Loggers decorate methods with `rank_zero_only`, most rooms warn by `rank_zero_warn`. ``lightning.fabric.utilities.rank_zero`` has these
+names, so they stay.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ def known_rank() -> int | None:
 class RankZeroOnly:
     """Decorator that runs a function on rank 0 only (:data:`rank_zero_only`).
 
-    On other ranks it returns None.
-
-    The rank is looked up at each call, so one decorated before the processes were started is right in each of them.
+    On other ranks it returns ``default`` (None). The rank is looked up at each call, so that a function that was decorated before the
+    processes were started is right in each of them; a process whose rank is not known counts as rank 0.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """Register classes by name: built in, from installed packages, or by the user.
 
-`accelerator_registry` and `strategy_registry` derive from `Registry`; `names` (of precisions) and `clusters` load entry points by
-`installed`. Groups ``arclight.<kind>`` and the keys of an entry are what other packages and Lightning's users rely on: they must stay.
+`accelerator_registry` and `strategy_registry` derive from `Registry`; ``precision.names`` and ``environments.clusters`` load entry points
+by `installed`; the Trainer calls `load_external_callbacks`. Other packages and Lightning's users rely on the groups
+``arclight.accelerators``, ``.strategies``, ``.precisions`` and ``.environments`` and on the keys of an entry: they stay.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ log = logging.getLogger(__name__)
 
 @cache
 def installed(kind: str) -> dict[str, Any]:
-    """Load the classes that installed packages offer in ``arclight.<kind>``, by name."""
+    """Load the classes that installed packages offer in the group ``arclight.<kind>``.
+
+    By name; ``kind`` is a plural.
+    """
     return {entry.name: entry.load() for entry in entry_points(group=f"arclight.{kind}")}
 
 
@@ -77,7 +81,10 @@ class Registry(dict[str, dict[str, Any]]):
         return enter if cls is None else enter(cls)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Build the object registered as ``name``, else return ``default``; KeyError without one."""
+        """Build the object of ``name``, of here or an installed package; else return ``default``.
+
+        Raises KeyError if that is None.
+        """
         if name in self:
             return self[name][self.kind](**self[name]["init_params"])
         if name in installed(self.plural):

@@ -1,7 +1,8 @@
 """Seed the global random generators, save and restore their state, and isolate blocks.
 
-Fabric, the Trainer, the loader and federated clients call this. Seeded runs must stay reproducible across versions: a change of which
-generators are seeded, or with what, shows in ``tests/house/digests.json``.
+Fabric, the Trainer, launchers, tasks and federated clients call this (``data.seeding`` takes `ProcessLock` alone). Checkpoints hold what
+`rng_state` returns: it stays readable. Seeded runs stay reproducible across versions: a change of which generators are seeded, or with
+what, shows in ``tests/house/digests.json``.
 """
 
 from __future__ import annotations
@@ -160,9 +161,7 @@ def deterministic_kernels(warn_only: bool = False) -> Iterator[None]:
 
 
 class ProcessLock:
-    """Reentrant lock that a forked process replaces.
-
-    The thread that holds it may not exist there.
+    """Reentrant lock that a forked process replaces: its holder may not exist there.
 
     Use it as ``with lock.current:``, which costs no Python call.
     """

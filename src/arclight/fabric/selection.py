@@ -1,7 +1,8 @@
 """Select a strategy, accelerator, devices, environment and precision from arguments.
 
-Fabric and Trainer call this through ``trainer.fabric.strategies``, which adds the strategies of ``parallel``. In: the arguments as
-users gave them; out: one `Strategy` with its parts. Accepted names and error types are Lightning's.
+Fabric and Trainer call `select` through ``trainer.fabric.strategies``, which adds the strategies of ``parallel``, and `agree_on_precision`
+directly. In: the arguments as users gave them; out: one `Strategy` with its parts. Lightning's names and error types are accepted and
+stay; a new name goes into the registry of its kind.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def select(
     * ``accelerator``: a name or an Accelerator. ``strategy``: a name or a Strategy, which may hold an accelerator, devices, a
       cluster environment, a checkpoint IO and a precision of its own. ``precision``: a name. ``plugins``: a Precision, a
       ClusterEnvironment, a checkpoint IO, a LayerSync, or a list of them.
-    * ``"auto"``: the best device there is, all of them, as many processes as the cluster has started; DDP for more than one
-      process, in a notebook by forking.
+    * ``"auto"``: the best kind of device there is; as many processes as the cluster has started, else one per CUDA device (in a notebook
+      one) and one on other kinds; DDP for more than one process, in a notebook by forking.
 
     Raises ValueError, TypeError or MisconfigurationError (which is both) for choices that contradict one another.
     """
@@ -95,7 +96,7 @@ def select(
 def sort_plugins(plugins: Any) -> Plugins:
     """Sort plugins by kind.
 
-    Raises TypeError for what is none, ValueError for two of a kind.
+    Raises MisconfigurationError for what is no plugin, and for two of a kind.
     """
     found = Plugins()
     twice: list[str] = []

@@ -1,6 +1,7 @@
 """Make and read Ed25519 private keys, sign bytes, verify signatures.
 
-Programs and federated nodes are signed with these. Formats of key files and signatures are public and stay.
+``deploy`` signs programs with these, ``federated.transports`` messages of nodes; ``serving.certificates`` writes its keys by them. Formats
+are public and stay: keys are PEM (PKCS8, no password), signatures and public keys base64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Categories of warnings, so that each can be silenced or made an error by itself.
+"""Define categories of warnings, so that each can be silenced or made an error by itself.
 
 Users filter by these classes; the names are Lightning's and stay.
 """

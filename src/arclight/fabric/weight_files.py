@@ -1,9 +1,7 @@
 """Read and write Hugging Face weights: a safetensors file, or several with an index.
 
 ``text.hf`` and ``parallel.pipeline.weights`` read by `WeightFiles` and write by `write_shard`. Names of files and the index are Hugging
-Face's, so that transformers opens them.
-
-Nothing is unpickled.
+Face's, so that transformers opens them. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -25,10 +23,9 @@ INDEX = ".safetensors.index.json"
 class WeightFiles:
     """Tensors of a safetensors file, of an index, or of a folder with either.
 
-    In a folder the name is ``<stem>.safetensors``, or that of its index.
-
-    ``name in files`` and iteration open nothing if there is an index. Raises FileNotFoundError if there is neither,
-    ValueError for an index that cannot be; what is asked for later raises these for its own file, naming that and the tensor.
+    In a folder that is ``<stem>.safetensors.index.json``, else ``<stem>.safetensors``. ``name in files`` and iteration open no weights if
+    there is an index. Raises FileNotFoundError if there is neither, ValueError for a malformed index; reading a tensor later raises these
+    for its file.
     """
 
     def __init__(self, path: str | Path, stem: str = "model") -> None:
@@ -76,10 +73,7 @@ class WeightFiles:
         return found
 
     def part(self, name: str) -> Any:
-        """Return a lazy tensor that reads what is sliced.
-
-        See `safetensors.safe_open.get_slice`.
-        """
+        """Return a lazy tensor that reads what is sliced; see `safetensors.safe_open.get_slice`."""
         try:
             return self._handle(self._files[name]).get_slice(name)
         except SafetensorError as error:
@@ -123,7 +117,7 @@ def _lacks(name: str, file: Path, error: Exception) -> ValueError:
 def byte_count(size: int | str, setting: str = "max_shard_size") -> int:
     """Return the bytes of a number or of a text such as "500MB".
 
-    Raises ValueError, naming the ``setting``, for what is no size.
+    1 KB is 1,000 bytes, and so is 1 KiB. Raises ValueError, naming the ``setting``, for what is no size.
     """
     if isinstance(size, int):
         found: int | None = size

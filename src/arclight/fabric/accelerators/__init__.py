@@ -1,8 +1,7 @@
 """Define accelerators: one interface for all kinds of device.
 
-In: ``accelerator=`` and ``devices=``; out: an Accelerator.
-
-Open ``base`` first, the interface; ``devices`` are CPU, CUDA and MPS, ``accelerator_registry`` resolves names.
+In: ``accelerator=`` and ``devices=``; out: an Accelerator, for ``fabric.selection``. Open ``base`` first, the interface; ``devices`` are
+CPU, CUDA and MPS, ``accelerator_registry`` resolves names.
 """
 
 from __future__ import annotations

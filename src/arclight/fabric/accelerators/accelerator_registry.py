@@ -1,6 +1,7 @@
 """Register accelerators by name, and resolve ``accelerator=`` of Trainer and Fabric.
 
-`selection` calls `resolve_accelerator`. An object, class or name comes in, an accelerator goes out. Names are Lightning's.
+``fabric.selection`` and ``cli.commands.run`` call `resolve_accelerator`. An object, class or name comes in, an accelerator goes out. Names
+are Lightning's, are in recipes, and stay.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ for _kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator):
 def resolve_accelerator(choice: str | Accelerator | type[Accelerator]) -> Accelerator:
     """Resolve ``choice`` to an accelerator.
 
-    ``auto`` is the first available of CUDA, MPS and CPU, ``gpu`` of CUDA and MPS.
-
-    Raises ValueError for an unknown name, MissingDeviceError if this machine has no such device.
+    ``auto`` is the first available of CUDA, MPS and CPU, ``gpu`` of CUDA and MPS. Raises ValueError for an unknown name,
+    MissingDeviceError if this machine has no such device.
     """
     if isinstance(choice, type) and issubclass(choice, Accelerator):
         choice = choice()

@@ -1,6 +1,7 @@
 """Define the interface of accelerators.
 
-`devices` holds CPU, CUDA and MPS; users' own derive from `Accelerator` as well. Names of methods are Lightning's and stay.
+`devices` holds CPU, CUDA and MPS; users' own derive from `Accelerator` as well. ``fabric.selection`` asks it for devices, strategies set
+them up, `DeviceStatsMonitor` reads their statistics. Names of methods are Lightning's and stay.
 """
 
 from __future__ import annotations

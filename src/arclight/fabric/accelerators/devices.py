@@ -1,7 +1,7 @@
 """Parse ``devices=``, and define the CPU, CUDA (or ROCm) and MPS accelerators.
 
-`accelerator_registry` and ``fabric.selection`` resolve ``accelerator=`` and ``devices=`` by these. Forms of ``devices`` and class names
-are Lightning's.
+`accelerator_registry` and ``fabric.selection`` resolve ``accelerator=`` and ``devices=`` by these; `DeviceStatsMonitor` logs the names of
+`get_cpu_stats`. Forms of ``devices``, class names and logged names are Lightning's and stay.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ def check_devices(devices: Any) -> None:
 
 
 def choose_devices(devices: Any, available: list[int]) -> list[int] | None:
-    """Return the indices of the devices that a user requests, or None for none at all.
+    """Return the indices (among ``available``) of the devices that a user requests.
 
-    They are among those ``available``.
-
-    ``3`` and ``"3"`` are the first three, ``-1`` and ``"-1"`` all, ``[1, 3]``, ``"1, 3"`` and ``"1,"`` those numbers.
-    Raises TypeError for another type, MisconfigurationError for a device that is not there or named twice.
+    None for none. ``3`` and ``"3"`` are the first three, ``-1`` and ``"-1"`` all, ``[1, 3]``, ``"1, 3"`` and ``"1,"`` those numbers. Raises
+    TypeError for another type, MisconfigurationError for a device that is not there or named twice.
     """
     check_devices(devices)
     if isinstance(devices, str):
@@ -179,12 +177,10 @@ def is_cuda_available() -> bool:
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Find ``num_devices`` CUDA devices (-1: all) on which this process can make a tensor.
+    """Return the indices of CUDA devices on which this process can make a tensor.
 
-    Returns their indices.
-
-    On machines whose devices are set to serve one process each, others may hold some of them.
-    Raises ValueError if there are too few, RuntimeError if too many are taken.
+    num_devices: how many, -1 for all that can be used. On machines whose devices serve one process each (exclusive mode), other processes
+    may hold some of them. Raises ValueError if there are too few, RuntimeError if too many are taken.
     """
     if num_devices == 0:
         return []

@@ -1,7 +1,7 @@
-"""Helpers for DTensors that import nothing of torch.distributed.
+"""Take this rank's shards of DTensors, without importing torch.distributed.
 
-Optimizers, checkpoints and monitors work on shards through these. Tensors that are not sharded pass unchanged, so callers need no case of
-their own.
+Optimizers, checkpoints, pipelines and monitors work on shards through these. Plain tensors are returned unchanged, so that callers need no
+case of their own: keep that, and the import cheap.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Return True if ``tensor`` is one of which this process holds a part only (a DTensor)."""
+    """Return True for a DTensor, of which this process may hold a part only."""
     return hasattr(tensor, "to_local")
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
-    """Return True if this process holds a part only of any parameter of ``module``."""
+    """Return True if any parameter of ``module`` is a DTensor."""
     return any(map(is_dtensor, module.parameters()))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of this process's shard of ``tensor``; all of it if not sharded."""
+    """Return this process's shard of ``tensor``, sharing memory; a plain tensor itself."""
     part: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return part
 

@@ -1,7 +1,7 @@
 """Describe the operation, module and line that a process' main thread is waiting in.
 
-`rendezvous`, `watchdog` and the pipeline's failure store raise `RankMissingError` with what it reports; `launchers` recognise it. Words
-may change.
+`watchdog` reports the location and stack of each rank. `RankMissingError` is raised by `watchdog`, `rendezvous` and the pipeline's failure
+store and recognised by `launchers`; ``deploy.quantizing.qat`` also asks `is_collective_error`. The words are free.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RankMissingError(RuntimeError):
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Return True if ``error`` is what a collective raises when others do not come."""
+    """Return True if ``error`` is what a collective raises when other ranks do not enter it."""
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or (type(error) is RuntimeError and _FAILURE.search(str(error)) is not None)

@@ -1,11 +1,11 @@
 """Key optimizer states by parameter name, so that they load under any sharding of a model.
 
-An optimizer counts its parameters. Counts say nothing if processes hold different parameters, as a pipeline's stages do.
-The names stand in the groups as ``param_names``, where torch has them too; where processes' parameters differ, ``params``
-and ``state`` go by name altogether, as in ``torch.distributed.checkpoint.state_dict``.
+An optimizer numbers its parameters. Numbers mean nothing to processes that hold different parameters, as a pipeline's stages do.
+The names are in the groups as ``param_names``, as in torch; if processes' parameters differ, ``params`` and ``state`` are keyed by name
+altogether, as in ``torch.distributed.checkpoint.state_dict``.
 
-Strategies call this when a checkpoint's optimizer state is saved and loaded (``strategies.base``, ``strategies.sharded``,
-``trainer.checkpoint.state``). In and out: an optimizer's state dict. ``param_names`` is in saved checkpoints and stays.
+``strategies.base``, ``strategies.sharded`` and ``trainer.checkpoint`` (`state`, `named_state`) call this when optimizer states are saved
+and loaded. Both forms, and ``param_names``, are in saved checkpoints and stay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Names = Mapping[torch.Tensor, str]
 def name_parameters(modules: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
     """Map all parameters of ``modules`` to their names.
 
-    One that two modules name differently is left out.
+    Parameters that two modules name differently, or that share a name, are left out.
     """
     found: dict[torch.Tensor, str] = {}
     unclear: set[torch.Tensor] = set()
@@ -39,7 +39,7 @@ def name_parameters(modules: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
 def add_parameter_names(optimizer: Optimizer, state: dict[str, Any], names: Names) -> dict[str, Any]:
     """Add parameter names to a ``state_dict`` of ``optimizer``.
 
-    It is returned as it is if one of them has none.
+    Returns it unchanged if it is keyed by name, or if a parameter has no name.
     """
     groups = optimizer.param_groups
     if _is_by_name(state) or not all(parameter in names for group in groups for parameter in group["params"]):
@@ -80,8 +80,9 @@ def key_by_name(state: dict[str, Any]) -> dict[str, Any]:
 def select_optimizer_state(optimizer: Optimizer, state: dict[str, Any], names: Names) -> dict[str, Any]:
     """Select the part of a saved state that belongs to ``optimizer``, keyed by its own numbers.
 
-    Parameters are found by name where both sides know all names, else by count. Raises ValueError for a state that is kept
-    by name and lacks a parameter of the optimizer.
+    Parameters are found by name if the state has a name for each of the optimizer's, else by number. A state of an optimizer that loads by
+    name itself (``knows_names``) is returned unchanged. Raises ValueError for a state that is keyed by name and lacks a parameter of the
+    optimizer.
     """
     saved = state.get("param_groups")
     if not isinstance(saved, list) or getattr(optimizer, "knows_names", False):

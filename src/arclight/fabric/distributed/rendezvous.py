@@ -1,10 +1,8 @@
-"""Open the key-value store of a rendezvous, apart from earlier elastic restarts.
+"""Open the key-value store of a rendezvous, or agree on a new prefix in torchrun's.
 
-The parallel strategies call this before they create a process group. An elastic launcher restarts all processes when one is lost and
+``strategies.parallel`` calls this before it creates a process group. An elastic launcher restarts all processes when one is lost and
 keeps the store, in which keys of the previous attempt (addresses, stop requests, failures) would be read as current. Restart counts
-cannot distinguish attempts, since each node has its own.
-
-Keys in the store are private to one version, since all ranks run the same one.
+cannot distinguish attempts, since each node has its own. Keys in the store may change: all ranks run the same version.
 """
 
 from __future__ import annotations

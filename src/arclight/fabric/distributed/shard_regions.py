@@ -1,11 +1,11 @@
 """Compute the regions of a DTensor that this rank holds, for every placement.
 
 Along each dimension the indexes that a process holds are runs. ``Shard`` cuts them in chunks, as ``torch.chunk`` does.
-``_StridedShard`` is how FSDP over tensor parallelism is written down: along one dimension the right dimension of the mesh
+``_StridedShard`` is the placement of FSDP over tensor parallelism: along one dimension of the tensor the later dimension of the mesh
 cuts first, and FSDP cuts each of its chunks.
 
-Checkpoints (``checkpoint.sharded.plan``) and `sharding` ask which part of a tensor each rank saves and loads. A wrong region damages
-checkpoints without an error: tests compare all placements.
+``checkpoint.sharded.plan`` and `sharding` ask which parts of a tensor each rank saves and loads. A wrong region damages checkpoints
+without an error: ``tests/checkpoint/test_regions.py`` compares with torch.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class Region:
 def local_regions(tensor: Any) -> list[Region]:
     """Return the regions of ``tensor`` that this process holds, leaving out empty ones.
 
-    There is one with everything if it is not sharded.
-
-    Raises ValueError for a tensor whose parts are still to be summed, or are not cut as its placements say.
+    There is one with everything if it is not sharded. Raises ValueError for partial tensors (parts still to be summed), and if this
+    process's part has not the shape that the placements say.
     """
     if not is_dtensor(tensor):
         whole = tuple(tensor.shape)

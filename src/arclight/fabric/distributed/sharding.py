@@ -1,7 +1,7 @@
-"""Gather, shard, clip and initialise sharded tensors.
+"""Gather, shard, clip and initialise DTensors, of which users see full tensors.
 
-A sharded tensor is a DTensor; checkpoints and users see full tensors. Strategies, the optimizer, checkpoints and pipelines call
-these functions on any module, which do nothing to plain tensors.
+Strategies, `MixedOptimizer`, ``trainer.checkpoint.named_state``, DiLoCo, pipelines and ``deploy.quantizing`` call these, also with plain
+tensors. Values that `materialize` draws must not depend on the mesh: a sharded run starts from the weights of a single process.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from arclight.fabric.seeding import seed_device
 def gather_tree(tree: Any, keep: bool) -> Any:
     """Gather every sharded tensor of ``tree``; every rank must call this.
 
-    On the CPU if ``keep``, else to an empty tensor.
-
-    One tensor is whole at a time beyond those that are kept.
+    Full tensors are on the CPU if ``keep``, else empty ones take their places. Beside those that are kept, one tensor at a time is full.
     """
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,10 +93,8 @@ def _is_of_fsdp(hook: Any) -> bool:
 def shard_like(full: torch.Tensor, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """Return this process' shard of ``full``, sharded as ``like`` is. No communication.
 
-    If ``like`` is not sharded it is ``full`` itself.
-
-    It lies on ``device``, by default where ``like`` lies. Of a tensor that is still in a file only that shard is read. Shapes
-    that differ are left for the caller's ``load_state_dict`` to name.
+    It is on ``device``, by default that of ``like``. Of a tensor that is still in a file only that shard is read. ``full`` itself is
+    returned if ``like`` is not sharded, and if shapes differ, which the caller's ``load_state_dict`` then reports.
     """
     stored = hasattr(full, "read")
     if not isinstance(like, DTensor) or isinstance(full, DTensor) or full.shape != like.shape:
@@ -189,9 +185,7 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[Any, nn.Parameter
 def clip_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, error: bool) -> torch.Tensor:
     """Clip gradients by their total norm over all meshes; return the norm before.
 
-    It is equal on every process.
-
-    Raises RuntimeError with ``error`` if the norm is NaN or infinite.
+    It is equal on every process. Raises RuntimeError with ``error`` if the norm is NaN or infinite.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total = total_norm(gradients, norm_type)
@@ -201,7 +195,7 @@ def clip_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: fl
 
 @torch.no_grad()
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of all gradients, over whichever meshes; 0 if there are none."""
+    """Return the norm of all gradients, over one or several meshes; 0 if there are none."""
     meshes: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)

@@ -1,7 +1,7 @@
 """Agree on the step before which all ranks stop, without a collective.
 
-The strategy holds one, loops ask it at each step, and the watchdog's thread polls it. All ranks must stop at the same position: otherwise
-they wait for each other in a collective.
+``strategies.base`` holds one, the Trainer's loops (and a user's own, by ``should_stop``) ask it at each step, the watchdog's thread polls
+it if there are several processes. All ranks must stop at the same position: otherwise they wait for each other in a collective.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StopSignal:
         self.position = -1
         """The last position that the loop has passed."""
         self.asked = False
-        """Whether any rank requests a stop: see :meth:`due`."""
+        """Whether a stop has been requested on any rank, and this one knows: see :meth:`due`."""
         self.reason = ""
         """The reason, in the requester's words."""
         self._store: Store | None = None

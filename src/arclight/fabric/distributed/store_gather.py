@@ -1,9 +1,7 @@
 """Gather values on rank 0 over the group's key-value store, without a collective.
 
-Background threads that save checkpoints use it (``Strategy.exchange`` makes one for `AsyncSaver`): collectives of a second thread could
-interleave with those of training.
-
-In: a value from each rank; out: all of them on rank 0.
+The background thread of `AsyncSaver` calls it (``Strategy.exchange`` makes it): collectives of a second thread could interleave with those
+of training. In: a JSON value from each rank; out: all of them on rank 0. Keys in the store may change.
 """
 
 from __future__ import annotations

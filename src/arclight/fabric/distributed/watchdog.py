@@ -1,7 +1,8 @@
 """Watch each rank from a thread: carry stop signals, name ranks that hang or fail first.
 
-`ParallelStrategy` starts it on each rank once the process group exists. Keys in the store are shared with ``hang_report`` and
-``stop_signal``: all ranks run the same version.
+`ParallelStrategy` starts it on each rank once the process group exists; `launchers` ask it which rank failed first and why a collective
+failed. `FAILED_KEY` is also read by `store_gather` and ``strategies.parallel``. Keys in the store may change: all ranks run the same
+version.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ FAILED_KEY = "arclight/failed"
 """Key under which the rank that fails first stores its number."""
 
 EXIT_GRACE_S = 30.0
-"""Seconds that a process has to end in order when a collective has not ended in time."""
+"""Seconds beyond 1.5 group timeouts after which the thread ends a process that still waits for a missing rank."""
 
 before_exit: list[Callable[[], None]] = []
 """Functions called before this thread ends its process, such as one that ends child processes."""
 
 VERDICT_KEY = "arclight/hang/verdict"
-"""Key under which the rank that asked stores which ranks are missing."""
+"""Key under which the rank that asked stores which ranks are missing, and where they are."""
 
 ANSWER_TIMEOUT_S = 5.0
-"""Seconds that a rank has to answer."""
+"""Least seconds that ranks have to answer; a quarter of ``patience`` if that is more, on a hang."""
 
 
 class Watchdog:
     """Thread that watches one rank through the store, without collectives or devices.
 
     * It carries :class:`StopSignal` between ranks.
-    * If this rank has been inside the same collective for ``patience`` seconds, it asks all ranks for the number of
+    * If this rank has entered no collective for ``patience`` (half the timeout) seconds, it asks all ranks for the number of
       collectives that they have entered and for their stacks, and names on standard error those that are behind,
       with their stacks. One rank reports, once. The group's own timeout then ends the run if they never come, with a
-      RankMissingError on every rank that waits; if that timeout does not, this thread ends the process soon after.
+      RankMissingError on every rank that waits; if that does not happen, this thread ends the process (`EXIT_GRACE_S`).
     * It remembers which rank failed first (:meth:`failed_first`), so that one traceback is shown and not one per rank.
     """
 
@@ -60,7 +61,7 @@ class Watchdog:
         self.stop = stop
         self.lost = ""
         self.verdict = ""
-        """Whom this rank has waited for all too long, and where; empty while it has not."""
+        """Sentence about which ranks this one has waited for too long, and where; empty otherwise."""
         self._mark: Any = None
         self._since = time.monotonic()
         self._told = False
@@ -274,7 +275,10 @@ def explain_failure(error: BaseException) -> BaseException:
 
 
 def failed_first() -> int | None:
-    """Return the rank that failed before this one; None if this one is the first."""
+    """Return the rank that failed before this one; None if this is the first.
+
+    None also without a watchdog; -1 if the store has ended with rank 0.
+    """
     if _current is None:
         return None
     first = _current.failed_first()

@@ -1,6 +1,6 @@
-"""Detect the cluster environment (``clusters``).
+"""Detect the cluster environment, and read ranks from it (``clusters``, the only module).
 
-In: variables of its launcher; out: rank, world size, address.
+In: variables that a launcher or scheduler set; out: rank, world size, address of rank 0, for ``fabric.selection`` and strategies.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Read rank and world size from torchrun, SLURM, LSF, MPI, Kubeflow or plain variables.
 
-:func:`detect_environment` finds which of them started this process.
-
-`fabric.selection` takes the environment found. Class names and variables are Lightning's and the schedulers'; users' own environments are
-entry points.
+``fabric.selection`` takes the environment that `detect_environment` finds or a user passes; `launchers` set the variables that children
+read here; the Trainer asks `SLURMEnvironment` for requeueing and names of runs. Class names and variables are Lightning's and the
+schedulers', and stay. A new environment goes into `KINDS`; users' own are entry points or ``plugins=``.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from arclight.fabric.warnings import PossibleUserWarning
 LOG = logging.getLogger("arclight.fabric.environments")
 
 DEFAULT_PORT = 12910
-"""Rendezvous port of processes that were started from outside without one: the same number on each."""
+"""Rendezvous port if the processes were started from outside without one: the same number on each."""
 
 
 class ClusterEnvironment:
@@ -79,7 +78,7 @@ class ClusterEnvironment:
         return 0
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise ValueError unless the cluster runs ``num_devices`` processes on ``num_nodes`` each."""
+        """Raise ValueError unless ``num_devices`` processes run on each of ``num_nodes`` nodes."""
 
     def teardown(self) -> None:
         """Restore what the environment changed in this process."""
@@ -93,12 +92,10 @@ def find_free_network_port() -> int:
 
 
 class LightningEnvironment(ClusterEnvironment):
-    """Environment that starts the other processes of its node itself.
+    """Environment of a program that is started once a node and launches its other processes.
 
-    The program is started once on each node.
-
-    With several nodes set ``MASTER_ADDR``, ``MASTER_PORT`` and, on each, ``NODE_RANK``. Whoever sets ``LOCAL_RANK`` says that
-    all processes are there already. (The name is Lightning's.)
+    With several nodes set ``MASTER_ADDR``, ``MASTER_PORT`` and, on each, ``NODE_RANK``. ``LOCAL_RANK``, if it is set, says that
+    all processes have been started. (The name is Lightning's.)
     """
 
     def __init__(self) -> None:
@@ -152,9 +149,8 @@ class LightningEnvironment(ClusterEnvironment):
 class PlainEnvironment(ClusterEnvironment):
     """Environment of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
-    They are set by hand or by any scheduler.
-
-    ``LOCAL_RANK`` and ``NODE_RANK`` are 0 if they are not set: one process on each of several one-device nodes needs no more.
+    They are set by hand or by any scheduler. ``LOCAL_RANK`` and ``NODE_RANK`` are 0 if they are not set: one process on each of several
+    one-device nodes needs no more.
     """
 
     @staticmethod
@@ -347,9 +343,8 @@ def _warn_unless_srun() -> None:
 class LSFEnvironment(ClusterEnvironment):
     """Environment of LSF, with one process for each task of a job step.
 
-    Ranks come from ``JSM_NAMESPACE_*``, hosts from the file named in ``LSB_DJOB_RANKFILE`` (one line for each
-    process, after
-    one for the node that starts the job), the port from ``LSB_JOBID``. Raises ValueError if one of these is missing.
+    Ranks come from ``JSM_NAMESPACE_*``, hosts from the file named in ``LSB_DJOB_RANKFILE`` (one line for each process, after
+    one for the node that starts the job), the port from ``MASTER_PORT`` or ``LSB_JOBID``. Raises ValueError if one of these is missing.
     """
 
     def __init__(self) -> None:

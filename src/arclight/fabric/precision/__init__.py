@@ -1,7 +1,7 @@
-"""Set the precision of forward and backward: full, half, double, mixed, 8 bits.
+"""Set the precision of forward and backward: full, half, double, mixed, 8 or 4 bits.
 
-In: ``precision=``; out: a Precision that a strategy applies. Open ``base`` first, the interface and full precision; ``names`` resolves text,
-``mixed``, ``true_precision`` and ``low_bit`` are the others.
+In: ``precision=``; out: a Precision that loops, Fabric and strategies apply. Open ``base`` first, the interface and full precision;
+``names`` resolves text (a new name goes there), ``mixed``, ``true_precision`` and ``low_bit`` are the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Define the interface of precisions; full precision adds nothing to a step.
 
-Loops and `Fabric` call a precision at each step, in the order of its methods; `mixed`, `true_precision`, `low_bit` and users' own derive
-from `Precision`. Names of methods are Lightning's.
+The Trainer's loops, `Fabric` and strategies call a precision at each step; `mixed`, `true_precision`, `low_bit` and users' own derive from
+`Precision`. Names of methods are Lightning's and stay; ``state_dict`` is in checkpoints.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Precision:
     """Its name in ``precision=``."""
 
     dtype = torch.float32
-    """The type that parameters are stored in."""
+    """The type that parameters are stored in (`TransformerEnginePrecision` has ``weights_dtype`` instead)."""
 
     scaler: torch.amp.GradScaler | None = None
 
@@ -111,7 +111,7 @@ class Precision:
 
 
 class DefaultDtype(AbstractContextManager[None]):
-    """New floating tensors get ``dtype`` inside the block."""
+    """Context in which new floating tensors get ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -1,10 +1,8 @@
-"""Replace linear layers by ones of 4 or 8 bits.
+"""Replace linear layers by ones that multiply, or store weights, in 8 or 4 bits.
 
-``Float8Precision`` goes through torchao, ``TransformerEnginePrecision`` through NVIDIA's package, ``BitsandbytesPrecision`` through
-bitsandbytes: each for those who have it.
-
-`Fabric` and `Trainer` get these by name (``precision="transformer-engine"``, through `names`) or as objects. Class names and arguments
-are Lightning's, except `Float8Precision`.
+``Float8Precision`` needs torchao, ``TransformerEnginePrecision`` NVIDIA's package, ``BitsandbytesPrecision`` bitsandbytes. `names` makes the
+first two for ``precision="float8"`` and ``"transformer-engine"``; users pass objects of all three as plugins; ``parallel.strategy`` asks for
+`Float8Precision`. Class names and arguments are Lightning's and stay, except `Float8Precision`.
 """
 
 from __future__ import annotations
@@ -27,12 +25,10 @@ from arclight.fabric.rank_zero import rank_zero_warn
 class Float8Precision(MixedPrecision):
     """Multiply linear layers in float8, with all else as under ``bf16-mixed``.
 
-    Parameters stay in float32.
-
-    ``filter(layer, name)`` says which linear layers; by default those whose sizes are multiples of 16, which the
-    hardware needs. Scales are computed from each tensor at each call. GPUs from compute capability 8.9 and processors multiply in 8 bits;
-    elsewhere, or with ``emulate=True``, values are rounded to 8 bits and multiplied in 16: the same kind of numbers, no gain
-    in speed. Needs torchao (the extra ``deploy``). Raises ValueError for a model in which no layer is converted.
+    Parameters stay in float32. ``filter(layer, name)`` says which linear layers; by default those whose sizes are multiples of 16, which
+    the hardware needs. Scales are computed from each tensor at each call. GPUs from compute capability 8.9 and processors multiply in 8
+    bits; elsewhere, or with ``emulate=True``, values are rounded to 8 bits and multiplied in 16: the same kind of numbers, no gain in
+    speed. Needs torchao (the extra ``deploy``). Raises ValueError for a model in which no layer is converted.
     """
 
     def __init__(
@@ -166,11 +162,10 @@ _MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 class BitsandbytesPrecision(TruePrecision):
     """Replace linear layers by bitsandbytes' own, with quantized weights.
 
-    They are quantized when they arrive on a CUDA GPU.
-
-    ``mode``: ``nf4`` or ``fp4`` (with ``-dq`` the scales are quantized too), ``int8`` for inference, ``int8-training``. ``dtype`` is
-    what is computed in: float16 for the int8 modes, else bfloat16 if the GPU has it. Layers whose names begin with one of
-    ``ignore_modules`` stay as they are. Raises ModuleNotFoundError without bitsandbytes, ValueError for another mode or type.
+    Weights are quantized when they are moved to a CUDA GPU. ``mode``: ``nf4`` or ``fp4`` (with ``-dq`` the scales are quantized too),
+    ``int8`` for inference, ``int8-training``. ``dtype`` is what is computed in: float16 for the int8 modes, else bfloat16 if the GPU has
+    it. Layers whose names begin with one of ``ignore_modules`` stay as they are. Raises ModuleNotFoundError without bitsandbytes,
+    ValueError for another mode or type.
     """
 
     def __init__(self, mode: str, dtype: torch.dtype | None = None, ignore_modules: set[str] | None = None) -> None:

@@ -1,7 +1,8 @@
 """Define mixed precision: float32 parameters, autocast to 16 bits, gradient scaling.
 
-`Fabric` and `Trainer` get it by ``precision="16-mixed"`` or ``"bf16-mixed"`` (through `names`), or as an object; strategies call it
-around forward, backward and step. Class name and arguments are Lightning's; the scaler's state is in checkpoints.
+`names` makes it for ``precision="16-mixed"`` and ``"bf16-mixed"``, or users do; `Float8Precision` derives from it. Loops, Fabric and
+strategies call it around forward, backward and step. Class name and arguments are Lightning's and stay; the scaler's state is in
+checkpoints.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from arclight.fabric.precision.base import Precision, Step, floats_to
 class MixedPrecision(Precision):
     """Keep parameters in float32 and autocast to a half type: ``16-mixed`` or ``bf16-mixed``.
 
-    float16 holds no small gradients, so that the loss is scaled up by ``scaler`` (one is made if none is given) and
-    steps whose gradients overflowed are left out. Raises ValueError for another name, or a scaler for bfloat16, which needs none.
+    Small gradients underflow in float16, so that the loss is scaled up by ``scaler`` (one is made if none is given) and
+    steps whose gradients overflowed are skipped. Raises ValueError for another name, or a scaler for bfloat16, which needs none.
     """
 
     def __init__(self, precision: str, device: str, scaler: torch.amp.GradScaler | None = None) -> None:

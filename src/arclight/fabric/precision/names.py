@@ -1,7 +1,7 @@
 """Resolve ``precision=`` to a class; ``auto`` measures which is fastest.
 
-`selection` calls `resolve_precision`. A name, number or object comes in, a `Precision` goes out. Names are Lightning's and are in
-recipes: they must stay.
+`selection` calls `resolve_precision`. A name, number or object comes in, a `Precision` goes out. Names (Lightning's, ``auto`` and
+``float8``) are in recipes: they must stay. A new one goes into `NAMES` and `resolve_precision`.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ def resolve_precision(choice: str | int | Precision | None, device: str) -> Prec
 
 
 def faster_precision(device: str) -> str:
-    """Return ``bf16-mixed`` if a convolution is at least a fifth faster in it, else ``32-true``.
+    """Return ``bf16-mixed`` if it is faster on this kind of device, else ``32-true``.
 
-    Forward and backward are timed on a processor; a CUDA device is asked for its support.
+    On a CPU a convolution is timed, forward and backward: bfloat16 must take less than 1/1.2 of the time. On CUDA devices it is chosen if
+    they support it, on others never.
     """
     if device == "cuda":
         return "bf16-mixed" if torch.cuda.is_bf16_supported() else "32-true"

@@ -1,8 +1,8 @@
 """Define true precision: parameters and arithmetic in float16, bfloat16 or float64.
 
-`Fabric` and `Trainer` take ``precision="bf16-true"``, ``"16-true"`` or ``"64-true"`` (`names` makes the object), or an object. Modules are
-converted once, inputs and outputs at each step. `HalfPrecision` and `DoublePrecision` are Lightning's names; `TruePrecision` is their
-base, and that of `BitsandbytesPrecision`.
+`names` makes them for ``precision="bf16-true"``, ``"16-true"`` and ``"64-true"``, or users do. Modules are converted once, inputs and
+outputs at each step. `HalfPrecision` and `DoublePrecision` are Lightning's names and stay; `TruePrecision` is their base, and that of
+`BitsandbytesPrecision`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from arclight.fabric.precision.base import DefaultDtype, Precision, floats_to
 class TruePrecision(Precision):
     """Compute everything in ``dtype``: parameters, inputs, and tensors that a step makes.
 
-    Outputs are in the default type.
+    Fabric's modules return outputs in torch's default type.
     """
 
     def convert_module(self, module: nn.Module) -> nn.Module:

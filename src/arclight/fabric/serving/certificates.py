@@ -1,6 +1,8 @@
 """Make self-signed certificates of servers, and check those that they are given.
 
-``arclight federate keys server`` writes them; ``arclight serve`` and federated servers check theirs before anything is loaded or written.
+``arclight federate keys server`` and ``federated.transports.server_process`` make them; ``serve.server`` and, through
+``federated.transports.tls``, federated servers check theirs. The names ``server.pem`` and ``server.key`` are documented, and nodes hold
+fingerprints: both stay.
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ class Certificate:
     certificate: Path
     private_key: Path
     fingerprint: str
-    """SHA-256 of the certificate, by which nodes can know it without anybody vouching for it."""
+    """SHA-256 of the certificate in hexadecimal, by which nodes can recognise it without an authority."""
 
 
 def make_certificate(folder: str | Path, hosts: Sequence[str], *, extra: str) -> Certificate:
     """Make a key and a self-signed certificate for ``hosts`` (names, addresses), for ten years.
 
-    It vouches for itself and nothing else: whoever trusts it need not trust what its key signs.
-    Writes ``server.pem`` and ``server.key`` (readable by its owner alone) into ``folder``; ``extra`` installs cryptography. Raises FileExistsError
-    if one is there, CertificateError for what is no host.
+    It is no authority (``CA:FALSE``): whoever trusts it need not trust what its key signs. Writes ``server.pem`` and ``server.key``
+    (readable by its owner alone) into ``folder``; ``extra`` installs cryptography. Raises FileExistsError if one is there,
+    CertificateError for no host, or what is none.
     """
     x509 = require("cryptography.x509", extra=extra)
     ec = require("cryptography.hazmat.primitives.asymmetric.ec", extra=extra)
@@ -109,9 +111,9 @@ def fingerprint_of(certificate: str | Path, *, extra: str) -> str:
 
 
 def check_certificate(certificate: str | Path, private_key: str | Path, *, extra: str) -> None:
-    """Check that the certificate is valid today and that ``private_key`` belongs to it.
+    """Check that the certificate is valid now and that ``private_key`` belongs to it.
 
-    Raises CertificateError. ``extra`` installs cryptography.
+    The key must be readable by its owner alone. Raises CertificateError. ``extra`` installs cryptography.
     """
     for path, what in ((certificate, "certificate"), (private_key, "private key")):
         if not Path(path).is_file():

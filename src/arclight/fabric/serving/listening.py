@@ -1,7 +1,8 @@
-"""Reserve the address that a server will listen on, and bound the heads of its requests.
+"""Bind a server's socket before it starts, and limit size and duration of request headers.
 
-``arclight serve`` and federated servers call this first, so that a wrong address ends the command before anything is
-loaded or written.
+``serve.server``, ``serve.servable`` and ``federated.transports.http_server`` reserve addresses by it; ``arclight serve`` does so before it
+loads the program, ``arclight federate serve`` before the run has a folder, so that a wrong address ends the command. ``serve.protocol``
+and ``http_server`` take `http_protocol`. ``cli.federate.network`` reads `AddressError.errno`: it stays.
 """
 
 from __future__ import annotations
@@ -33,10 +34,8 @@ class AddressError(OSError):
 def reserve_address(host: str, port: int) -> socket.socket:
     """Bind a TCP socket to an address, with port 0 to any free port.
 
-    It refuses connections until ``listen`` is called.
-
-    Accepted connections send small answers at once (TCP_NODELAY). Raises AddressError if the address is in use, unknown, or not of this
-    machine.
+    It refuses connections until ``listen`` is called. Accepted connections send small answers at once (TCP_NODELAY). Raises AddressError
+    if the address is in use, unknown, or not of this machine.
     """
     if not 0 <= port <= 65535:
         raise AddressError(f"port {port} is none: give one from 0 (any free port) to 65535")

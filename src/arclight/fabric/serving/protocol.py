@@ -1,6 +1,7 @@
 """Receive requests of HTTP/1.1 within bounds, by uvicorn's protocol for httptools.
 
-Servers get it from `listening.http_protocol`.
+Servers of ``serve`` and ``federated`` get it from `listening.http_protocol`, which alone imports this (it needs uvicorn and httptools). It
+overrides methods of uvicorn's class: check it against each new version. The bounds may be tuned.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 65_536
-"""Bytes of a request's line and headers, or of what follows a chunked body: as many as h11 takes."""
+"""Most bytes of a request's line and headers, or of the trailers of a chunked body: as many as h11 takes."""
 MAX_WAITING = 8
-"""Requests of one connection that wait for their turn while more is read: who reads on notices that the client has left."""
+"""Requests of one connection that may wait for their turn; below that, more is read, so that a client that left is noticed."""
 PARSED_BYTES = 4096
-"""Bytes parsed at a time, beside those of a body whose length is known: a short request takes fifty times its size once it is parsed."""
+"""Bytes parsed at a time, apart from bodies of known length: a short request takes fifty times its size once it is parsed."""
 _Protocol: Any = HttpToolsProtocol
 
 
@@ -34,13 +35,16 @@ class Reading(FlowControl):
 
 
 class OneByOne(_Protocol):
-    """Protocol of uvicorn that handles requests sent at once on one connection within bounds.
+    """Handle pipelined requests (sent at once on one connection) within bounds.
 
-    uvicorn's reads on with each answer, and parses and keeps all that comes: here nothing is read, and at most `PARSED_BYTES` more are
-    parsed, while ``MAX_WAITING`` requests of the connection wait. That tells the last one that has come that the client has left: here the
-    one that is answered is told, too. That answers what is no request at once, which a client would take for the answer to a request before
-    it: here those are answered, and the connection is closed. That loses the body of a request that asks for another protocol, as for HTTP/2
-    without TLS: here such a request is answered as if it had not asked.
+    Unlike uvicorn's protocol:
+
+    * uvicorn reads on with each answer, and parses and keeps all that arrives. Here nothing is read, and at most `PARSED_BYTES` more are
+      parsed, while `MAX_WAITING` requests of the connection wait.
+    * When the client leaves, uvicorn tells the newest request only. Here the one that is being answered is told, too.
+    * uvicorn answers malformed bytes at once, which a client takes for the answer to an earlier request. Here the earlier requests are
+      answered, then the connection is closed.
+    * uvicorn loses the body of a request that asks for another protocol (HTTP/2 without TLS). Here it is answered as if it had not asked.
     """
 
     parser: Any

@@ -1,7 +1,7 @@
 """Run a uvicorn server, in the caller's thread or in one of its own.
 
-``serve`` and the HTTP server of ``federated`` start uvicorn by it. The caller binds the socket, so that a port is known before anything
-answers.
+``serve.server`` calls `run_server`; ``serve.servable`` and ``federated.transports.http_server`` make a `BackgroundServer`. The caller binds
+the socket, so that the port is known before requests are answered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Define strategies: single device, DDP, FSDP and the user's own mesh.
+"""Define strategies: single device, DDP, FSDP, replicas and the user's own sharding.
 
 In: a module, optimizers, values; out: the same wrapped or sharded, and collectives. Open ``base`` first: the interface, and one process.
-``parallel`` adds processes, ``ddp`` replicates; ``sharded`` is the base of ``fsdp`` and ``model_parallel``, with ``root_module``. ``layer_sync`` is
-SyncBatchNorm, ``strategy_registry`` resolves names.
+``parallel`` adds processes (and replicas that train alone), ``ddp`` averages gradients; ``sharded`` is the base of ``fsdp``,
+``model_parallel`` and ``arclight.parallel``'s, ``root_module`` is FSDP's root. ``layer_sync`` is SyncBatchNorm. A new strategy gets a
+name in ``strategy_registry``.
 """
 
 from __future__ import annotations

@@ -183,9 +183,8 @@ class Strategy:
     def replicate_mesh(self, mesh: Any) -> Any:
         """Return the mesh of all replicas of a tensor that one replica shards over ``mesh``.
 
-        With None for ``mesh`` each holds the full tensor.
-
-        Its first dimension is that of :attr:`replica_mesh`; its last ones are ``mesh``'s.
+        Its first dimension is that of :attr:`replica_mesh`, its last ones are ``mesh``'s; with None for ``mesh`` each replica holds the
+        full tensor.
         """
         return self.replica_mesh
 
@@ -196,7 +195,7 @@ class Strategy:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Among how many samplers the data is shared, and which of them is this process's."""
+        """Number of samplers that divide the data (``num_replicas``), and this one's ``rank``."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     # -- model: for a loop that is the user's ----------------------------------------------------------------------
@@ -221,11 +220,9 @@ class Strategy:
     """False for a strategy whose optimizers are not to be restored from a checkpoint of the Trainer."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers from a Trainer's checkpoint, in strategies that override this.
+        """Restore the optimizers from the key ``optimizer_states`` of a Trainer's checkpoint.
 
-        The key is ``optimizer_states``.
-
-        Without an override the Trainer restores them itself, which is why there is nothing here to call.
+        For strategies that override this; without an override the Trainer restores them itself and does not call it.
         """
         raise NotImplementedError(
             "the Trainer restores the optimizers of a strategy without a load_optimizer_state_dict of its own; an override "
@@ -265,7 +262,7 @@ class Strategy:
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Run ``optimizer.step(**kwargs)`` by the precision.
 
-        A step whose 16-bit gradients overflowed is skipped.
+        It skips a step whose float16 gradients overflowed.
         """
         return self.precision.optimizer_step(optimizer, **kwargs)
 
@@ -361,7 +358,10 @@ class Strategy:
         return [value]
 
     def all_reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
-        """Reduce ``tensor`` over the ranks (of ``group``) by mean, sum, max or min (a new tensor)."""
+        """Return ``tensor`` reduced over the ranks (of ``group``) by mean, sum, max or min.
+
+        With one process it is returned as it is.
+        """
         return tensor
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -371,10 +371,8 @@ class Strategy:
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Gather every rank's ``tensor``, stacked along a new first dimension.
 
-        With one process the tensor is returned as it is.
-
-        With ``sync_grads`` a gradient of the result flows back to the rank that each part came from. Raises ValueError on all
-        ranks if shapes or types differ (see :meth:`verify_same_across_ranks`).
+        With one process the tensor is returned as it is. With ``sync_grads`` a gradient of the result flows back to the rank that each part
+        came from. Raises ValueError on all ranks if shapes or types differ (see :meth:`verify_same_across_ranks`).
         """
         return tensor
 
@@ -383,8 +381,8 @@ class Strategy:
 
         Raises ValueError on every rank otherwise.
 
-        One exchange of a few bytes for tensors on processors. On other devices that would cost more than the operation:
-        there ranks compare only where ``TORCH_DISTRIBUTED_DEBUG`` is set, to INFO or DETAIL.
+        One exchange of a few bytes for tensors on CPUs. On other devices that would cost more than the operation: there ranks compare
+        only if ``TORCH_DISTRIBUTED_DEBUG`` is INFO or DETAIL.
         """
 
     def exchange(self, name: str, timeout: float) -> StoreGather | None:
@@ -392,7 +390,7 @@ class Strategy:
         return None
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return True if ``all`` (or any) ranks decided so."""
+        """Return True if all ranks decided so; without ``all``, if any did."""
         return decision
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -401,9 +399,9 @@ class Strategy:
         self, path: Any, state: dict[str, Any], storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:  # fmt: skip
-        """Save ``state``; an object with a ``state_dict()`` saves that.
+        """Save ``state``; of an object with a ``state_dict()`` that is saved.
 
-        ``filter`` says for an entry which of its items to keep.
+        ``filter``: by entry, a function of key and value that returns True for the items to keep.
         """
         names = self.parameter_names(state.values())
         tree = {

@@ -1,7 +1,7 @@
-"""Run distributed data parallel (DDP): a replica and a share of each batch per rank.
+"""Run distributed data parallel (DDP): a replica of the model and own batches per rank.
 
-``strategy="ddp"`` makes one (`selection`), or users do. Arguments are Lightning's and DistributedDataParallel's. Checkpoints are those of
-one process.
+``strategy="ddp"`` and its variants make one (`strategy_registry`), ``"auto"`` does for several processes (`selection`), or users do.
+Arguments are Lightning's and DistributedDataParallel's and stay. Checkpoints are those of one process.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DDPStrategy(ParallelStrategy):
         self.model_averaging_period = model_averaging_period
         self._ddp_kwargs = ddp
         self.layer_sync: LayerSync | None = None
-        """What makes layers see the whole global batch (:class:`TorchSyncBatchNorm`), if anything does."""
+        """Synchronises layers over the global batch (:class:`TorchSyncBatchNorm`); None for none. `selection` sets it."""
 
     # -- model -------------------------------------------------------------------------------------------------
 

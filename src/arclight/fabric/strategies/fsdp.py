@@ -1,8 +1,8 @@
 """Run fully sharded data parallel (FSDP2): shard weights, gradients and moments.
 
-torch's ``fully_shard``: the weights of one unit are gathered for its forward and backward, then resharded.
-
-``strategy="fsdp"`` makes one (`strategy_registry`), or users do; arguments are Lightning's. Its checkpoints open on any number of ranks.
+torch's ``fully_shard``: the weights of one unit are gathered for its forward and backward, then resharded. ``strategy="fsdp"`` and
+``"fsdp_cpu_offload"`` make one (`strategy_registry`), or users do. Arguments are Lightning's and stay. Checkpoints open on any number of
+ranks, and in one process.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from arclight.fabric.strategies.root_module import (
 from arclight.fabric.strategies.sharded import ShardedStrategy
 
 Policy = Any
-"""Which modules: a set of classes, a number of parameters, one of torch's wrap policies, or such a function."""
+"""Which modules: a set of classes, a least number of parameters, one of torch's wrap policies, or such a function."""
 
 _ALWAYS = {"use_orig_params": True, "limit_all_gathers": True, "sync_module_states": True}
-"""Arguments of torch's first FSDP that the second always does."""
+"""Arguments of torch's first FSDP whose only possible values in FSDP2 are these."""
 
 _INSTEAD = {
     "backward_prefetch": "FSDP2 prefetches by itself; call set_modules_to_backward_prefetch on a unit to choose",
@@ -50,8 +50,8 @@ class FSDPStrategy(ShardedStrategy):
     least number of parameters, or one of torch's policies; None makes the whole model one unit.
     ``activation_checkpointing_policy`` says in the same way whose activations are recomputed in backward.
     ``sharding_strategy``: ``FULL_SHARD`` reshards weights after forward, ``SHARD_GRAD_OP`` keeps them until after backward,
-    ``HYBRID_SHARD`` (and ``_HYBRID_SHARD_ZERO2``) shard within a node, or as ``device_mesh`` = (replicas, shards) says, and
-    replicate between; ``NO_SHARD`` is what DDP does. ``mixed_precision`` is a torch ``MixedPrecisionPolicy`` (or the
+    ``HYBRID_SHARD`` (and ``_HYBRID_SHARD_ZERO2``) shard within a node and replicate between nodes, or as ``device_mesh`` =
+    (replicas, shards) says; ``NO_SHARD`` replicates, as DDP does. ``mixed_precision`` is a torch ``MixedPrecisionPolicy`` (or the
     ``MixedPrecision`` of torch's first FSDP); by default it follows the precision. ``cpu_offload`` keeps the shards in
     host memory. ``state_dict_type`` is ``sharded`` (each rank writes its shards) or ``full`` (rank 0 gathers and writes
     full tensors); both load on any number of processes. ``reshard_after_forward``, ``shard_placement_fn`` and ``ignored_params``
@@ -101,7 +101,7 @@ class FSDPStrategy(ShardedStrategy):
 
     @property
     def mixed_precision_config(self) -> Any:
-        """Policy that was given; None if the precision decides."""
+        """The policy that the constructor was given; None if the precision decides."""
         return self.mixed_precision
 
     def setup_environment(self) -> None:

@@ -1,7 +1,7 @@
 """Synchronise layers over the global batch, as torch's SyncBatchNorm does.
 
-``sync_batchnorm=True`` of a Trainer chooses `TorchSyncBatchNorm` (`selection`); `ddp` applies it before it wraps the module. Names are
-Lightning's.
+``sync_batchnorm=True`` of a Trainer chooses `TorchSyncBatchNorm` (`selection`), a plugin may be another `LayerSync`; `ddp`, alone, applies
+it before it wraps the module. Names are Lightning's and stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Shard the model over a device mesh by the user's ``configure_model``.
+"""Run a model that the user shards over a mesh by ``configure_model`` or ``parallelize_fn``.
 
-``strategy="model_parallel"`` makes one, or users do. The user shards the model, this strategy places, clips and saves it. Names and
-arguments are Lightning's.
+``strategy="model_parallel"`` makes one (`strategy_registry`), or users do. It makes the mesh; the user shards the model over it (under
+Fabric only by ``parallelize_fn``); it then places, clips and saves the model. Names and arguments are Lightning's and stay.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from arclight.fabric.strategies.sharded import ShardedStrategy
 
 
 class ModelParallelStrategy(ShardedStrategy):
-    """Strategy of tensor parallelism and FSDP2 on a user's mesh.
+    """Strategy for a model that the user shards by tensor parallelism and FSDP2.
 
-    Its dimensions are ``data_parallel`` and ``tensor_parallel``.
-
-    ``parallelize_fn(model, device_mesh)`` gives the model back with ``parallelize_module`` and ``fully_shard`` applied to
-    its parts; under a Trainer the module's ``configure_model`` may do that instead, on ``self.device_mesh``. Processes of
-    one tensor-parallel group see the same data. ``"auto"`` sizes are the number of nodes for data and of devices in a
-    node for tensors. A model that was made on the meta device gets its values after it was sharded.
-    ``save_distributed_checkpoint`` lets each process write its shards; False lets rank 0 write whole tensors. Both open on
-    any number of processes.
+    The strategy makes the mesh, with the dimensions ``data_parallel`` and ``tensor_parallel``. ``parallelize_fn(model, device_mesh)``
+    returns the model with ``parallelize_module`` and ``fully_shard`` applied to its parts; under a Trainer the module's
+    ``configure_model`` may do that instead, on ``self.device_mesh``. Processes of one tensor-parallel group get the same data. ``"auto"``
+    sizes are the number of nodes for data and of devices in a node for tensors. A model that was made on the meta device gets its values
+    after it was sharded. ``save_distributed_checkpoint`` lets each process write its shards; False lets rank 0 write full tensors. Both
+    open on any number of processes.
     """
 
     name = "model_parallel"
@@ -65,7 +63,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     @property
     def replica_mesh(self) -> Any:
-        """The mesh: what is not sharded over ``data_parallel`` is not replicated there either."""
+        """The mesh: weights not sharded over ``data_parallel`` are not kept equal along it."""
         return self.device_mesh
 
     def setup_environment(self) -> None:
@@ -86,7 +84,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     @property
     def evaluates_together(self) -> bool:  # type: ignore[override]
-        """Return True if the user sharded weights over ``data_parallel``."""
+        """Return True if the user sharded weights by ``fully_shard``, whose forwards gather them."""
         from torch.distributed.fsdp import FSDPModule
 
         return self.lightning_module is not None and any(

@@ -1,7 +1,7 @@
 """Define the base of parallel strategies: launch, rendezvous and collectives.
 
-`ddp`, `sharded` and the strategies of ``arclight.parallel`` inherit from it. Method names are Lightning's and may be overridden by
-users' subclasses; every rank must make the same collective calls in the same order.
+`ddp`, `sharded` (and so the strategies of ``arclight.parallel``) and `ReplicaStrategy` derive from it. Users' subclasses may override
+methods, of which many have Lightning's names: they stay. Every rank must make the same collective calls in the same order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 """How long a collective waits for the slowest process."""
 
 _DESCRIPTION = 128
-"""Bytes of the message with a tensor's shape and type."""
+"""Bytes of the message by which `verify_same_across_ranks` compares a tensor's shape and type."""
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -266,9 +266,9 @@ def default_backend(device: torch.device) -> str:
 
 
 class ReplicaStrategy(ParallelStrategy):
-    """Every process trains its own copy on its own share of the data; steps exchange nothing.
+    """Every process trains its own replica on its own share of the data; steps exchange nothing.
 
-    Something else has to bring the copies together, such as :class:`arclight.trainer.callbacks.DiLoCo`. In a checkpoint
+    Something else has to synchronise the replicas, such as :class:`arclight.trainer.callbacks.DiLoCo`. In a checkpoint
     plain tensors are those of rank 0; what differs between processes is saved by each as its shard of a DTensor.
     """
 

@@ -1,7 +1,8 @@
 """Wrap a module whose parts FSDP gathers one by one, so that any step can be its forward.
 
-`FSDPStrategy` and `PlanStrategy` wrap a module in `StepRoot`. ``deploy.quantizing`` marks layers that must be gathered whole by deriving
-from `WholeUnit` or `RoundsOwnWeights`. Names in state dicts are those without the wrapper.
+`FSDPStrategy` and `PlanStrategy` wrap a module in `StepRoot`; pipelines and ``arclight.parallel`` also take the helpers below.
+``deploy.quantizing`` derives layers from `WholeUnit` (gathered as one unit) or `RoundsOwnWeights` (gathered in the stored type). Names in
+state dicts are those without the wrapper: checkpoints of all strategies open in each other.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ class StepRoot(nn.Module):
 
 
 class WholeUnit(nn.Module):
-    """Module whose forward reads its submodules' parameters without calling these."""
+    """Module whose forward reads its submodules' parameters without calling these.
+
+    So FSDP must gather it as one unit.
+    """
 
 
 class RoundsOwnWeights(nn.Module):
     """Module that rounds its parameters in forward.
 
-    They must be gathered in the type that they are stored in.
+    So FSDP must gather them in the type that they are stored in.
     """
 
 
@@ -63,9 +67,9 @@ def outermost_submodules(module: nn.Module) -> list[nn.Module]:
 
 
 def reshard_without_backward(module: nn.Module, *_: Any) -> None:
-    """Reshard after a forward that no backward follows.
+    """Reshard after a forward without gradients.
 
-    Otherwise the full weights would stay, and be used after the next update.
+    Full weights that stay would be used after the next update.
     """
     if not torch.is_grad_enabled():
         reshard(module)

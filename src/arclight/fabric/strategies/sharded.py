@@ -1,7 +1,7 @@
 """Define the base of sharding strategies (FSDP, model parallel, plans).
 
-`FSDPStrategy`, `ModelParallelStrategy` and `PlanStrategy` derive from it; callbacks ask for the class to know that weights are sharded.
-Its checkpoints open on one device and on any mesh.
+`FSDPStrategy`, `ModelParallelStrategy` and `PlanStrategy` derive from it; ``deploy.quantizing.callback``, the checkpoint history and
+`StochasticWeightAveraging` ask for the class to know that weights are sharded. Its checkpoints open on one device and on any mesh.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ from arclight.fabric.strategies.parallel import ParallelStrategy
 
 
 class ShardedStrategy(ParallelStrategy):
-    """Base class of strategies that shard a model (DTensors) or divide it among ranks.
-
-    Checkpoints open on any number of processes.
-    """
+    """Base class of strategies that shard a model (DTensors) or divide it among ranks."""
 
     evaluates_in_inference_mode = False
     saves_shards = True
-    """Whether each process writes its own shards into a checkpoint, in the place of rank 0 gathering and writing all."""
+    """Whether each process writes its own shards into a checkpoint; else they are gathered and rank 0 writes all."""
 
     def module_to_device(self, module: nn.Module) -> None:
         """Do nothing: sharding moves it, as a full model may be too large for one device."""
@@ -66,7 +63,7 @@ class ShardedStrategy(ParallelStrategy):
     def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Return no context, so that gradients are reduced batch by batch.
 
-        Full ones would take a model's memory, and a checkpoint would not have them.
+        Unreduced ones would take the memory of the full model, and a checkpoint within the window would not have them.
         """
         return nullcontext()
 

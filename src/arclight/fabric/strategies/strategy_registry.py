@@ -1,6 +1,7 @@
 """Register strategies by name, such as ``"ddp"`` and ``"fsdp"``.
 
-`selection` looks up ``strategy=`` here; users register their own, and packages bring theirs. Names are Lightning's.
+`selection` looks up ``strategy=`` here; ``trainer.fabric.strategies`` adds those of ``parallel``, users register their own, packages bring
+theirs. Names (most are Lightning's) are in recipes and stay; a new strategy is registered in `_built_in`.
 """
 
 from __future__ import annotations
