@@ -1,9 +1,7 @@
 """Train, scale, federate, quantize, export and serve PyTorch models.
 
-A model is carried from its first batch to a deployed int8 program, at every scale.
-
-The names that nearly every program uses are here; all others are in the rooms (``arclight.vision``, ...). Importing
-this package imports nothing else: each name is fetched when it is first used.
+The names that nearly every program uses are here, and stay; all others are in the rooms (``arclight.vision``, ...). Importing this package
+does not import torch: each name is fetched when it is first used.
 
 ``trainer`` trains a ``Module`` on batches of ``data`` with ``optim``, on the devices of ``fabric``, sharded by ``parallel``, saved by
 ``checkpoint``. ``vision`` and ``text`` are tasks, ``federated`` trains at many sites; ``deploy`` makes programs, which ``serve`` serves.

@@ -1,7 +1,7 @@
 """Find the installed distribution of this package, whose name differs from the import name.
 
-Errors that name a missing extra print `pip_install`; ``arclight doctor`` and run folders record `distribution`. No name of a distribution
-is written anywhere else.
+Errors that name a missing extra print `pip_install`; ``arclight doctor`` and run folders record `distribution`. Ask it instead of writing
+the name of a distribution elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Annotate numbers with intervals, for checks, help texts and schemas alike.
+"""Annotate numbers with intervals for checks, help and schemas; accept former names.
 
 ``lr: NonNegativeFloat = 0.1`` in a dataclass that inherits `Checked` is refused if it is negative, NaN or infinite, by a
 recipe and by Python alike, and reads ``number >= 0`` in the help. pydantic understands the same annotation.
+
+Settings of every room, and constructors by `check`, use this; `recipe` and ``cli`` read the types by `describe` and `kind_of`. A field or
+value that is renamed is accepted for one release by `former_names` or `former_values`.
 """
 
 from __future__ import annotations
@@ -24,9 +27,7 @@ from typing import Annotated, Any, TypeVar
 class Interval:
     """Bounds of a number: ``ge`` and ``le`` are included, ``gt`` and ``lt`` are not.
 
-    NaN is in no interval.
-
-    A bound of infinity that does not belong to it asks for finite numbers.
+    NaN is in no interval. An excluded infinite bound (``lt=math.inf``) asks for finite numbers.
     """
 
     ge: float | None = None
@@ -70,16 +71,16 @@ PositiveFloat = Annotated[float, Interval(gt=0, lt=math.inf)]
 NonNegativeFloat = Annotated[float, Interval(ge=0, lt=math.inf)]
 FiniteFloat = Annotated[float, Interval(gt=-math.inf, lt=math.inf)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
-"""A share or a probability."""
+"""A share or a probability, from 0 to 1."""
 PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
 ProperFraction = Annotated[float, Interval(ge=0, lt=1)]
-"""Momentum, or a share that leaves something."""
+"""A share below 1, such as a momentum."""
 
 
 class Checked:
     """Base class of dataclasses whose fields' intervals are checked.
 
-    Raises ValueError for the first field beyond its own.
+    Raises ValueError for the first field whose value is outside its interval.
     """
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ T = TypeVar("T")
 def former_names(**renamed: str) -> Callable[[type[T]], type[T]]:
     """Accept a class's arguments under their former names too, with a warning.
 
-    So are fields of a dataclass in a pickle.
+    So are fields in its pickles.
 
     renamed: former name to the present one.
     """
@@ -132,9 +133,9 @@ def todays_name(cls: type, name: str) -> str:
 
 
 def former_table(settings: Any) -> dict[str, Any]:
-    """Return a dataclass's fields under their former names.
+    """Return a dataclass's fields, renamed ones under their former names.
 
-    Other releases read them in messages and digests.
+    Federated messages and digests keep these names, so that other releases read the same.
     """
     former = {today: name for name, today in getattr(type(settings), "_former_names", {}).items()}
     return {former.get(name, name): value for name, value in dataclasses.asdict(settings).items()}
@@ -229,9 +230,9 @@ def check(name: str, value: Any, hint: Any) -> None:
 
 
 def fits(hint: Any, value: Any) -> bool:
-    """Return True if the numbers in ``value`` are as the type ``hint`` has them.
+    """Return True if the numbers in ``value`` have the types and intervals of ``hint``.
 
-    Values of other types are not checked.
+    Containers are looked into; objects of other types are not checked.
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:

@@ -1,7 +1,8 @@
 """Import public names on first use (PEP 562), and refuse removed ones with a reason.
 
-Each package's ``__init__`` calls `lazy` with its public names, so that ``import arclight`` is fast and a name costs its own module only.
-``refused`` names of Lightning raise their reason when they are used.
+The ``__init__`` of each room with public names calls `lazy`, so that ``import arclight`` is fast and a name costs its own module only.
+Names of Lightning that are not offered (``fabric.accelerators``, ``compat.lightning``) are classes that raise the reason when they are made
+or subclassed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ def lazy(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make a package's ``__getattr__``, ``__dir__`` and ``__all__`` for lazy imports.
 
-    ``names``: public names, with the module that defines each.
-
-    A name that equals its submodule's path (``{"qris": "arclight.vision.qris"}``) is that module itself. ``refused``: names that are
-    not offered, with the reason, which their stand-ins say when they are used (:func:`refusal`).
+    ``names``: public names, with the module that defines each; one whose module is ``<package>.<name>`` (``{"qris":
+    "arclight.vision.qris"}``) is that module itself. ``refused``: names that are not offered, with the reason (:func:`refusal`).
     """
 
     def getattr_(name: str) -> Any:
@@ -60,5 +59,5 @@ class Refused:
 
 @cache
 def refusal(name: str, reason: str) -> type[Refused]:
-    """Return the stand-in for ``name``; always the same class for the same words."""
+    """Return the class that stands in for ``name``; the same one for the same name and reason."""
     return type(name, (Refused,), {"reason": reason, "__doc__": f"Not offered: {reason}", "__module__": __name__})

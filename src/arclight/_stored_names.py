@@ -1,7 +1,8 @@
 """Map class names in files of earlier versions to the present ones.
 
 Checkpoints, programs and recipes name classes as ``package.module:Class``. A module that moves, or a class that is renamed, is entered
-here, so that those files stay readable; `current` is asked wherever such a name is read.
+here, so that those files stay readable: entries stay. `recipe`, ``trainer.hparams`` and ``deploy.programs.processing`` call `current` on
+each name that they read.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ MOVED = {
     "arclight.vision.settings": "arclight.vision.tasks.settings",
     "arclight.vision.sites": "arclight.vision.data.site_split",
 }
-"""Maps a former module to the one that has its public classes now; classes renamed since are below."""
+"""Former module to the one that has its public classes now; `RENAMED` is looked up afterwards."""
 
 RENAMED = {
     "arclight.trainer.tuner.batch_size_scaling:BatchSizeFinder": f"{_CALLBACKS}.batch_size_finder:BatchSizeFinder",
@@ -77,11 +78,11 @@ RENAMED = {
     "arclight.vision.tasks.settings:Augment": "arclight.vision.data.augment_settings:Augment",
     "arclight.vision.tasks.settings:Detection": "arclight.vision.tasks.settings:DetectionTask",
 }
-"""``module:Class`` with the module's present name: the place and name that the class has now."""
+"""``module:Class``, after `MOVED`, to the module and name that the class has now."""
 
 
 def current(name: str) -> str:
-    """Return the present name of ``package.module:Class``, which may have changed."""
+    """Return the present form of ``package.module:Class``; unchanged if it has no entry."""
     module, colon, qualified = name.partition(":")
     place = f"{MOVED.get(module, module)}{colon}{qualified}"
     return RENAMED.get(place, place)

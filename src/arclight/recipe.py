@@ -1,9 +1,12 @@
 """Read recipes from a file or a function, override by flags, check, explain and write them.
 
-The schema is a frozen, keyword-only dataclass and nothing else; the object that a recipe gives is the object used from
-Python. A table fills a dataclass; if a field allows several, ``kind`` chooses: a name in lower case, or
-``package.module:Class`` for a class of your own. A text instead of a table is its kind. A kind that a flag changes
-starts from its own defaults. TOML has no null: the text ``"none"`` stands for it if a field may be empty.
+The schema is any frozen, keyword-only dataclass, and reading returns an instance, as Python code would make it. A table fills a dataclass;
+if a field allows several, ``kind`` chooses: a name in lower case, or ``package.module:Class`` for a class of your own. A text instead of a
+table is its kind. If a flag chooses another kind than the file, the file's table is not used. TOML has no null: the text ``"none"`` stands
+for it if a field may be empty.
+
+``cli`` reads, explains and writes recipes by this, ``text.evaluation.suite_settings`` reads suites. Recipes that were valid stay valid;
+former names (`_intervals`) are accepted for one release. Importing it imports neither torch nor numpy, which import-linter checks.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """Class of a user's own, no dataclass, with its checked arguments; ``build`` calls it."""
+    """Class of a user's own that is no dataclass, with arguments checked by its types."""
 
     target: str  # package.module:Class
     arguments: Mapping[str, Any]
@@ -116,9 +119,9 @@ def _parse_yaml(text: str) -> Any:
 
 
 def imported(target: str) -> Any:
-    """Import what ``package.module:name`` or ``file.py:name`` names.
+    """Import the object that ``package.module:name`` or ``file.py:name`` names.
 
-    Raises RecipeError if there is none.
+    Former names are known too. Raises RecipeError if there is none.
     """
     module_name, _, name = current(target).rpartition(":")
     path = Path(module_name).resolve() if module_name.endswith(".py") else None
@@ -144,7 +147,7 @@ def imported(target: str) -> Any:
 def _flags(arguments: Sequence[str], problems: list[str]) -> dict[str, Any]:
     """Parse flags into a tree of tables whose leaves are the texts typed.
 
-    A text typed for a whole table is its kind.
+    A text for a whole table is its kind.
     """
     tree: dict[str, Any] = {}
     rest = list(arguments)
@@ -389,7 +392,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 def arguments_of(cls: Any) -> dict[str, tuple[Any, Any]]:
     """Map each argument of a constructor to (type, default).
 
-    Any if it is not annotated, MISSING for no default.
+    Any without annotation, MISSING without default.
     """
     hints = typing.get_type_hints(cls.__init__, include_extras=True)
     return {
@@ -455,7 +458,7 @@ class Setting(NamedTuple):
 def explain(schema: Any, path: str = "", kind: str = "", base: Any = None) -> list[Setting]:
     """List every field that a recipe of ``schema`` may have, in order.
 
-    Each kind of a table starts with its ``kind``.
+    If a table has several kinds, or may be empty, the fields of each kind follow its ``kind``.
     """
     docs, about = _field_docs(schema), (inspect.getdoc(schema) or "").partition("\n")[0]
     settings = [Setting(f"{path}.kind", kind, kind, MISSING, about)] if kind else []
