@@ -17,7 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+import arclight
 from arclight.checkpoint import CheckpointError, load, save, verify
+from arclight.checkpoint.manifest import read_manifest
 
 torch.set_num_threads(1)
 
@@ -260,6 +262,11 @@ def test_other_impossible_states(tmp_path) -> None:
             save(tmp_path / "c", state)
     with pytest.raises(CheckpointError, match=r"model\.w is on the meta device"):
         save(tmp_path / "c", {"model": {"w": torch.empty(2, device="meta")}})
+
+
+def test_the_manifest_names_the_release_that_saved(tmp_path) -> None:
+    save(tmp_path / "c", {"a": 1})
+    assert read_manifest(tmp_path / "c").arclight == arclight.__version__
 
 
 def test_only_some_entries(tmp_path) -> None:

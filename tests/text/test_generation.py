@@ -31,7 +31,7 @@ class Says(Decoder):
 
     def __init__(self, text: bytes) -> None:
         super().__init__(
-            DecoderConfig(vocab_size=259, dim=259, heads=1, layers=0, max_positions=1000), torch.nn.Identity
+            DecoderConfig(vocab_size=259, dim=259, heads=1, layers=1, max_positions=1000), torch.nn.Identity
         )
         self.text, self.passes = [*text, 257], 0
         self.output = torch.nn.Linear(259, 259, bias=False)
@@ -126,7 +126,7 @@ def test_text_of_real_tokens_is_streamed_as_it_is_decoded() -> None:
     says = Says(b"")
     says.text = [*ids, 257]
     vocabulary = tokenizer.vocab_size
-    says.config = DecoderConfig(vocab_size=vocabulary, dim=vocabulary, heads=1, layers=0)
+    says.config = DecoderConfig(vocab_size=vocabulary, dim=vocabulary, heads=1, layers=1)
     says.output = torch.nn.Identity()  # type: ignore[assignment]
 
     def hidden(tokens_BT: Tensor, *_: Any) -> Tensor:

@@ -58,7 +58,7 @@ if not lightning:
 @pytest.mark.parametrize("kind", ["native", "lightning"])
 def test_one_rank_alone_reads_logger_and_folders_in_hooks(tmp_path: Path, kind: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = warm.run(tmp_path / "script.py", kind, cwd=tmp_path, timeout=120)
+    done = warm.run(tmp_path / "script.py", kind, cwd=tmp_path, timeout=400)
     assert done.returncode == 0, done.stderr
     if kind == "native":
         assert [path.name for path in (tmp_path / "run").iterdir()] == ["1"]

@@ -70,7 +70,7 @@ class AsyncSaver:
         return self._in_flight
 
     def save_shards(self, path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Future[Path]:
-        """Save shards in the background, as `arclight.checkpoint.save_shards`; every rank must call this.
+        """Save shards in the background, as `arclight.checkpoint.save_shards`; for every rank.
 
         The ranks agree on who writes what before this returns; nothing in the background is a collective. The result of rank 0's future
         comes when the checkpoint is complete, that of another rank's when its own part is written. Raises the error of a save before on

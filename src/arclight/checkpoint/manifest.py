@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from arclight._installed import distribution
 from arclight.checkpoint import tree
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.files import MANIFEST
@@ -258,6 +259,6 @@ def _name(dtype: torch.dtype) -> str:
 
 def _version() -> str:
     try:
-        return metadata.version("arclight")
+        return metadata.version(distribution())
     except metadata.PackageNotFoundError:
         return "unknown"  # run from a source folder without installation

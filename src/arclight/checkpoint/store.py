@@ -171,7 +171,7 @@ def _wanted(
 
 
 def verify(path: str | Path, processes: Strategy | None = None) -> list[str]:
-    """List all that is wrong with the checkpoint at `path`, one sentence each; empty for an intact one.
+    """List all that is wrong with a checkpoint, a sentence each; empty for an intact one.
 
     Empty for an intact one. Every file is read and its SHA-256 compared. With `processes`, all of which must call this, each reads its part
     of the files, and all get the same answer.

@@ -1,4 +1,4 @@
-"""Encode a state dict as JSON and named tensors, and decode it: the format of all checkpoints.
+"""Encode a state dict as JSON and named tensors, the format of checkpoints, and decode it.
 
 This is the format of all checkpoints. JSON holds ``None``, booleans, integers, finite floats, text, lists and dicts with text keys as they
 are. Enum members are stored as their value. Other supported types become ``{"$": kind, ...}``, with the kinds in `_KINDS`, which may only grow; all else raises

@@ -107,7 +107,10 @@ class FolderCheckpointIO(CheckpointIO):
         return from_tree(checkpoints.load(path, map_location=map_location or "cpu"))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete the file or folder, if it is there. Raises CheckpointError for a folder that is no checkpoint."""
+        """Delete the file or folder, if it is there.
+
+        Raises CheckpointError for a folder that is no checkpoint.
+        """
         place = to_path(path)
         if place.is_file() and not place.is_symlink():
             place.unlink()

@@ -296,9 +296,9 @@ def apply_plan(
     link: bool,
     keep: Container[str] = (),
 ) -> None:
-    """Update ``last`` and delete the checkpoints that a complete one replaces, by ``io``. For rank 0.
+    """Update ``last`` and delete the checkpoints that a complete one replaces. For rank 0.
 
-    ``keep``: paths never to delete; ``resumed``: the checkpoint that the run began from.
+    ``io``: the plugin that wrote them; ``keep``: paths never to delete; ``resumed``: the checkpoint that the run began from.
     """
     if plan.path and plan.last:
         (link_checkpoint if link else copy_checkpoint)(to_path(plan.path), to_path(plan.last))
