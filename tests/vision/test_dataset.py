@@ -67,6 +67,7 @@ def test_names(tmp_path: Path, text: str, names: tuple[str, ...]) -> None:
         ("names: [a]\ntrain: x\ntrain: y", r"data\.yaml:3: there is the key train twice"),
         ("base: &base {nc: 3}\nnames: [a]\n<<: *base", "nc is 3 but names has 1 classes"),
         ("base: &base {names: [a], train: x, train: y}\n<<: *base", r"data\.yaml:1: there is the key train twice"),
+        ("names: [a]\nkey: &key [1]\n? *key\n: 1\n? *key\n: 2", "found unhashable key"),
         ("names: [a]\n<<: images", r"data\.yaml:2: << brings in the keys of other mappings"),
         ("names: [a]\npath: [x]", r"path must be one folder, not \['x'\]"),
         ("names: " + 3000 * "[", "is not YAML: maximum recursion depth"),

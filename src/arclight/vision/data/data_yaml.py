@@ -163,7 +163,7 @@ def _merge_mapping(file: Path, mapping: Any, what: str) -> None:
         own = set[Any]()
         for key, value in one.value:
             name, place = key.value if key.id == "scalar" else key, f"{file}:{key.start_mark.line + 1}"
-            if name in own:
+            if name in own and key.id == "scalar":  # of others, that are no keys, nothing can be made
                 raise DatasetError(f"{place}: {what} {name[:40]} twice: leave one out")
             own.add(name)
             if name != "<<" or key.style is not None:  # in quotes it is a key like any other
