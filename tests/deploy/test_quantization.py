@@ -459,6 +459,15 @@ def test_batch_norms_are_folded_where_nothing_else_reads_the_layer(kind: str) ->
     assert "mix" in quantized.quantized_layers
 
 
+def test_batch_norms_are_folded_one_after_another() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), statistics(), statistics(), nn.ReLU(), nn.Conv2d(8, 8, 1)).eval()
+    x = torch.randn(4, 8, 8, 8)
+    quantized = quantize(model, [x])
+    assert not [n for n in quantized.graph.graph.nodes if n.target is torch.ops.aten.batch_norm.default]
+    with torch.no_grad():
+        assert sqnr_db(model(x), quantized(x)) > 25
+
+
 def test_weights_that_are_computed_or_buffers_are_quantized() -> None:
     class Stored(nn.Module):
         def __init__(self) -> None:

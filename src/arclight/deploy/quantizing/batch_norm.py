@@ -72,7 +72,7 @@ def _layer_before(norm: Node, stored: Collection[Node], *, affine: bool = True) 
         and layer.target in FUSABLE
         and len(layer.users) == 1
         and all(read)
-        and all(arg in stored for arg in layer.args[1:3] if arg is not None)
+        and all(arg in stored or _was_folded(arg) for arg in layer.args[1:3] if arg is not None)
     )
     if not fits:
         return None
@@ -80,6 +80,11 @@ def _layer_before(norm: Node, stored: Collection[Node], *, affine: bool = True) 
     grouped = layer.target in TRANSPOSED and (layer.args[6] if len(layer.args) > 6 else 1) != 1
     flat = layer.target is aten.linear.default and layer.meta["val"].dim() != 2  # channels are not the last dimension
     return None if grouped or flat else layer
+
+
+def _was_folded(arg: object) -> bool:
+    """Return True for a tensor that another batch norm was folded into, and that `_fold` stored."""
+    return isinstance(arg, Node) and arg.op == "get_attr" and arg.meta.get(NAME) is not None
 
 
 def _fuse(graph: GraphModule, layer: Node, norm: Node) -> None:
