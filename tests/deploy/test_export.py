@@ -440,6 +440,47 @@ def test_counts_that_a_model_keeps_for_itself_are_left_out(form: Format, tmp_pat
         torch.testing.assert_close(program(x), model(x), rtol=1e-4, atol=1e-5)
 
 
+class Overwriting(nn.Module):
+    """Writes into a buffer before it reads it, all of it or a part; ``wider``: reads more than that."""
+
+    def __init__(self, kind: str, wider: bool = False) -> None:
+        super().__init__()
+        self.kind, self.rows, self.layer = kind, 3 if wider else 2, nn.Linear(4, 4)
+        self.register_buffer("kept", torch.randn(3, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        if self.kind == "zeroed":
+            self.kept.zero_()
+            self.kept[:2].add_(y)
+        elif self.kind == "filled":
+            self.kept.fill_(2).mul_(y[0, 0, 0])
+        elif self.kind == "cache":
+            self.kept[:2, 1:3] = y[:, 1:3]
+            return self.kept[: self.rows, 1:3] + 1
+        else:
+            self.kept[1] = y[0]
+            return self.kept[1 if self.rows == 2 else 2] + 1
+        return self.kept + y.sum()
+
+
+@pytest.mark.parametrize("kind", ["zeroed", "filled", "cache", "row"])
+def test_buffers_that_are_written_before_they_are_read_are_no_state(kind: str, tmp_path: Path) -> None:
+    model, x = Overwriting(kind), torch.randn(2, 4, 4)
+    model(x)  # its buffer then has a graph
+    program = export(model, tmp_path / "p.onnx", example_inputs=x, dynamic_batch=False)
+    assert len(program.outputs) == 1
+    for _ in range(2):
+        other = torch.randn(2, 4, 4)
+        torch.testing.assert_close(program(other), model(other), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["cache", "row"])
+def test_what_is_read_beyond_what_was_written_is_state(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"left in its buffers \(kept\)"):
+        export(Overwriting(kind, wider=True), tmp_path / "p", example_inputs=torch.randn(2, 4, 4), dynamic_batch=False)
+
+
 @pytest.mark.parametrize("dynamic_batch", [True, False])
 def test_inputs_stay_as_they_are_where_a_model_writes_into_them(dynamic_batch: bool, tmp_path: Path) -> None:
     class Scaled(nn.Module):

@@ -28,6 +28,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path
 from arclight.deploy import failures
 from arclight.deploy.errors import ExportError
 
+aten = torch.ops.aten
 Inputs = tuple[Tensor, ...]
 
 
@@ -129,7 +130,7 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
 
     Those of torch.nn.utils.weight_norm do, and ``copy.deepcopy`` refuses such tensors. ``memo``: that of ``copy.deepcopy``, copies by ``id``.
     """
-    kept = (value for module in model.modules() for value in vars(module).values())
+    kept = (value for module in model.modules() for value in (*vars(module).values(), *module.buffers(recurse=False)))
     computed = {id(value): value.detach().clone() for value in kept if isinstance(value, Tensor) and not value.is_leaf}
     return copy.deepcopy(model, {**computed, **(memo or {})})
 
@@ -306,7 +307,7 @@ def _without_writes(exported: ExportedProgram) -> ExportedProgram:
     reached = {value for value in values if isinstance(value, torch.fx.Node)}
     for node in reversed(graph.nodes):
         if node in reached:
-            reached.update(node.all_input_nodes)
+            reached.update(_read_by(node))
     written = set(signature.buffers_to_mutate.values())
     read = [signature.inputs_to_buffers.get(node.name) for node in graph.nodes if node in reached]
     if lost := [name for name in read if name in written]:
@@ -321,6 +322,31 @@ def _without_writes(exported: ExportedProgram) -> ExportedProgram:
 
 
 _WRITES = {OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION}
+_OVERWRITES = {aten.copy, aten.fill, aten.zero, aten.empty_like, aten.full_like, aten.ones_like, aten.zeros_like}
+"""Operators whose result has nothing of their first argument but its shape and type."""
+_SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+"""By the operator that reads a part: the one that gives a tensor with this part replaced."""
+
+
+def _read_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the inputs whose values the result of ``node`` is computed of.
+
+    A part that has just been replaced is its replacement: nothing else of the tensor is read.
+    """
+    if (part := _replacement(node)) is not node:
+        return [part]
+    if getattr(node.target, "overloadpacket", None) in _OVERWRITES:
+        return [arg for arg in (*node.args[1:], *node.kwargs.values()) if isinstance(arg, torch.fx.Node)]
+    return node.all_input_nodes
+
+
+def _replacement(node: torch.fx.Node) -> torch.fx.Node:
+    """Return what a part of a tensor was replaced by, if ``node`` reads that very part; else ``node``."""
+    if node.target not in _SCATTERS or node.kwargs:
+        return node
+    whole = _replacement(node.args[0])  # type: ignore[arg-type]
+    same = whole.target is _SCATTERS[node.target] and whole.args[2:] == node.args[1:]  # type: ignore[index]
+    return _replacement(whole.args[1]) if same else node  # type: ignore[arg-type]
 
 
 def _with_outputs(exported: ExportedProgram, kept: Sequence[bool]) -> ExportedProgram:
