@@ -113,6 +113,9 @@ def fixed_sizes() -> None:
     shard_experts(moe, whole_mesh(), capacity=TOKENS * CONFIG.top_k)
     compare(moe, bounds(dist.get_rank(), dist.get_world_size()))
     assert float(moe.dispatcher.dropped) == 0.0  # type: ignore[attr-defined]
+    with torch.no_grad():
+        moe(tokens()[:, :0])
+    assert float(moe.dispatcher.dropped) == 0.0  # type: ignore[attr-defined]
 
 
 def too_small() -> None:

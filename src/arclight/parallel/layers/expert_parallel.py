@@ -114,7 +114,7 @@ class AllToAllDispatcher:
         peer_R = torch.searchsorted(ends_W, row_R, right=True)
         slot_R = row_R - starts_W[peer_R]
         kept_R, target_R = slot_R < capacity, peer_R * capacity + slot_R.clamp(max=capacity - 1)
-        self.dropped = 1 - kept_R.float().mean()
+        self.dropped = (~kept_R).sum() / max(rows, 1)
         real = real_WC.flatten()
         if rows:
             block = take_rows(rows_RD, source, target_R, valid=real, back_valid=kept_R)
