@@ -441,7 +441,7 @@ def test_counts_that_a_model_keeps_for_itself_are_left_out(form: Format, tmp_pat
 
 
 class Overwriting(nn.Module):
-    """Writes into a buffer before it reads it, all of it or a part; ``wider``: reads more than that."""
+    """Writes all or a part of a buffer before it reads that; ``wider``: it reads more."""
 
     def __init__(self, kind: str, wider: bool = False) -> None:
         super().__init__()

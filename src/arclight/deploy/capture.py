@@ -341,7 +341,7 @@ def _read_by(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def _replacement(node: torch.fx.Node) -> torch.fx.Node:
-    """Return what a part of a tensor was replaced by, if ``node`` reads that very part; else ``node``."""
+    """Return what replaced the part of a tensor that ``node`` reads; ``node`` if nothing did."""
     if node.target not in _SCATTERS or node.kwargs:
         return node
     whole = _replacement(node.args[0])  # type: ignore[arg-type]

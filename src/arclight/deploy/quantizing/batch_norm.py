@@ -83,7 +83,7 @@ def _layer_before(norm: Node, stored: Collection[Node], *, affine: bool = True) 
 
 
 def _was_folded(arg: object) -> bool:
-    """Return True for a tensor that another batch norm was folded into, and that `_fold` stored."""
+    """Return True for a tensor that `_fold` stored for another batch norm."""
     return isinstance(arg, Node) and arg.op == "get_attr" and arg.meta.get(NAME) is not None
 
 
