@@ -476,7 +476,7 @@ def test_buffers_that_are_written_before_they_are_read_are_no_state(kind: str, t
 
 
 @pytest.mark.parametrize("kind", ["cache", "row"])
-def test_what_is_read_beyond_what_was_written_is_state(kind: str, tmp_path: Path) -> None:
+def test_reads_beyond_what_was_written_are_state(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"left in its buffers \(kept\)"):
         export(Overwriting(kind, wider=True), tmp_path / "p", example_inputs=torch.randn(2, 4, 4), dynamic_batch=False)
 

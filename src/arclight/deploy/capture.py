@@ -345,7 +345,7 @@ def _replacement(node: torch.fx.Node) -> torch.fx.Node:
     if node.target not in _SCATTERS or node.kwargs:
         return node
     whole = _replacement(node.args[0])  # type: ignore[arg-type]
-    same = whole.target is _SCATTERS[node.target] and whole.args[2:] == node.args[1:]  # type: ignore[index]
+    same = whole.target is _SCATTERS[node.target] and whole.args[2:] == node.args[1:]
     return _replacement(whole.args[1]) if same else node  # type: ignore[arg-type]
 
 
