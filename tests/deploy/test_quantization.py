@@ -27,6 +27,7 @@ from arclight.deploy import (
     Program,
     QuantizedModel,
     QuantizeError,
+    convert,
     export,
     prepare_qat,
     quantize,
@@ -530,3 +531,34 @@ def test_importing_quantizing_and_exporting_say_nothing(tmp_path: Path) -> None:
 def test_the_program_runs_what_was_simulated(int8_program: Program, quantized: QuantizedModel, images: Tensor) -> None:
     for batch in (1, 2, 5):
         assert sqnr_db(quantized(images[:batch]), int8_program(images[:batch])) >= 40
+
+
+def convolutions(padding: str | int, kernel: int = 3) -> torch.nn.Module:
+    """Convolutions that keep their input's size, with a batch norm that has seen data."""
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = [
+        torch.nn.Conv2d(8, 8, kernel, padding=padding), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 1)
+    ]  # fmt: skip
+    model = torch.nn.Sequential(*layers)
+    for _ in range(20):
+        model(torch.randn(4, 8, 9, 8) + 1)
+    return model.eval()
+
+
+def test_paddings_by_name_are_those_in_numbers() -> None:
+    batches = [torch.randn(4, 8, 9, 8, generator=torch.Generator().manual_seed(seed)) + 1 for seed in range(4)]
+    for name, number in (("same", 1), ("valid", 0)):
+        named, numbered = (quantize(convolutions(padding), batches) for padding in (name, number))
+        assert named.quantized_layers == numbered.quantized_layers == ("0",)
+        assert torch.equal(named(batches[0]), numbered(batches[0]))
+        trained = [convert(prepare_qat(convolutions(padding), (batches[0],))) for padding in (name, number)]
+        assert torch.equal(trained[0](batches[0]), trained[1](batches[0]))
+
+
+def test_same_padding_of_even_kernels_adds_its_zeros_before_the_convolution() -> None:
+    batches = [torch.randn(4, 8, 9, 8) + 1 for _ in range(4)]
+    model = convolutions("same", kernel=4)
+    quantized = quantize(model, batches)
+    assert quantized.quantized_layers == ("0",)
+    expected, got = model(batches[0]), quantized(batches[0])
+    assert 20 * torch.log10(expected.norm() / (expected - got).norm()) > 35

@@ -32,7 +32,10 @@ BIAS = "arclight_bias_spec"
 TRAINED = "arclight_trained"
 """Key in a batch norm's ``node.meta``: whether it was captured in training mode."""
 TRANSPOSED = {aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input}
-FUSABLE = TRANSPOSED | {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.linear.default}
+FUSABLE = TRANSPOSED | {
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.linear.default, aten.conv1d.padding, aten.conv2d.padding,
+    aten.conv3d.padding,
+}  # fmt: skip
 DROPOUT = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
 TRAINING, EPSILON = 5, 7
 """Positions of arguments of aten.batch_norm."""

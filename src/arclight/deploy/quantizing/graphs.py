@@ -175,6 +175,35 @@ LAYERS = {
 }  # fmt: skip
 
 
+_NUMBERED = {
+    aten.conv1d.padding: aten.conv1d.default, aten.conv2d.padding: aten.conv2d.default, aten.conv3d.padding: aten.conv3d.default,
+}  # fmt: skip
+
+
+def number_paddings(graph: GraphModule) -> GraphModule:
+    """Write ``padding="same"`` and ``"valid"`` of convolutions in numbers, in place, and return ``graph``.
+
+    Quantizers and runtimes' kernels know convolutions with numbers. Where "same" asks for one row more behind than in front, as with kernels of
+    even size, zeros are added before the convolution, as torch does.
+    """
+    for node in [node for node in graph.graph.nodes if node.target in _NUMBERED]:
+        source, weight, *others = node.args
+        kernel = (stored_tensor(graph, weight) if weight.op == "get_attr" else weight.meta["val"]).shape[2:]
+        bias, stride, padding, dilation, groups = (*others, *(None, [1], "valid", [1], 1)[len(others) :])
+        every = list(dilation) * (len(kernel) // len(dilation))
+        total = [step * (size - 1) if padding == "same" else 0 for size, step in zip(kernel, every, strict=True)]
+        if any(extent % 2 for extent in total):
+            sides = [side for extent in reversed(total) for side in (extent // 2, extent - extent // 2)]
+            with graph.graph.inserting_before(node):
+                padded = graph.graph.call_function(aten.constant_pad_nd.default, (source, sides))
+            padded.meta = {**node.meta, "val": torch.nn.functional.pad(source.meta["val"], sides)}
+            source, total = padded, [0] * len(total)
+        node.target = _NUMBERED[node.target]
+        node.args = (source, weight, bias, stride, [extent // 2 for extent in total], dilation, groups)
+    graph.recompile()
+    return graph
+
+
 def fold_layer_weights(graph: GraphModule) -> GraphModule:
     """Fold weights that are computed of stored tensors alone in place, and return ``graph``.
 

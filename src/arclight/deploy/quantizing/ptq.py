@@ -42,6 +42,7 @@ from arclight.deploy.quantizing.graphs import (
     NamedGraphs,
     fold_layer_weights,
     fold_weights,
+    number_paddings,
     pickle_graph,
     shared_copy,
     stored_tensor,
@@ -271,7 +272,7 @@ def quantize(
     # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
     free = None if dynamic is None else free_dimensions(reference, inputs, dynamic)
     _check_sizes(inputs, batches, free)
-    graph = fold_layer_weights(capture(frozen_copy(reference), inputs, free=free).module())
+    graph = number_paddings(fold_layer_weights(capture(frozen_copy(reference), inputs, free=free).module()))
     source = _Source(
         reference=reference, graph=graph, inputs=inputs, batches=batches, target=target, parts=parts,
         shared=max_drop is not None, quantizer=quantizer,

@@ -38,7 +38,7 @@ from arclight.deploy.capture import (
 from arclight.deploy.errors import ExportError, QuantizeError
 from arclight.deploy.parity import Parts
 from arclight.deploy.quantizing import batch_norm, pt2e
-from arclight.deploy.quantizing.graphs import NAME, NamedGraphs, stored_tensor
+from arclight.deploy.quantizing.graphs import NAME, NamedGraphs, number_paddings, stored_tensor
 from arclight.deploy.quantizing.observers import MovingRange, PerChannelBiasRange, PerChannelWeightRange
 from arclight.deploy.quantizing.placement import PROFILES, PlacementQuantizer, module_name, stored_weights
 from arclight.deploy.quantizing.ptq import QuantizedModel, accept, chosen_target, distances, for_processor, placement
@@ -549,7 +549,7 @@ def capture_as(
                 "sizes would be computed wrongly: use x.shape[0] as it is, without int() and without branches on it"
             )
     _write_out_of_place(graph, kind)
-    return graph
+    return number_paddings(graph)
 
 
 def _is_free(size: Any, ranges: Mapping[Any, Any]) -> bool:
