@@ -181,7 +181,9 @@ _NUMBERED = {
 
 
 def number_paddings(graph: GraphModule) -> GraphModule:
-    """Write ``padding="same"`` and ``"valid"`` of convolutions in numbers, in place, and return ``graph``.
+    """Write ``padding="same"`` and ``"valid"`` of convolutions in numbers, in place.
+
+    Returns ``graph``.
 
     Quantizers and runtimes' kernels know convolutions with numbers. Where "same" asks for one row more behind than in front, as with kernels of
     even size, zeros are added before the convolution, as torch does.
@@ -189,7 +191,8 @@ def number_paddings(graph: GraphModule) -> GraphModule:
     for node in [node for node in graph.graph.nodes if node.target in _NUMBERED]:
         source, weight, *others = node.args
         kernel = (stored_tensor(graph, weight) if weight.op == "get_attr" else weight.meta["val"]).shape[2:]
-        bias, stride, padding, dilation, groups = (*others, *(None, [1], "valid", [1], 1)[len(others) :])
+        defaults: tuple[Any, ...] = (None, [1], "valid", [1], 1)
+        bias, stride, padding, dilation, groups = (*others, *defaults[len(others) :])
         every = list(dilation) * (len(kernel) // len(dilation))
         total = [step * (size - 1) if padding == "same" else 0 for size, step in zip(kernel, every, strict=True)]
         if any(extent % 2 for extent in total):
