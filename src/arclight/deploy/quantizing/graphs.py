@@ -192,7 +192,7 @@ def number_paddings(graph: GraphModule) -> GraphModule:
         source, weight, *others = node.args
         kernel = (stored_tensor(graph, weight) if weight.op == "get_attr" else weight.meta["val"]).shape[2:]
         defaults: tuple[Any, ...] = (None, [1], "valid", [1], 1)
-        bias, stride, padding, dilation, groups = (*others, *defaults[len(others) :])
+        bias, stride, padding, dilation, groups = tuple(others) + defaults[len(others) :]
         every = list(dilation) * (len(kernel) // len(dilation))
         total = [step * (size - 1) if padding == "same" else 0 for size, step in zip(kernel, every, strict=True)]
         if any(extent % 2 for extent in total):
