@@ -56,7 +56,9 @@ def test_a_killed_save_leaves_a_complete_checkpoint(exchange, tmp_path, monkeypa
     fork = multiprocessing.get_context("fork")
     rng = random.Random(1)
     step, seen_leftovers = 0, 0
-    for number in range(16):
+    for number in range(200):  # on a busy machine many processes are killed in their first save
+        if number >= 16 and step > 0:
+            break
         process = fork.Process(target=save_for_ever, args=(path, step))
         old = set(hidden(tmp_path))
         process.start()

@@ -153,6 +153,15 @@ class ScriptedNode:
         assert isinstance(answer, Receipt), answer
         return answer
 
+    def deliver(self, order: Fit) -> Receipt:
+        """Train, and send the update as a node does: again where an equal blob of a failed attempt was removed behind the put."""
+        update = self.trained(order)
+        receipt = self.send(update)
+        if receipt.reason == "damaged":
+            self.put(update.manifest)
+            receipt = self.send(update)
+        return receipt
+
     def work(self, until: Callable[[Message], bool] = lambda message: False) -> Message:
         """Work till the server closes, or till an order for which ``until`` is true; returns that."""
         if not self.session:
@@ -162,11 +171,7 @@ class ScriptedNode:
             if isinstance(order, Close) or until(order):
                 return order
             if isinstance(order, Fit):
-                update = self.trained(order)
-                receipt = self.send(update)
-                if receipt.reason == "damaged":  # an equal blob of an attempt that failed was removed behind the put
-                    self.put(update.manifest)
-                    receipt = self.send(update)
+                receipt = self.deliver(order)
                 assert receipt.accepted, receipt
             elif isinstance(order, Evaluate):
                 outcome = self.learners[order.client].evaluate(order, self.weights(order.weights))

@@ -160,7 +160,7 @@ def test_a_run_that_is_killed_before_a_skipped_round_is_written_goes_on(
         for _ in range(4):
             order = script.ask()
             assert isinstance(order, Fit)
-            assert script.send(script.trained(order)).accepted
+            assert script.deliver(order).accepted
         run.wait(60)
     monkeypatch.undo()
     assert failing.left == 0
