@@ -33,8 +33,9 @@ MIN_PAIR_CORRELATION = 0.37
 more, two in seven boxes without a code have less."""
 ROUGH, RIVALS = 10, 6
 """Numbers of proposals refined on the blurred picture, and of those refined again on the sharp one."""
-MIN_ROUGH_SCORE = 0.185
-"""Least correlation with the blurred picture of a proposal that is refined: what was read began with 0.19 and more."""
+MIN_ROUGH_SCORE = 0.16
+"""Least correlation with the blurred picture of a proposal that is refined: codes that were read in photos began with 0.19 and more, one of
+193 in drawn scenes with less than 0.185."""
 MIN_LIKELY_SCORE = 0.3
 """Least correlation with the blurred picture of a place by three finder patterns for it to be refined before others are looked for."""
 MANY, SHARE = 120, 0.25
