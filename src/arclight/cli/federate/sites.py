@@ -135,7 +135,7 @@ def check_masks(recipe: FederatedRecipe) -> None:
     if isinstance(recipe.task, Imported) or not callable(shapes) or recipe.federation.masks == Masks():
         return
     try:
-        ServerMasks(recipe.federation, recipe.seed, lambda client: None).check(shapes())
+        ServerMasks(recipe.federation, recipe.seed, lambda client: None).whole_of(shapes())
     except SettingsError as error:
         raise UsageError(f"federation.{error}") from error
 

@@ -270,10 +270,10 @@ class ServerMasks:
         self._counts: dict[str, int] = {}
         """Experts of the model, or of each head, by the mask that splits them."""
 
-    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raise SettingsError if the settings do not fit weights of these names and shapes."""
+    def whole_of(self, shapes: Mapping[str, Sequence[int]]) -> TransferMask:
+        """Return `whole` of weights of these names and shapes, which need not be written yet."""
         entries = {f"{MODEL}{name}": Entry(blob="", dtype="F32", shape=tuple(shape)) for name, shape in shapes.items()}
-        self.whole(Manifest(kind="weights", tensors=entries, blobs={}))
+        return self.whole(Manifest(kind="weights", tensors=entries, blobs={}))
 
     def whole(self, weights: Manifest) -> TransferMask:
         """Return the mask of all clients together.

@@ -340,12 +340,10 @@ class ServerRun:
         A later start goes on from what is in the folder, whatever it is given.
         Raises SettingsError if the masks do not fit, FederatedError for values that are NaN or infinite and that clients send.
         """
-        self._masks.check({name: tensor.shape for name, tensor in weights.items()})
-        mask = TransferMask.of(self.federation, weights)
+        mask = self._masks.whole_of({name: tensor.shape for name, tensor in weights.items()})
         for name, tensor in weights.items():
-            value = (
-                tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
-            )  # float8 has no isfinite
+            # float8 has no isfinite
+            value = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
             if mask.sends(MODEL + name) and not torch.isfinite(value).all():
                 raise FederatedError(
                     f"{name} of the initial weights has values that are NaN or infinite: begin from others, or keep it from being sent "
