@@ -39,8 +39,8 @@ def main() -> None:
     from arclight.parallel.hardware import hardware
     from arclight.parallel.planning.chain import Chain
     from arclight.parallel.planning.mesh_search import Limits, search
+    from arclight.text.data.data_settings import Text as Data
     from arclight.text.settings import LanguageTask
-    from arclight.text.settings import Text as Data
     from arclight.text.workload import workload
 
     device = hardware("h100")

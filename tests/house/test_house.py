@@ -312,6 +312,26 @@ def test_every_public_name_is_there() -> None:
     assert not missing
 
 
+def test_code_beside_the_package_imports_what_exists() -> None:
+    """Benchmarks, examples and tests import in functions too, where nothing fails until the function is called."""
+    files = [
+        path for folder in ("benchmarks", "examples", "tests") for path in sorted((REPOSITORY / folder).rglob("*.py"))
+    ]
+    imports = [
+        (place(path, node), node.module or "", alias.name)
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE.root.name
+        for alias in node.names
+    ]
+    missing = [
+        f"{where} {module}.{name}"
+        for where, module, name in imports
+        if f"{module}.{name}" not in PACKAGE.modules and not hasattr(importlib.import_module(module), name)
+    ]
+    assert missing == []
+
+
 # ------------------------------------------------------------------------------------------------------- what is typed
 
 
