@@ -86,7 +86,7 @@ class DetectHead(Head):
 
     def _levels(self, maps: list[Tensor]) -> list[Tensor]:
         shape = (-1, 5 + self.num_classes + self.extra)
-        return [conv(x).unflatten(1, shape).permute(0, 1, 3, 4, 2) for conv, x in zip(self.m, maps)]
+        return [conv(x).permute(0, 2, 3, 1).unflatten(3, shape).permute(0, 3, 1, 2, 4) for conv, x in zip(self.m, maps)]
 
     def decode(self, raw: Any) -> Any:
         """Decode logits per level to rows; see `decode_levels`."""
