@@ -252,11 +252,12 @@ def test_int8_runs_on_integer_kernels(int8_program: Program, quantized: Quantize
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     onnxruntime.InferenceSession(str(int8_program.path), options)
     operators = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
-    assert operators["QLinearConv"] == len(quantized.quantized_layers) == 10
-    assert operators["Conv"] == 3  # the stem and 2 heads
-    assert operators["QLinearMul"] == 8  # every SiLU but those of the stem and before the heads
-    assert operators["DequantizeLinear"] <= 4  # integers end only where the heads begin
-    assert int8_program.metadata["quantization"]["integer_kernels"] == {"QLinearConv": 10}
+    assert len(quantized.quantized_layers) == 12
+    assert operators["QLinearConv"] == operators["QLinearMul"] == 10  # every SiLU but that of the stem
+    assert operators["MatMulIntegerToFloat"] == 2  # the heads, which write float32
+    assert operators["Conv"] == 1  # the stem
+    assert operators["DequantizeLinear"] == 2  # biases of the heads
+    assert int8_program.metadata["quantization"]["integer_kernels"] == {"QLinearConv": 10, "MatMulIntegerToFloat": 2}
 
 
 def test_int8_says_how_far_it_is_from_float(int8_program: Program, model: nn.Module, images: Tensor) -> None:
@@ -283,7 +284,7 @@ def test_int8_without_integer_kernels_is_refused(tmp_path: Path, monkeypatch: py
             self.graph_optimization_level = optimization
 
     monkeypatch.setattr(onnxruntime, "SessionOptions", NoFusion)
-    with pytest.raises(ExportError, match="only 0 of 1 quantized layers"):
+    with pytest.raises(ExportError, match="only 0 of 2 quantized layers"):
         export(quantized, tmp_path / "p.onnx", example_inputs=x)
     assert leftovers(tmp_path) == []
 

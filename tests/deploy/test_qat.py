@@ -318,7 +318,7 @@ def test_prepare_qat_names_unsupported_layers() -> None:
     with pytest.raises(QuantizeError, match=r"b\.weight is rounded in evaluation mode and not computed in training"):
         prepare_qat(TrainedElsewhere(), torch.rand(2, 4))
     with pytest.raises(QuantizeError, match="no layer of Conv2d"):
-        prepare_qat(nn.Conv2d(4, 8, 1), torch.rand(2, 4, 8, 8))
+        prepare_qat(nn.Conv2d(4, 8, 3), torch.rand(2, 4, 8, 8))
     with pytest.raises(QuantizeError, match="did you mean 'conv'"):
         prepare_qat(Normed(), torch.rand(2, 4, 8, 8), recipe=Int8(skip=("conv3",)))
     with pytest.raises(TypeError, match="convert needs what prepare_qat has returned, got Linear"):
@@ -343,7 +343,7 @@ def test_a_weight_of_two_layers_is_folded_in_one() -> None:
     x = torch.randn(4, 8, 8, 8)
     prepared = prepare_qat(Shared(), x)
     prepared(x).sum().backward()
-    assert convert(prepared.eval()).quantized_layers == ("a", "b")
+    assert convert(prepared.eval()).quantized_layers == ("a", "b", "out")
 
 
 def test_layers_with_steps_of_their_own_stay_in_float(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +60,7 @@ def convert(
     _tidy(model)
     if any(node.op_type == "DequantizeLinear" for node in model.graph.node):
         _select_in_two_steps(model)
+        _transpose_shared_weights(model)
     return model
 
 
@@ -209,6 +211,44 @@ def _select_in_two_steps(model: onnx.ModelProto) -> None:
         ]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
+
+
+def _transpose_shared_weights(model: onnx.ModelProto) -> None:
+    """Store transposed the rounded weight of a linear layer that is applied more than once.
+
+    ONNX Runtime 1.32 finds no integer kernel for products that share one transposition of a weight.
+    """
+    onnx = require("onnx", extra="deploy")
+    graph = model.graph
+    held = {tensor.name: tensor for tensor in graph.initializer}
+    reads = Counter(_names_read(graph))
+    written = {node.output[0]: node for node in graph.node}
+    for node in [node for node in graph.node if node.op_type == "Transpose" and reads[node.output[0]] > 1]:
+        source = written.get(node.input[0])
+        if source is None or source.op_type != "DequantizeLinear" or source.input[0] not in held:
+            continue
+        weight = held[source.input[0]]
+        if len(weight.dims) != 2:
+            continue
+        values = np.ascontiguousarray(onnx.numpy_helper.to_array(weight).T)
+        graph.initializer.append(onnx.numpy_helper.from_array(values, f"{node.output[0]}_stored"))
+        axis = next((attribute.i for attribute in source.attribute if attribute.name == "axis"), 1)
+        inputs = [f"{node.output[0]}_stored", *source.input[1:]]
+        node.CopyFrom(onnx.helper.make_node("DequantizeLinear", inputs, node.output, name=node.name, axis=1 - axis))
+        if reads[source.output[0]] == 1:
+            graph.node.remove(source)
+            if reads[weight.name] == 1:
+                graph.initializer.remove(weight)
+
+
+def _names_read(graph: onnx.GraphProto) -> Iterator[str]:
+    """Yield the name of each value that a node, or a branch or loop in one, reads."""
+    yield from (value.name for value in graph.output)
+    for node in graph.node:
+        yield from node.input
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from _names_read(inner)
 
 
 def _tidy(model: onnx.ModelProto) -> None:

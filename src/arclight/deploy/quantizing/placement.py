@@ -3,8 +3,8 @@
 `ptq` and `qat` make a `PlacementQuantizer`, which torchao calls; other modules take names of layers and checks of ``skip`` from here. A new placement
 is a `Profile`. In ONNX Runtime a convolution is fast only if it reads *and* writes integers: so all between two layers with weights stays quantized
 (activations, sums, products, pooling, resizing, concatenation). What follows the last such layer (box decoding, softmax, the outputs) stays in
-float32, and so do a convolution whose result is only read there, the activations that it reads, and the convolution that reads the image. `PROFILES`
-has what differs in other runtimes.
+float32, and so do a convolution whose result is only read there, unless it can be written as a matrix product, the activations that it reads, and
+the convolution that reads the image. `PROFILES` has what differs in other runtimes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
-from arclight.deploy.quantizing.graphs import NAME, attribute, constant_sources, stored_tensor
+from arclight.deploy.quantizing.graphs import NAME, attribute, constant_sources, stored_tensor, tensor_name
 from arclight.deploy.quantizing.observers import (
     LeastErrorMovingRange,
     LeastErrorObserver,
@@ -80,10 +80,12 @@ class Profile:
     """A convolution may write float32, and so run on integers although only float operators read its result."""
     stem_channels: int = 0
     """Fewest input channels of a convolution on integers."""
+    float_products: bool = False
+    """A 1x1 convolution that may not write float32 is written as a matrix product, which may."""
 
 
 PROFILES: Mapping[str, Profile] = {
-    "onnxruntime": Profile(stem_channels=STEM_CHANNELS),
+    "onnxruntime": Profile(stem_channels=STEM_CHANNELS, float_products=True),
     "onednn": Profile(
         splits_silu=False, fuses=frozenset(CLIPS | ACTIVATIONS), arithmetic=frozenset({aten.add.Tensor} | POOLING),
         float_results=True,
@@ -133,7 +135,7 @@ class PlacementQuantizer(pt2e.Quantizer):
             self.activation = self.before_silu = spec(LeastErrorMovingRange) if activation_bits < 8 else self.gate
         self._between = self.profile.fuses | self.profile.arithmetic | MOVEMENT
         self.qat = qat
-        self.weight_bits = weight_bits
+        self.weight_bits, self.activation_bits = weight_bits, activation_bits
         self.skip = tuple(skip)
         self.quantized_layers: list[str] = []
         self.float_layers: list[str] = []
@@ -144,7 +146,10 @@ class PlacementQuantizer(pt2e.Quantizer):
         self._quantized: dict[Node, Any] = {}  # nodes whose output is quantized, and how
 
     def transform_for_annotation(self, graph: GraphModule) -> GraphModule:
-        """Replace SiLU by x * sigmoid(x), for runtimes with integer kernels for these only."""
+        """Write operators in others that the runtime has integer kernels for.
+
+        SiLU becomes x * sigmoid(x), and a last 1x1 convolution a matrix product, as the profile says.
+        """
         for node in list(graph.graph.nodes) if self.profile.splits_silu else ():
             if node.target is aten.silu.default:
                 with graph.graph.inserting_before(node):
@@ -152,8 +157,29 @@ class PlacementQuantizer(pt2e.Quantizer):
                     product = _like(node, graph.graph.call_function(aten.mul.Tensor, (node.args[0], gate)))
                 node.replace_all_uses_with(product)
                 graph.graph.erase_node(node)
+        if self.profile.float_products and self.weight_bits == self.activation_bits == 8:
+            self._write_last_convolutions_as_products(graph)
         graph.recompile()
         return graph
+
+    def _write_last_convolutions_as_products(self, graph: GraphModule) -> None:
+        """Replace 1x1 convolutions whose result only float operators read by matrix products over channels.
+
+        As convolutions they would stay in float32, and so would the activations before them.
+        """
+        stored, before = constant_sources(graph), _before(graph, LAYERS)
+        for node in graph.graph.find_nodes(op="call_function", target=aten.conv2d.default):
+            source, weight, *bias = node.args[:3]
+            kept = node in before or weight not in stored or inside(module_name(node), self.skip)
+            if kept or not _is_pointwise(node) or _input_channels(node) < self.profile.stem_channels:
+                continue
+            with graph.graph.inserting_before(node):
+                matrix = _as_matrix(graph, weight, tensor_name(stored[weight]), trained=self.qat)
+                rows = _call(graph, node, aten.permute.default, source, [0, 2, 3, 1])
+                product = _call(graph, node, aten.linear.default, rows, matrix, *bias)
+                back = _call(graph, node, aten.permute.default, product, [0, 3, 1, 2])
+            node.replace_all_uses_with(back)
+            graph.graph.erase_node(node)
 
     def annotate(self, graph: GraphModule) -> GraphModule:
         check_names(graph, self.skip)
@@ -287,9 +313,37 @@ def stored_weights(graph: GraphModule) -> dict[str, bool]:
     return {module_name(node): node.args[1] in stored for node in graph.graph.nodes if node.target in LAYERS}
 
 
-def _like(node: Node, new: Node) -> Node:
-    new.meta = dict(node.meta)
+def _like(node: Node, new: Node, **notes: Any) -> Node:
+    """Return ``new`` with the notes of ``node``, but for ``notes``."""
+    new.meta = {**node.meta, **notes}
     return new
+
+
+def _call(graph: GraphModule, like: Node, target: Any, *args: Any) -> Node:
+    """Create a call of an operator in the module of ``like``, with the shape that it returns."""
+    shapes = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
+    return _like(like, graph.graph.call_function(target, args), val=target(*shapes))
+
+
+def _as_matrix(graph: GraphModule, weight: Node, name: str, *, trained: bool) -> Node:
+    """Return the weight (out, in, 1, 1) of a convolution as a matrix (out, in): computed of the trained one, or stored."""
+    shape = list(weight.meta["val"].shape[:2])
+    if trained:
+        return _call(graph, weight, aten.view.default, weight, shape)
+    stored = f"{name.replace('.', '_')}_matrix"
+    setattr(graph, stored, torch.nn.Parameter(stored_tensor(graph, weight).detach().view(shape), requires_grad=False))
+    matrix = _like(weight, graph.graph.get_attr(stored), val=weight.meta["val"].view(shape))
+    matrix.meta[NAME] = name
+    return matrix
+
+
+def _is_pointwise(convolution: Node) -> bool:
+    """Return True for a convolution of kernel 1 x 1 that reads each position once."""
+    defaults = (None, [1, 1], [0, 0], [1, 1], 1)
+    arguments: tuple[Any, ...] = (*convolution.args[1:], *defaults[len(convolution.args) - 2 :])
+    weight, _, stride, padding, _, groups = arguments
+    one = tuple(weight.meta["val"].shape[2:]) == (1, 1)
+    return one and groups == 1 and all(step == 1 for step in stride) and all(zeros == 0 for zeros in padding)
 
 
 def _read_by_silu(node: Node) -> bool:

@@ -559,7 +559,7 @@ def _calibrated(
         if not quantized_layers:
             raise QuantizeError(
                 f"no layer of {name} can run on integers: a convolution needs {STEM_CHANNELS} input "
-                f"channels and another layer after it; these stay in float: {quantizer.float_layers}"
+                f"channels, and another layer after it or a kernel of 1x1; these stay in float: {quantizer.float_layers}"
             )
         if target == "onnxruntime":
             _check_signed(prepared, type(quantizer).__name__, quantized_layers)
