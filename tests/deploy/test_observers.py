@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.deploy.test_qat import Normed
-from torch import Tensor
+from torch import Tensor, nn
 
 from arclight.deploy import Int8, LowBit, prepare_qat
 from arclight.deploy.quantizing.observers import (
@@ -161,8 +161,8 @@ def test_counts_keep_their_places_when_the_range_grows() -> None:
     assert _rebinned(counts, (-4.0, 0.0), (-8.0, 0.0)).tolist() == [0, 0, 0, 0, *halved]
 
 
-def moving(kind: type[MovingRange]) -> MovingRange:
-    spec = activation_spec(kind, bits=4)
+def moving(kind: type[MovingRange], **options: object) -> MovingRange:
+    spec = activation_spec(kind, bits=4, **options)
     return spec.observer_or_fake_quant_ctr.with_args(
         dtype=spec.dtype, qscheme=spec.qscheme, quant_min=spec.quant_min, quant_max=spec.quant_max
     )()
@@ -186,6 +186,26 @@ def test_sixteen_levels_leave_the_largest_values_of_a_batch() -> None:
     ]  # fmt: skip
     assert errors[LeastErrorMovingRange] < 0.8 * errors[MovingRange]
     assert errors[LeastErrorMovingRange] < 1.1 * min(tried)
+
+
+def test_sixteen_levels_before_silu_are_those_that_it_passes_on() -> None:
+    values = 3 * torch.randn(1, 6, 100, 100, generator=torch.Generator().manual_seed(0))
+
+    def error(x: Tensor) -> float:
+        return float((x * (15 * x.sigmoid()).round() / 15 - torch.nn.functional.silu(values)).abs().pow(2.4).mean())
+
+    errors = {}
+    for reader in ("any", "silu"):
+        made = moving(LeastErrorMovingRange, reader=reader).train()
+        errors[reader] = error(made(values))
+        if reader == "silu":
+            assert float(values.min()) < 5 * float(made.low) < 0  # silu(-2) is -0.24, and silu(-12) nearly 0
+    tried = [
+        error(torch.fake_quantize_per_tensor_affine(values, (high - low) / 15, round(-low * 15 / (high - low)), 0, 15))
+        for low in np.linspace(0.02, 1, 50) * float(values.min()) for high in np.linspace(0.3, 1, 15) * float(values.max())
+    ]  # fmt: skip
+    assert errors["silu"] < 0.6 * errors["any"]
+    assert errors["silu"] < 1.1 * min(tried)
 
 
 @pytest.mark.parametrize("values", [torch.zeros(8), torch.tensor([0.0, math.nan]), torch.tensor([-math.inf, 1.0])])
@@ -223,3 +243,13 @@ def test_ranges_of_least_error_are_for_few_bits() -> None:
     assert {LeastErrorMovingRange, PerChannelLeastErrorRange} <= low
     assert {MovingRange, PerChannelWeightRange} <= high
     assert not {LeastErrorMovingRange, PerChannelLeastErrorRange} & high
+
+
+def test_training_in_four_bits_has_ranges_for_silu_where_it_reads_integers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.SiLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
+    x = torch.randn(4, 8, 12, 12) * 8
+    lowest = float(model[0](x).detach().min())
+    ranges = prepare_qat(model, x, recipe=LowBit(activation_bits=4, min_sqnr_db=-50)).state_dict()
+    assert lowest < -10
+    assert 0.3 * lowest < float(ranges["fake_quantize.0_conv2d.low"]) < 0

@@ -18,7 +18,7 @@ from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
 
 Reader = Literal["any", "silu"]
-"""Operator that reads the tensor: any, or SiLU computed as x * sigmoid(x) on 8-bit values."""
+"""Operator that reads the tensor: any, or SiLU computed as x * sigmoid(x) on rounded values."""
 
 SAMPLES = 16384
 """Most values of a batch that count; of a larger one so many are sampled."""
@@ -93,9 +93,7 @@ def least_error_range(
     best, least = (low, high), float("inf")
     for bottom in bottoms.tolist():
         rounded = _rounded(values, bottom, tops[:, None], steps)
-        if reader == "silu":
-            rounded = rounded * (torch.sigmoid(rounded) * steps).round() / steps
-        errors = ((rounded - exact).abs().pow(POWER) * counts).sum(1)
+        errors = ((_read(rounded, reader, steps) - exact).abs().pow(POWER) * counts).sum(1)
         error, at = errors.min(0)
         if float(error) < least:
             best, least = (bottom, float(tops[at])), float(error)
@@ -128,6 +126,11 @@ def _rounded(values: Tensor, low: float | Tensor, high: Tensor, steps: int) -> T
     scale = (high - low).clamp(min=torch.finfo(torch.float32).tiny) / steps
     zero_point = (-low / scale).round()
     return ((values / scale).round() + zero_point).clamp(0, steps).sub(zero_point) * scale
+
+
+def _read(rounded: Tensor, reader: Reader, steps: int) -> Tensor:
+    """Return what ``reader`` computes of rounded values, with a gate of ``steps`` + 1 levels."""
+    return rounded * (torch.sigmoid(rounded) * steps).round() / steps if reader == "silu" else rounded
 
 
 class MovingRange(pt2e.ObserverBase):
@@ -202,12 +205,17 @@ class MovingRange(pt2e.ObserverBase):
 class LeastErrorMovingRange(MovingRange):
     """Fake quantization of activations of few bits, in the least-error range of the batch.
 
-    With 16 levels the extremes of a batch would leave few of them to most of its values.
+    With 16 levels the extremes of a batch would leave few of them to most of its values. The error is that of what ``reader`` computes, as in
+    `LeastErrorObserver`: before a SiLU, levels far below 0 would all become nearly 0.
     """
 
     RATE = 0.05
     CANDIDATES = 16
     HISTOGRAM_BINS = 256
+
+    def __init__(self, *, reader: Reader = "any", **spec: Any) -> None:
+        super().__init__(**spec)
+        self.reader = reader
 
     def _range_between(self, x: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the range by a histogram of values at quasi-random places.
@@ -225,10 +233,13 @@ class LeastErrorMovingRange(MovingRange):
         if self.synchronized:
             dist.all_reduce(counts)
         centers = _centers(self.HISTOGRAM_BINS, low, high)
-        shares = torch.linspace(0.3, 1, self.CANDIDATES, device=x.device)
-        lows, highs = (one.flatten() for one in torch.meshgrid(low * shares, high * shares, indexing="ij"))
-        rounded = _rounded(centers, lows[:, None], highs[:, None], self.quant_max - self.quant_min)
-        best = ((rounded - centers).abs().pow(POWER) * counts).sum(1).argmin()
+        of_high = torch.linspace(0.3, 1, self.CANDIDATES, device=x.device)
+        of_low = torch.linspace(0.05, 1, self.CANDIDATES, device=x.device) if self.reader == "silu" else of_high
+        lows, highs = (one.flatten() for one in torch.meshgrid(low * of_low, high * of_high, indexing="ij"))
+        steps = self.quant_max - self.quant_min
+        rounded = _read(_rounded(centers, lows[:, None], highs[:, None], steps), self.reader, steps)
+        exact = F.silu(centers) if self.reader == "silu" else centers
+        best = ((rounded - exact).abs().pow(POWER) * counts).sum(1).argmin()
         return lows.gather(0, best[None])[0], highs.gather(0, best[None])[
             0
         ]  # no index, which would wait for the device

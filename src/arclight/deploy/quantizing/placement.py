@@ -132,7 +132,10 @@ class PlacementQuantizer(pt2e.Quantizer):
             self.before_silu = spec(LeastErrorObserver, reader="silu")
         if qat:
             self.gate = spec(MovingRange)
-            self.activation = self.before_silu = spec(LeastErrorMovingRange) if activation_bits < 8 else self.gate
+            self.activation = self.before_silu = self.gate
+            if activation_bits < 8:
+                self.activation = spec(LeastErrorMovingRange)
+                self.before_silu = spec(LeastErrorMovingRange, reader="silu")
         self._between = self.profile.fuses | self.profile.arithmetic | MOVEMENT
         self.qat = qat
         self.weight_bits, self.activation_bits = weight_bits, activation_bits
