@@ -39,13 +39,13 @@ class Task:
         """Score a model, or its program."""
         return self.points(torch.cat([model(inputs) for inputs in self.test[0].split(BATCH)]), self.test[1])
 
-    def fit(self, model: nn.Module, epochs: int, rate: float) -> nn.Module:
-        """Train ``model`` with AdamW under a rate of one cycle."""
+    def fit(self, model: nn.Module, epochs: int, rate: float, *, seed: int = 0) -> nn.Module:
+        """Train ``model`` with AdamW under a rate of one cycle, on batches drawn by ``seed``."""
         inputs, targets = self.train
         steps = epochs * (len(inputs) // BATCH)
         optimizer = torch.optim.AdamW(model.parameters(), rate)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps)
-        order = torch.Generator().manual_seed(0)
+        order = torch.Generator().manual_seed(seed)
         model.train()
         for _ in range(epochs):
             for chosen in torch.randperm(len(inputs), generator=order).split(BATCH)[: len(inputs) // BATCH]:
