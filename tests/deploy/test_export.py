@@ -633,3 +633,76 @@ def test_outputs_without_a_value_are_refused(tmp_path: Path) -> None:
     ):
         export(Cut(), tmp_path / "p.onnx", example_inputs=torch.rand(2, 4))
     assert leftovers(tmp_path) == []
+
+
+class Scaled(nn.Module):
+    """Takes a number first, and gives one last."""
+
+    def forward(self, scale: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return scale * x, (scale * 2).clone()
+
+
+@pytest.mark.parametrize(
+    "form", ["onnx", *(pytest.param(form, marks=pytest.mark.slow) for form in ("openvino", "pt2"))]
+)
+def test_numbers_keep_their_shape_in_programs(form: Format, tmp_path: Path) -> None:
+    scale, x = torch.tensor(3.0), torch.rand(2, 4)
+    program = export(
+        Scaled(), tmp_path / "p", example_inputs=(scale, x), format=form, sign=SigningKey.make(tmp_path / "key.pem")
+    )
+    assert program.inputs[0].shape == ()
+    product, double = program(scale.numpy(), x.numpy())
+    np.testing.assert_allclose(product, 3 * x.numpy(), rtol=1e-6)
+    assert (np.shape(double), float(double)) == ((), 6.0)
+    assert program(scale, x)[1].shape == ()
+
+
+class Counted(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x.double().sum(-1)
+
+
+@pytest.mark.parametrize("name", ["p", "p.onnx"])
+def test_openvino_keeps_the_name_of_an_input_behind_which_a_cast_is(name: str, tmp_path: Path) -> None:
+    x = torch.rand(2, 4)
+    export(Counted(), tmp_path / name, example_inputs=x, input_names=["numbers"], output_names=["double", "sum"])
+    program = Program.load(tmp_path / name, runtime="openvino")
+    assert [spec.name for spec in (*program.inputs, *program.outputs)] == ["numbers", "double", "sum"]
+    torch.testing.assert_close(program(x)[1], x.double().sum(-1), rtol=1e-6, atol=0)
+
+
+def test_one_file_names_its_free_dimensions(tmp_path: Path) -> None:
+    class Joined(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.cat([x, y], 1)
+
+    inputs = (torch.rand(2, 3), torch.rand(2, 1))
+    dynamic = {"x": {0: "rows", 1: "left"}, "y": {0: "rows", 1: "right"}}
+    program = export(Joined(), tmp_path / "p.onnx", example_inputs=inputs, dynamic=dynamic)
+    assert [spec.shape for spec in program.inputs] == [("rows", "left"), ("rows", "right")]
+    assert program.outputs[0].shape == ("rows", "left + right")
+
+
+class Typed(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.float(), x.to(self.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
+def test_outputs_of_types_without_values_in_programs_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    kind = str(dtype).removeprefix("torch.")
+    with pytest.raises(ExportError, match=rf"output 1 of the model is {kind}, which programs do not give: return "):
+        export(Typed(dtype), tmp_path / "p.onnx", example_inputs=torch.rand(2, 4))
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("form", ["onnx", pytest.param("openvino", marks=pytest.mark.slow)])
+def test_integers_of_every_width_are_taken(form: Format, tmp_path: Path) -> None:
+    x = torch.tensor([[-3, 300]], dtype=torch.int16)
+    program = export(Typed(torch.int32), tmp_path / "p", example_inputs=x, format=form)
+    assert [spec.dtype for spec in (*program.inputs, *program.outputs)] == ["int16", "float32", "int32"]
+    assert program(x)[1].tolist() == [[-3, 300]]

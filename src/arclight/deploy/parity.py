@@ -146,7 +146,7 @@ def distance(reference: Tensor, output: Tensor, name: str) -> Distance:
 
     Raises ValueError as `compare` does, with ``name`` in the message.
     """
-    wanted, given = reference.detach().double().flatten(), output.detach().double().flatten()
+    wanted, given = _real_numbers(reference), _real_numbers(output)
     finite = wanted.isfinite()
     if len(wanted) and (wanted.isnan().any() or not finite.any()):
         kind = "NaN" if wanted.isnan().any() else "infinite"
@@ -166,3 +166,9 @@ def distance(reference: Tensor, output: Tensor, name: str) -> Distance:
         signal=float(wanted.square().sum()),
         noise=float(difference.square().sum()),
     )
+
+
+def _real_numbers(tensor: Tensor) -> Tensor:
+    """Return the values in float64, those of a complex tensor as real and imaginary parts."""
+    held = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    return held.double().flatten()

@@ -78,7 +78,7 @@ from arclight.deploy.programs.other_runtime import described_probe
 from arclight.deploy.programs.processing import check_name
 from arclight.deploy.programs.processor import instruction_sets, overflows
 from arclight.deploy.programs.program import Program
-from arclight.deploy.programs.session import NAMES
+from arclight.deploy.programs.session import NAMES, dtype_name
 from arclight.deploy.quantizing.ptq import QuantizedModel
 from arclight.deploy.settings import BFloat16, DynamicInt8, Int8, LowBit, Quantization, Runtime, WeightOnly
 from arclight.fabric.atomic_replace import DISK_FULL
@@ -104,6 +104,14 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
     "openvino-bf16": ("onnx", "onnxscript", "openvino"), "torch": (), "inductor": (),
 }  # fmt: skip
 """Maps a runtime to the packages that write and run its programs, beside torch."""
+
+
+_NO_OUTPUT: Mapping[torch.dtype, str] = {
+    torch.bfloat16: "its .float()", torch.complex32: "torch.view_as_real of it, a tensor with one dimension more",
+    torch.complex64: "torch.view_as_real of it, a tensor with one dimension more",
+    torch.complex128: "torch.view_as_real of it, a tensor with one dimension more",
+}  # fmt: skip
+"""Maps a type that NumPy or a runtime lacks to what a model may return in its place."""
 
 
 @overload
@@ -493,8 +501,12 @@ def _tried(
     tensors = as_outputs(outputs)
     _check_names(len(inputs), input_names, len(tensors), output_names)
     for place, tensor in enumerate(tensors):
+        name = output_names[place] if output_names is not None else place
+        if way := _NO_OUTPUT.get(tensor.dtype):
+            raise ExportError(
+                f"output {name} of the model is {dtype_name(tensor.dtype)}, which programs do not give: return {way}"
+            )
         if not tensor.numel():
-            name = output_names[place] if output_names is not None else place
             raise ExportError(
                 f"output {name} of the model has shape {tuple(tensor.shape)} on the example and holds no value, so nothing can be told from it: "
                 "give an example on which it holds some, or wrap the model in one that leaves it out"

@@ -111,17 +111,28 @@ class Captured:
         given = list(tree_leaves([node.args for node in nodes.values() if node.op == "output"]))
         return taken, given[len(given) - len(signature.user_outputs) :]
 
+    def symbols(self) -> dict[str, str]:
+        """Map the graph's symbols of free dimensions to their names."""
+        taken, _ = self._nodes()
+        return {
+            str(node.meta["val"].shape[place]): name
+            for node, named in zip(taken, self.free)
+            for place, name in named.items()
+        }
+
+    def to_onnx(self) -> Any:
+        """Convert to ONNX, with the names of inputs, outputs and free dimensions."""
+        inputs, outputs = self.names()
+        return onnx_graph.convert(
+            self.exported, input_names=inputs, output_names=outputs, dimension_names=self.symbols()
+        )
+
     def specs(self) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
         """Return the specs of inputs and outputs.
 
         Sizes that depend on free dimensions are expressions in their names.
         """
-        taken, given = self._nodes()
-        symbols = {
-            str(node.meta["val"].shape[place]): name
-            for node, named in zip(taken, self.free)
-            for place, name in named.items()
-        }
+        (taken, given), symbols = self._nodes(), self.symbols()
         inputs, outputs = self.names()
         return (
             tuple(_spec(name, node.meta["val"], symbols) for name, node in zip(inputs, taken)),
@@ -298,8 +309,7 @@ def write(
 
 
 def _write_onnx(captured: Captured, path: Path, precision: str) -> dict[str, Any]:
-    inputs, outputs = captured.names()
-    onnx_graph.write(onnx_graph.convert(captured.exported, input_names=inputs, output_names=outputs), path)
+    onnx_graph.write(captured.to_onnx(), path)
     return {}
 
 
@@ -309,9 +319,7 @@ def _write_openvino(captured: Captured, path: Path, precision: str) -> dict[str,
     Its reader of torch graphs loses names, and has no rounded layers.
     """
     openvino = require("openvino", extra="deploy")
-    inputs, outputs = captured.names()
-    model = onnx_graph.convert(captured.exported, input_names=inputs, output_names=outputs)
-    sources = onnx_graph.write(model, path.with_name("source.onnx"))
+    sources = onnx_graph.write(captured.to_onnx(), path.with_name("source.onnx"))
     try:
         converted = openvino.convert_model(sources[-1])
         openvino.save_model(converted, path, compress_to_fp16=False)

@@ -12,9 +12,10 @@ import hashlib
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,11 +36,15 @@ LARGEST_FILE = 2**31 - 2**24
 
 
 def convert(
-    exported: ExportedProgram, *, input_names: Sequence[str] | None, output_names: Sequence[str] | None
+    exported: ExportedProgram,
+    *,
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+    dimension_names: Mapping[str, str] = MappingProxyType({}),
 ) -> onnx.ModelProto:
-    """Convert ``exported`` to ONNX; its free dimension, if it is the only one, is called batch.
+    """Convert ``exported`` to ONNX.
 
-    Raises ExportError if ONNX cannot express it.
+    ``dimension_names`` maps the graph's symbols of free dimensions to their names in the file. Raises ExportError if ONNX cannot express it.
     """
     require("onnxscript", extra="deploy")
     try:
@@ -57,7 +62,7 @@ def convert(
     except Exception as error:  # the exporter raises many kinds, all of them about operators that ONNX does not have
         why = failures.not_converted(error, failures.IN_ONNX)
         raise ExportError(f"the model cannot be written as ONNX: {why}") from error
-    _tidy(model)
+    _tidy(model, dimension_names)
     if any(node.op_type == "DequantizeLinear" for node in model.graph.node):
         _select_in_two_steps(model)
         _transpose_shared_weights(model)
@@ -251,19 +256,15 @@ def _names_read(graph: onnx.GraphProto) -> Iterator[str]:
                 yield from _names_read(inner)
 
 
-def _tidy(model: onnx.ModelProto) -> None:
-    """Delete the exporter's notes (source lines, local paths) and name the batch dimension."""
+def _tidy(model: onnx.ModelProto, dimension_names: Mapping[str, str]) -> None:
+    """Delete the exporter's notes (source lines, local paths) and name the free dimensions."""
     graph = model.graph
     del model.metadata_props[:], graph.metadata_props[:], graph.value_info[:]
     described: Iterable[Any] = (*graph.node, *graph.input, *graph.output, *graph.initializer)
     for item in described:
         item.ClearField("metadata_props")
         item.ClearField("doc_string")
-    free = {d.dim_param for value in graph.input for d in value.type.tensor_type.shape.dim if d.dim_param}
-    if len(free) > 1:  # several have the names that they were captured with
-        return
     for value in (*graph.input, *graph.output):
         for dim in value.type.tensor_type.shape.dim:
-            for name in free:
-                if dim.dim_param:
-                    dim.dim_param = re.sub(rf"\b{re.escape(name)}\b", "batch", dim.dim_param)
+            if dim.dim_param:  # a symbol, or an expression of some
+                dim.dim_param = re.sub(r"\w+", lambda word: dimension_names.get(word[0], word[0]), dim.dim_param)

@@ -24,7 +24,8 @@ LINEAR_KERNELS = {"DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits"
 """Kernels of linear layers of `DynamicInt8`, `WeightOnly` and W4A8, whose activations have no calibrated range."""
 _DTYPES = {
     "tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16", "tensor(int64)": "int64",
-    "tensor(int32)": "int32", "tensor(int8)": "int8", "tensor(uint8)": "uint8", "tensor(bool)": "bool",
+    "tensor(int32)": "int32", "tensor(int16)": "int16", "tensor(int8)": "int8", "tensor(uint64)": "uint64", "tensor(uint32)": "uint32",
+    "tensor(uint16)": "uint16", "tensor(uint8)": "uint8", "tensor(bool)": "bool",
 }  # fmt: skip
 
 

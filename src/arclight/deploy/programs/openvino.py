@@ -27,7 +27,8 @@ PACKED = INTEGERS | {"i4", "u4"}
 PRECISION_HINTS: Mapping[str, str] = {"openvino": "f32", "openvino-bf16": "bf16"}
 """Maps a runtime to the precision hint for OpenVINO, which would otherwise choose by itself."""
 _DTYPES = {
-    "f32": "float32", "f64": "float64", "f16": "float16", "i64": "int64", "i32": "int32", "i8": "int8", "u8": "uint8", "boolean": "bool",
+    "f32": "float32", "f64": "float64", "f16": "float16", "i64": "int64", "i32": "int32", "i16": "int16", "i8": "int8", "u64": "uint64",
+    "u32": "uint32", "u16": "uint16", "u8": "uint8", "boolean": "bool",
 }  # fmt: skip
 """Maps OpenVINO's names of types to NumPy's."""
 
@@ -69,8 +70,10 @@ class OpenVinoSession:
         except RuntimeError as error:
             kind = "OpenVINO" if path.suffix == ".xml" else "ONNX"
             raise ProgramError(f"{path} is not an {kind} program that OpenVINO can run: {error}") from error
-        self.inputs = tuple(_spec(port) for port in self._compiled.inputs)
-        self.outputs = tuple(_spec(port) for port in self._compiled.outputs)
+        # a compiled input has the names of casts behind it, too, which OpenVINO leaves out: any of them would be found
+        names = [port.get_node().get_friendly_name() for port in self._model.inputs]
+        self.inputs = tuple(_spec(port, name) for port, name in zip(self._compiled.inputs, names, strict=True))
+        self.outputs = tuple(_spec(port, port.get_any_name()) for port in self._compiled.outputs)
         self._requests = threading.local()  # a request serves one thread
 
     def run(self, values: Sequence[Array]) -> list[Array]:
@@ -106,7 +109,7 @@ def _core() -> Any:
     return require("openvino", extra="deploy").Core()
 
 
-def _spec(port: Any) -> TensorSpec:
+def _spec(port: Any, name: str) -> TensorSpec:
     kind = port.get_element_type().get_type_name()
     shape = tuple("any" if size.is_dynamic else size.get_length() for size in port.get_partial_shape())
-    return TensorSpec(port.get_any_name(), _DTYPES.get(kind, kind), shape)
+    return TensorSpec(name, _DTYPES.get(kind, kind), shape)

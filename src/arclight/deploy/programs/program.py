@@ -454,7 +454,8 @@ def _is_tensor(value: object) -> bool:
 
 
 def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
-    return np.ascontiguousarray(value.detach().cpu().numpy() if _is_tensor(value) else value)
+    array = value.detach().cpu().numpy() if _is_tensor(value) else value
+    return np.asarray(array, order="C")  # ascontiguousarray would give a scalar a dimension
 
 
 def _joined(parts: Sequence[Any]) -> Any:
