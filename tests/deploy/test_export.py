@@ -289,6 +289,29 @@ def test_int8_without_integer_kernels_is_refused(tmp_path: Path, monkeypatch: py
     assert leftovers(tmp_path) == []
 
 
+class Blocks(nn.Module):
+    """Linear layers whose clipped results are read by sums, cuts and other operators in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        left, right = (layer(value).relu() for layer, value in zip(self.layers, (x, y)))
+        x = left + right
+        x = x + self.layers[2](x).relu()
+        x = torch.cat([nn.functional.relu6(self.layers[3](x))[:, :16], x[:, 16:]], 1)
+        return self.layers[5](self.layers[4](x).clamp(min=-0.1).tanh())
+
+
+def test_int8_keeps_linear_layers_on_integers_whose_clipped_results_are_read_in_float(tmp_path: Path) -> None:
+    x, y = torch.randn(64, 32), torch.randn(64, 32)
+    quantized = quantize(Blocks(), [(x, y)])
+    program = export(quantized, tmp_path / "p.onnx", example_inputs=(x, y))
+    assert program.metadata["quantization"]["integer_kernels"] == {"QGemm": 6}
+    torch.testing.assert_close(program(x, y), quantized(x, y), rtol=0, atol=0.02)
+
+
 def test_int8_stores_integers(int8_program: Program, fp32_program: Program) -> None:
     stored = [sum(len(t.raw_data) for t in onnx.load(p.path).graph.initializer) for p in (int8_program, fp32_program)]
     assert stored[0] < 0.4 * stored[1]

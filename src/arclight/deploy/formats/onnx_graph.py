@@ -66,6 +66,7 @@ def convert(
     if any(node.op_type == "DequantizeLinear" for node in model.graph.node):
         _select_in_two_steps(model)
         _transpose_shared_weights(model)
+        _clip_by_extremes(model)
     return model
 
 
@@ -254,6 +255,47 @@ def _names_read(graph: onnx.GraphProto) -> Iterator[str]:
         for attribute in node.attribute:
             for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
                 yield from _names_read(inner)
+
+
+def _clip_by_extremes(model: onnx.ModelProto) -> None:
+    """Write a Relu or Clip between a rounded Gemm and a float operator as Max and Min.
+
+    ONNX Runtime (1.32) takes a Relu or Clip behind a Gemm for a part of the rounding that must follow; if none does, the Gemm stays in float32.
+    """
+    onnx = require("onnx", extra="deploy")
+    writers = {name: node for node in model.graph.node for name in node.output}
+    readers: dict[str, list[Any]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+
+    def rounded(node: Any) -> bool:
+        gemm = writers.get(node.input[0])
+        return (
+            gemm is not None
+            and gemm.op_type == "Gemm"
+            and all(name in writers and writers[name].op_type == "DequantizeLinear" for name in gemm.input[:2])
+        )
+
+    nodes = []
+    for node in model.graph.node:
+        behind = readers.get(node.output[0], [])
+        is_clip = node.op_type in ("Relu", "Clip") and rounded(node)
+        if not is_clip or not behind or all(reader.op_type == "QuantizeLinear" for reader in behind):
+            nodes.append(node)
+            continue
+        bounds = [*node.input[1:]]
+        if node.op_type == "Relu":
+            bounds = [f"{node.output[0]}_least"]
+            model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros((), np.float32), bounds[0]))
+        steps = [(kind, bound) for kind, bound in zip(("Max", "Min"), bounds) if bound]
+        source = node.input[0]
+        for place, (kind, bound) in enumerate(steps):
+            given = node.output[0] if place == len(steps) - 1 else f"{node.output[0]}_{kind}"
+            nodes.append(onnx.helper.make_node(kind, [source, bound], [given], name=f"{node.name}_{kind}"))
+            source = given
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
 
 
 def _tidy(model: onnx.ModelProto, dimension_names: Mapping[str, str]) -> None:
