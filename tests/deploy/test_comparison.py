@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from arclight.deploy import Program, compare, comparison, export
 from arclight.deploy.comparison import Comparison, Evaluation, NamedInputs
 from arclight.deploy.errors import ComparisonError
+from arclight.deploy.parity import compare as compare_outputs
 
 
 class Net(nn.Module):
@@ -73,6 +74,13 @@ def test_a_small_output_is_not_hidden_by_a_large_one_and_the_worst_sample_is_nam
     numbers = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert numbers["outputs"]["0"]["sqnr_db"] is None
     assert "output 1: 20.0 dB" in str(found)
+
+
+def test_both_parts_of_complex_outputs_are_compared() -> None:
+    one = torch.tensor([1 + 1j, 2 - 2j])
+    found = compare_outputs([one], [one + 0.5j])["0"]
+    assert (found.max_difference, found.largest) == (0.5, 2.0)
+    assert found.sqnr_db == pytest.approx(10 * math.log10(10 / 0.5))
 
 
 def test_samples_add_up_to_the_ratio_of_all() -> None:

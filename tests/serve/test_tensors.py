@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
+import onnx
 import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,9 +22,10 @@ from arclight import cli
 from arclight.deploy import Program
 from arclight.fabric.serving.listening import reserve_address
 from arclight.serve import Limits, models
-from arclight.serve.admission import Pace
+from arclight.serve.admission import Pace, Refusal
 from arclight.serve.app import ServedModel, build_app
 from arclight.serve.middleware import Access
+from arclight.serve.tasks import tensors
 
 SERVE = """
 import argparse
@@ -135,6 +137,42 @@ def test_no_request_is_a_fault_of_the_server(two, key, value, tail, size):
     content = json.dumps({"inputs": [tensor(**{key: value})]}).encode() + tail
     headers = {} if size is None else {"Inference-Header-Content-Length": str(size)}
     assert infer(two, content, **headers).status_code in (200, 400)
+
+
+WIDTHS = {"INT16": np.int16, "UINT16": np.uint16, "UINT32": np.uint32, "UINT64": np.uint64, "INT8": np.int8}
+
+
+@pytest.mark.parametrize("datatype", WIDTHS)
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_integers_of_every_width_are_answered_as_they_were_sent(datatype, runtime, tmp_path):
+    dtype = np.dtype(WIDTHS[datatype])
+    kind, bounds = onnx.helper.np_dtype_to_tensor_dtype(dtype), np.iinfo(dtype)
+    x, y = (onnx.helper.make_tensor_value_info(name, kind, ["n"]) for name in "xy")
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Unsqueeze", ["x", "axis"], ["z"]),
+                                    onnx.helper.make_node("Squeeze", ["z", "axis"], ["y"])],
+                                   "same", [x], [y], [onnx.numpy_helper.from_array(np.array([0]), "axis")])  # fmt: skip
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9),
+        tmp_path / "p.onnx",
+    )
+    program, values = Program.load(tmp_path / "p.onnx", runtime=runtime), [bounds.min, 7, bounds.max]
+    item = {"name": "x", "datatype": datatype, "shape": [3], "data": values}
+
+    def answered(content: bytes, size: bytes | None) -> tuple[bytes, int | None]:
+        request = tensors.decode(content, size, program, Limits())
+        return tensors.encode(request, tensors.compute(program, request.inputs), program, "m", "1")
+
+    content, _ = answered(json.dumps({"inputs": [item]}).encode(), None)
+    assert json.loads(content)["outputs"] == [item | {"name": "y"}]
+    held = np.array(values, dtype).tobytes()
+    sent = item | {"parameters": {"binary_data_size": len(held)}}
+    del sent["data"]
+    head = json.dumps({"inputs": [sent], "parameters": {"binary_data_output": True}}).encode()
+    content, size = answered(head + held, b"%d" % len(head))
+    assert content[size:] == held
+    for wrong in (bounds.min - 1, bounds.max + 1, 1.5, True):
+        with pytest.raises(Refusal, match=f"numbers that {dtype} can hold"):
+            answered(json.dumps({"inputs": [item | {"data": [0, 1, wrong]}]}).encode(), None)
 
 
 def test_models_are_described_and_unknown_ones_are_404(two):

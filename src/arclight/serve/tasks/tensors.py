@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from arclight.deploy.programs.session import TensorSpec
 
 DATATYPES = {
-    "float32": "FP32", "float64": "FP64", "float16": "FP16", "int64": "INT64", "int32": "INT32", "int8": "INT8",
-    "uint8": "UINT8", "bool": "BOOL",
+    "float32": "FP32", "float64": "FP64", "float16": "FP16", "int64": "INT64", "int32": "INT32", "int16": "INT16", "int8": "INT8",
+    "uint64": "UINT64", "uint32": "UINT32", "uint16": "UINT16", "uint8": "UINT8", "bool": "BOOL",
 }  # fmt: skip
 _DTYPES = {datatype: np.dtype(dtype) for dtype, datatype in DATATYPES.items()}
 _MAX_DIMENSIONS = 32
@@ -33,7 +33,7 @@ _ELEMENTS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {in
 """Types of JSON values that a kind of data type accepts."""
 QUIET: Any = {"over": "ignore"}
 """Arguments of the ``np.errstate`` that callers of `decode` set, once for all requests of a batch."""
-_WIDEST: dict[str, type] = {"b": np.bool_, "i": np.int64, "u": np.int64}
+_WIDEST: dict[str, type] = {"b": np.bool_, "i": np.int64, "u": np.uint64}
 JSON_SIZE = "Inference-Header-Content-Length"
 """Header that gives the number of bytes of JSON before the binary tensors."""
 
