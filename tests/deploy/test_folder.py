@@ -90,6 +90,26 @@ def test_spaces_in_the_description_do_not_matter(written: Path, tmp_path: Path) 
     assert Program.load(path).metadata["names"] == ["código"]
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("parity", 5),
+        ("parity", None),
+        ("parity", {}),
+        ("parity", {"sqnr_db": "high"}),
+        ("parity", {"sqnr_db": 80.0, "outputs": [1]}),
+        ("parity", {"sqnr_db": 80.0, "outputs": {"y": {"max_difference": None, "largest": 1}}}),
+        ("quantization", {"speed": {}}),
+        ("quantization", {"speed": 2.0}),
+        ("quantization", {"metric": {"program": "good", "float": 1.0}}),
+    ],
+)
+def test_measurements_without_numbers_are_refused(copied: Path, field: str, value: Any) -> None:
+    sealed(copied, lambda body: body["description"].update({field: value}))
+    with pytest.raises(ProgramError, match=rf"describes its .*{field}.* lacks the numbers"):
+        Program.load(copied)
+
+
 def test_swapped_missing_and_added_files_are_refused(copied: Path, tmp_path: Path) -> None:
     main = copied / "model.onnx"
     main.rename(tmp_path / "aside")

@@ -280,7 +280,7 @@ def _clip_by_extremes(model: onnx.ModelProto) -> None:
     nodes = []
     for node in model.graph.node:
         behind = readers.get(node.output[0], [])
-        is_clip = node.op_type in ("Relu", "Clip") and rounded(node)
+        is_clip = (node.op_type == "Relu" or (node.op_type == "Clip" and any(node.input[1:]))) and rounded(node)
         if not is_clip or not behind or all(reader.op_type == "QuantizeLinear" for reader in behind):
             nodes.append(node)
             continue
@@ -288,8 +288,7 @@ def _clip_by_extremes(model: onnx.ModelProto) -> None:
         if node.op_type == "Relu":
             bounds = [f"{node.output[0]}_least"]
             model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros((), np.float32), bounds[0]))
-        steps = [(kind, bound) for kind, bound in zip(("Max", "Min"), bounds) if bound]
-        source = node.input[0]
+        source, steps = node.input[0], [(kind, bound) for kind, bound in zip(("Max", "Min"), bounds) if bound]
         for place, (kind, bound) in enumerate(steps):
             given = node.output[0] if place == len(steps) - 1 else f"{node.output[0]}_{kind}"
             nodes.append(onnx.helper.make_node(kind, [source, bound], [given], name=f"{node.name}_{kind}"))

@@ -393,8 +393,39 @@ def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
             )
     if not all(isinstance(name, str) for name in metadata.get("requires", [])):
         raise ProgramError(f"{path} requires {str(metadata['requires'])[:60]}, and instruction sets have names")
+    _check_measured(path, metadata)
     if not all(isinstance(seconds, int | float) for seconds in metadata.get("build_s", {}).values()):
         raise ProgramError(f"{path} describes its build_s as {str(metadata['build_s'])[:60]}, and seconds are numbers")
+
+
+def _check_measured(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raise ProgramError for measurements of the exporter that cannot be shown, as those of an edited description."""
+    found: list[tuple[str, Any, Sequence[str]]] = []
+    if "parity" in metadata:
+        parity = metadata["parity"]
+        outputs = parity.get("outputs", {}) if isinstance(parity, dict) else {}
+        found.append(("parity", parity, ("sqnr_db",)))
+        found += [
+            ("parity of an output", one, ("max_difference", "largest"))
+            for one in (outputs.values() if isinstance(outputs, dict) else [outputs])
+        ]
+    quantization = metadata.get("quantization", {})
+    for name, numbers in (("metric", ("program", "float")), ("speed", ("over_fp32", "low", "high", "size_over_fp32"))):
+        if quantization.get(name) is not None:
+            found.append((f"{name} of quantization", quantization[name], numbers))
+    for name, one, numbers in found:
+        if not isinstance(one, dict) or not _are_numbers(one, numbers):
+            raise ProgramError(
+                f"{path} describes its {name} as {str(one)[:60]}, which lacks the numbers {', '.join(numbers)}: export it again"
+            )
+
+
+def _are_numbers(found: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Return True if ``found`` has a number for each of ``names``; the ratio of equal outputs is None."""
+    return all(
+        type(found.get(name)) in (int, float) or (name == "sqnr_db" and name in found and found[name] is None)
+        for name in names
+    )
 
 
 def _check_described(path: Path, contents: folder.Contents, session: Session) -> None:
