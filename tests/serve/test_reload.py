@@ -19,17 +19,19 @@ import torch
 from onnx import TensorProto, helper, save
 from tests.exports import compare_here
 from tests.serve.conftest import LOOPBACK, SAMPLES, running
-from tests.serve.programs import write_detector
+from tests.serve.programs import language_model, write_detector
 from tests.serve.test_tensors import SERVE
 from tests.serve.test_text import expected, post
 from tests.waiting import wait_until
 from torch import nn
 
-from arclight.deploy import Program, export
+from arclight.deploy import Program, ProgramError, export
 from arclight.fabric.signing import SigningKey
-from arclight.serve.models import Models, ServedModel
+from arclight.serve.models import Models, ServedModel, check_replacement
 from arclight.serve.tasks.scheduler import Generation, Scheduler
+from arclight.text.data.tokenizer import ByteTokenizer
 from arclight.text.generation import GenerationSettings
+from arclight.text.language_program import described
 
 PHOTO = (SAMPLES / "counter.jpg").read_bytes()
 
@@ -254,6 +256,45 @@ def test_no_text_fails_while_its_program_is_replaced(folder, lm, tmp_path):
         for one in asked:
             one.result()
     assert wrong == []
+
+
+class Logits(nn.Module):
+    """What a language program computes, but for the language; the first token of the vocabulary gives 1 / ``offset``."""
+
+    def __init__(self, offset: float) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.tensor(offset))
+
+    def forward(self, tokens, padding, past):
+        logits = torch.ones(259) / (tokens[:, -1:] + self.offset + 0 * padding[:, None])
+        return logits, torch.cat([past, tokens[:, None, :, None].float()], 2)
+
+
+def language(path: Path, offset: float = 1.0, **metadata: object) -> ServedModel:
+    """A model whose program says of itself what the one of ``lm`` does, but for ``metadata``."""
+    kept = described(language_model(), ByteTokenizer())
+    dynamic = {"tokens": {0: "batch", 1: "time"}, "padding": {0: "batch"}, "past": {0: "batch", 2: "past"}}
+    inputs = (torch.ones(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 1, 4, 1))
+    empty = (*inputs[:2], torch.zeros(2, 1, 0, 1))
+    comparisons = {"empty": empty, "one": tuple(value[:1] for value in inputs)}
+    export(
+        Logits(offset), path, example_inputs=inputs, comparisons=comparisons, dynamic=dynamic, metadata=kept | metadata
+    )
+    return ServedModel(name="lm", text=Text(), loaded=Program.load(path))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"offset": 0.0}, "logits are NaN or infinite after one token"),
+        ({"max_positions": 200}, "at most 200 tokens, and those that are served have 256"),
+    ],
+)
+def test_a_language_program_that_breaks_its_clients_is_refused(lm, tmp_path, given, sentence):
+    old = ServedModel(name="lm", text=Text(), loaded=lm)
+    check_replacement(old, language(tmp_path / "same.onnx"))
+    with pytest.raises(ProgramError, match=sentence):
+        check_replacement(old, language(tmp_path / "new.onnx", **given))
 
 
 def streamed(text: str) -> str:

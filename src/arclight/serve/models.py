@@ -255,6 +255,8 @@ def check_replacement(old: ServedModel, new: ServedModel) -> None:
         )
     if old.embedder is not None and new.embedder is not None:
         _check_vectors(old.embedder, new.embedder)
+    if old.text is not None and old.loaded is not None and new.loaded is not None:
+        _check_texts(old.loaded, new.loaded)
     if old.program is None or new.program is None:
         return
     for kind, before, after in (
@@ -318,6 +320,24 @@ def _check_vectors(old: Embedder, new: Embedder) -> None:
                 f"its vectors are another model's (the cosine to the one that is served is {cosine:.2f} for {text!r}), and clients may hold "
                 "vectors to compare with: serve it by another name"
             )
+
+
+def _check_texts(old: Program, new: Program) -> None:
+    """Raise ProgramError if ``new`` takes shorter texts or no chats, or gives NaN where ``old`` gives none."""
+    from arclight.deploy import ProgramError
+    from arclight.serve.tasks.scheduler import first_logits
+    from arclight.text.language_program import ProgramRun, tokenizer_of
+
+    before, after = (ProgramRun(program).max_positions for program in (old, new))
+    if after < before:
+        raise ProgramError(f"its texts have at most {after} tokens, and those that are served have {before}")
+    chats, answers = ("default" in tokenizer_of(program).chat_templates for program in (old, new))
+    if chats and not answers:
+        raise ProgramError("it has no chat template, and chats are answered by the one that is served")
+    if np.isfinite(first_logits(old)).all() and not np.isfinite(first_logits(new)).all():
+        raise ProgramError(
+            "its logits are NaN or infinite after one token, and those of the one that is served are not"
+        )
 
 
 def _several(outputs: Any) -> tuple[Any, ...]:

@@ -105,7 +105,7 @@ class Scheduler:
 
     def start(self) -> None:
         """Generate a token as warm-up, and accept texts from now on."""
-        self.program(np.zeros((1, 1), np.int64), np.zeros(1, np.int64), *_no_tokens(self.program))
+        first_logits(self.program)
         self._thread.start()
 
     def close(self, *, waiting: bool = False) -> None:
@@ -376,6 +376,13 @@ class _Batch:
         tokens = np.array([[one.last] for one in self.rows], np.int64)
         logits, *self._past = self._program(tokens, self._padding, *self._past)
         return logits  # type: ignore[no-any-return]
+
+
+def first_logits(program: Program) -> Array:
+    """Return the logits (V,) of a language program after the first token of its vocabulary alone."""
+    logits, *_ = program(np.zeros((1, 1), np.int64), np.zeros(1, np.int64), *_no_tokens(program))
+    first: Array = logits[0]
+    return first
 
 
 def _no_tokens(program: Program) -> list[Array]:
