@@ -185,6 +185,13 @@ def test_wrong_requests_are_refused_by_name(lm, name, stream):
     assert error["message"].endswith(".")
 
 
+def test_a_field_with_several_forms_is_refused_by_each_of_them(lm):
+    answer = post(lm, {"model": "lm", "prompt": "a", "stop": ["x"] * 17})
+    message = answer.json()["error"]["message"]
+    assert message.startswith("The field 'stop' has none of its forms: input should be a valid string, or list should ")
+    assert "at most 16 items" in message
+
+
 def test_a_request_for_too_many_tokens_is_refused_by_its_own_field(lm):
     completion = post(lm, {"prompt": "a", "max_tokens": 300})
     assert (completion.status_code, "shorten it or lower max_tokens." in completion.text) == (400, True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -50,6 +51,8 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 # the first wrong element ends a list: a million of them, each with an error of its own, would take gigabytes
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
+_FORM = re.compile(r"str|constrained-str|(list|function-\w+)\[.*\]")
+"""Pydantic's names of the forms of a field, which stand among the names of fields in an error's place; no field is called so."""
 RequestKind = TypeVar("RequestKind", bound=BaseModel)
 
 
@@ -225,8 +228,18 @@ def wrong_field(error: ValidationError) -> str:
     """Return a sentence on the first wrong field, or on the number of very many."""
     if (count := error.error_count()) > MAX_ERRORS:
         return f"{count} fields of the request are wrong; GET /openapi.json describes it."
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))[:80]
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = errors[0]
+    parts = [str(part) for part in first["loc"]]
+    if (fork := next((at for at, part in enumerate(parts) if _FORM.fullmatch(part)), 0)) > 0:
+        # pydantic has an error for each of the forms that a field may have
+        place, forms = ".".join(parts[:fork])[:80], []
+        for one in errors:
+            inner = [str(part) for part in one["loc"]]
+            if inner[:fork] == parts[:fork]:
+                forms.append(" ".join([*inner[fork + 1 :], one["msg"].lower()[:200]]))
+        return one_sentence(f"The field {place!r} has none of its forms: {', or '.join(dict.fromkeys(forms))}")
+    place = ".".join(parts)[:80]
     if first["type"] == "extra_forbidden":
         return f"The field {place!r} is not supported; leave it out."
     return one_sentence(f"The field {place!r}: {first['msg'][:200]}" if place else first["msg"][:200])
