@@ -1,40 +1,54 @@
-"""Walk batches as trees of tensors: map, move to a device, count samples.
+"""Walk batches as trees of tensors: map, move to a device, slice, split, count samples.
 
 Fabric, the Trainer, strategies, precision plugins, pipelines and federated clients call this with whatever a loader yields. `map_tensors`
-and `slice_batch` keep mappings, named tuples and dataclasses of users' own classes (subclasses of list and tuple become these). Counts of
-samples weight logged means and throughput; how a batch is split decides the micro-batches of seeded runs.
+and `slice_batch` keep mappings, named tuples and dataclasses of users' own classes (other subclasses of list and tuple become these). A
+packed sequence is one leaf of several tensors, whose batch sizes stay on the CPU. Counts of samples weight logged means and throughput; how
+a batch is split decides the micro-batches of seeded runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply ``function`` to every tensor of ``batch``; containers keep their types.
+    """Apply ``function`` to every tensor of ``batch``, in containers like those of ``batch``.
 
-    Other leaves are kept. An object with a ``to`` method of its own (a packed sequence, say) is such a leaf; :func:`move_batch` moves it.
+    Other leaves are kept, and so are the batch sizes of a `PackedSequence`, which torch wants on the CPU.
     """
+    return _map(batch, function, None)
+
+
+def _map(batch: Any, function: Callable[[torch.Tensor], torch.Tensor], move_object: Callable[[Any], Any] | None) -> Any:
+    """Map tensors by ``function``, objects with a ``to`` of their own by ``move_object``."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
+    if move_object is not None and callable(getattr(type(batch), "to", None)):
+        return move_object(batch)
     if isinstance(batch, Mapping):
-        items = {key: map_tensors(value, function) for key, value in batch.items()}
+        items = {key: _map(value, function, move_object) for key, value in batch.items()}
         return items if type(batch) is dict else _rebuild_mapping(batch, items)
     if isinstance(batch, tuple):
-        parts = [map_tensors(value, function) for value in batch]
+        kept = {1} if isinstance(batch, PackedSequence) else ()  # data, batch sizes, indices
+        parts = [value if i in kept else _map(value, function, move_object) for i, value in enumerate(batch)]
         return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
     if isinstance(batch, list):
-        return [map_tensors(value, function) for value in batch]
+        return [_map(value, function, move_object) for value in batch]
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return dataclasses.replace(
             batch,
-            **{f.name: map_tensors(getattr(batch, f.name), function) for f in dataclasses.fields(batch) if f.init},
+            **{
+                f.name: _map(getattr(batch, f.name), function, move_object) for f in dataclasses.fields(batch) if f.init
+            },
         )
     return batch
 
@@ -45,33 +59,54 @@ def _rebuild_mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` on ``device``; copies from pinned memory do not wait."""
+    """Return ``batch`` on ``device``; copies from pinned memory do not wait.
+
+    Whatever has a ``to`` method, at any depth, is moved by that: a `PackedSequence`, a tokenizer's encoding, a class of the user's own.
+    """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
 
-    if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)) and hasattr(batch, "to"):
-        moved = batch.to(device)
-        return batch if moved is None else moved  # many a ``to`` of users' own works in place and gives nothing back
-    return map_tensors(batch, move)
+    def move_object(thing: Any) -> Any:
+        kind: Any = type(thing)
+        moved = thing.to(device, non_blocking=True) if _takes_non_blocking(kind) else thing.to(device)
+        return thing if moved is None else moved  # many a ``to`` of users' own works in place and gives nothing back
+
+    return _map(batch, move, move_object)
+
+
+@functools.cache
+def _takes_non_blocking(kind: Any) -> bool:
+    own = kind.to
+    return kind is PackedSequence or (inspect.isfunction(own) and "non_blocking" in inspect.signature(own).parameters)
 
 
 def batch_size_of(batch: Any) -> int:
     """Return a batch's number of samples: the first of `batch_sizes`, else 1."""
-    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    first = _first(batch)
     if isinstance(first, torch.Tensor):  # nearly every batch
         return first.shape[0] if first.ndim else 1
     return next(batch_sizes(batch), 1)
 
 
+def _first(batch: Any) -> Any:
+    if isinstance(batch, PackedSequence):  # a tuple, but of one value's parts
+        return batch
+    return batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+
+
 def slice_batch(batch: Any, start: int, stop: int, size: int) -> Any:
     """Slice samples ``start`` to ``stop`` out of a batch of ``size``.
 
-    Every tensor with that first dimension is sliced, and lists with one entry for each sample. Containers keep their
-    types, all else stays whole.
+    Every tensor with that first dimension is sliced, and lists with one entry and packed sequences with one sequence for each sample. All
+    else stays whole, in containers like those of ``batch``.
     """
     if isinstance(batch, torch.Tensor):
         return batch[start:stop] if batch.ndim and batch.shape[0] == size else batch
+    if isinstance(batch, PackedSequence):
+        if int(batch.batch_sizes[0]) != size:
+            return batch
+        return pack_sequence(unpack_sequence(batch)[start:stop], enforce_sorted=batch.sorted_indices is None)
     if isinstance(batch, Mapping):
         items = {key: slice_batch(value, start, stop, size) for key, value in batch.items()}
         return items if type(batch) is dict else _rebuild_mapping(batch, items)
@@ -107,7 +142,7 @@ def count_samples_and_tokens(batch: Any) -> tuple[int, int]:
 
     Tokens are those of its first tensor, or of ``input_ids`` or ``tokens``, if that is (B, T) of integers; else 0.
     """
-    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    first = _first(batch)
     if isinstance(first, Mapping):
         first = first.get("input_ids", first.get("tokens", first))
     if isinstance(first, torch.Tensor) and first.ndim:
@@ -119,8 +154,11 @@ def count_samples_and_tokens(batch: Any) -> tuple[int, int]:
 def batch_sizes(batch: Any) -> Iterator[int]:
     """Yield the first dimension of each tensor or array in a batch; 1 if it has none.
 
-    A list without tensors is a batch of what is in it: its length is yielded.
+    A packed sequence yields its number of sequences. A list without tensors is a batch of what is in it: its length is yielded.
     """
+    if isinstance(batch, PackedSequence):
+        yield int(batch.batch_sizes[0])
+        return
     if isinstance(batch, torch.Tensor) or (hasattr(batch, "shape") and hasattr(batch, "ndim")):
         yield int(batch.shape[0]) if batch.ndim else 1
         return
@@ -149,8 +187,14 @@ def _parts(batch: Any) -> Iterable[Any]:
 def as_tensors(data: Any, device: torch.device) -> Any:
     """Convert numbers, booleans and arrays in ``data`` to tensors on ``device``.
 
-    Tensors are moved there, mappings become dicts; other leaves stay as they are.
+    Tensors are moved there, mappings become dicts; other leaves stay as they are. Raises TypeError for a `PackedSequence`: this is for what
+    is gathered or reduced over ranks, whose sequences differ in length.
     """
+    if isinstance(data, PackedSequence):
+        raise TypeError(
+            "a PackedSequence cannot be gathered or reduced over ranks, since its layout is that of one rank's lengths: pad it first, by "
+            "torch.nn.utils.rnn.pad_packed_sequence, to a length that all ranks share"
+        )
     if isinstance(data, (bool, int, float, complex, np.generic)):
         return torch.tensor(data.item() if isinstance(data, np.generic) else data, device=device)
     if isinstance(data, np.ndarray):

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from tests.optim.processes import run
 from tests.parallel.pipeline.even_cuts import even_cuts
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline import Pipe, Reducer, split
-from arclight.parallel.pipeline.runtime.batch_splitting import merge_outputs, split_arguments
+from arclight.parallel.pipeline.runtime.batch_splitting import REPLICATE, merge_outputs, split_arguments
 
 WIDTH = 6
 
@@ -136,6 +137,16 @@ def test_the_first_tensor_that_is_too_small_decides_and_smaller_ones_are_refused
         split_arguments(((), {"x": eight}, None), 2, {"x": 1})
     with pytest.raises(PlanError, match="'all' of x, which is a Tensor"):
         split_arguments(((), {"x": eight}, None), 2, {"x": "all"})
+
+
+@pytest.mark.parametrize("lengths", [(2, 5, 3), (4,)], ids=["several", "one"])
+def test_packed_sequences_are_refused_unless_each_micro_batch_gets_all_of_it(lengths: tuple[int, ...]) -> None:
+    packed = pack_sequence([torch.ones(n, 2) for n in lengths], enforce_sorted=False)
+    for value, chunks in ((packed, {}), ({"inner": [packed]}, {}), (packed, {"x": 0})):
+        with pytest.raises(PlanError, match="x holds a PackedSequence"):
+            split_arguments(((), {"x": value}, torch.zeros(4)), 2, chunks)
+    cut, _ = split_arguments(((), {"x": packed}, torch.zeros(4)), 2, {"x": REPLICATE})
+    assert [kwargs["x"].batch_sizes.tolist() for _, kwargs, _ in cut] == 2 * [packed.batch_sizes.tolist()]
 
 
 def test_outputs_of_micro_batches_are_merged_by_their_reducers() -> None:

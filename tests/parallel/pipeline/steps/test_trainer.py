@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
@@ -533,6 +534,9 @@ def test_batches_that_cannot_be_cut_are_refused_with_the_hook_that_cuts_them() -
     batch = {"images": torch.zeros(4, 3), "boxes": torch.zeros(7, 6)}
     with pytest.raises(PlanError, match=r"a tensor of shape \(7, 6\).*give Ragged a part_of_batch"):
         split_samples(Ragged(), batch, 2)
+    packed = pack_sequence([torch.ones(n, 2) for n in (2, 5, 3)], enforce_sorted=False)
+    with pytest.raises(PlanError, match=r"3 samples has a tensor of shape \(10, 2\).*give Ragged a part_of_batch"):
+        split_samples(Ragged(), [packed, torch.zeros(3)], 2)
     assert [size for _, size in split_samples(Ragged(), torch.zeros(5, 2), 3)] == [1, 2, 2]
     detector = Detector(DetectionTask(data=Path("none"), image_size=64, memory_format="contiguous"), names=["code"])
     (first, _), (second, _) = split_samples(detector, scenes(1, 4)[0], 2)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from arclight.parallel.plan import PlanError
 from arclight.parallel.step_protocol import Split
@@ -90,7 +91,8 @@ def _leaves(name: str, value: Any, spec: Spec) -> Iterator[tuple[str, Any, int |
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner, spec.get(key, 0))
         return
-    if isinstance(spec, (tuple, list)) and isinstance(value, (tuple, list)) and len(spec) == len(value):
+    nested = isinstance(spec, (tuple, list)) and isinstance(value, (tuple, list)) and not _is_packed(value)
+    if nested and len(spec) == len(value):
         for place, (inner, inner_spec) in enumerate(zip(value, spec, strict=True)):
             yield from _leaves(f"{name}.{place}", inner, inner_spec)
         return
@@ -98,12 +100,21 @@ def _leaves(name: str, value: Any, spec: Spec) -> Iterator[tuple[str, Any, int |
         raise PlanError(
             f"chunks say {spec!r} of {name}, which is a {type(value).__name__}: give a dimension, {REPLICATE!r}, or the same tree of these"
         )
+    if spec != REPLICATE and any(map(_is_packed, tree_leaves(value, is_leaf=_is_packed))):
+        raise PlanError(
+            f"{name} holds a PackedSequence, whose tensors have no dimension of samples, so it cannot be cut into micro-batches: give padded "
+            "sequences with their lengths"
+        )
     members: list[Any] = [value] if isinstance(value, Tensor) else tree_flatten(value)[0]
     for leaf in members:
         cut = isinstance(leaf, Tensor) and leaf.ndim > 0 and isinstance(spec, int)
         if cut and not -leaf.ndim <= spec < leaf.ndim:
             raise PlanError(f"{name} has {leaf.ndim} dimensions and cannot be cut along dimension {spec}")
         yield name, leaf, spec if cut else None
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 def _count(leaves: list[tuple[str, Any, int | None]], number: int) -> tuple[int, int, str]:
