@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from arclight.fabric.distributed.dtensor import local_tensor
-from arclight.optim.elementwise_rules import decay_of, is_half
+from arclight.optim.elementwise_rules import decay_of, is_bfloat16
 from arclight.optim.stochastic_rounding import DTYPES, Owned, aligned_gradients, draws, round_stochastically, store
 
 _CACHED_ELEMENTS = 1 << 18
@@ -24,7 +24,8 @@ class AdoptRule:
     """Update by Adam with gradients normalised by earlier steps' second moment, and clipped.
 
     At step t = 0, 1, ... with gradient g: n = clip(g / max(sqrt(v), eps), t^(1/4)); m = beta1 m + (1 - beta1) n;
-    w -= lr ((1 - v1) n + v1 m), where ADOPT is v1 = 1; v = beta2 v + (1 - beta2) g^2. At t = 0, v becomes g^2 and weights stay.
+    w -= lr (d w + (1 - v1) n + v1 m), where ADOPT is v1 = 1; v = beta2 v + (1 - beta2) g^2. At t = 0, v becomes g^2 and weights stay. d
+    is the decoupled weight decay, see `decay_of`.
 
     Each rank updates its own shards, in float32 (float64 for float64 weights) whatever is stored. ``step`` is a CPU tensor until `skip`
     (a boolean tensor on the device) is passed; from then on it lives on the device, so that skipping needs no host synchronisation.
@@ -79,9 +80,9 @@ def _store(
     skip: Tensor | None,
 ) -> None:  # fmt: skip
     """Store computed weights and moments in their own precision."""
-    draw = draws(parameter) if group["stochastic_rounding"] and any(is_half(x) for x in targets) else None
+    draw = draws(parameter) if group["stochastic_rounding"] and any(is_bfloat16(x) for x in targets) else None
     for kind, target, value in zip(("weight", "exp_avg", "exp_avg_sq"), targets, values, strict=True):
-        if draw is not None and is_half(target):
+        if draw is not None and is_bfloat16(target):
             value = round_stochastically(value, draw, step.to(target.device) + 1, group["seed"], f"{name}/{kind}")
         store(target, value, skip)
 

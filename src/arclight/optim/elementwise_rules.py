@@ -1,6 +1,6 @@
 """Define the elementwise rules of `optimizer`: AdamW, and SGD with momentum.
 
-`MixedOptimizer` calls ``new_state`` and ``step`` (protocol `Rule` of `optimizer`); `adopt` takes `decay_of` and `is_half`. State keys are
+`MixedOptimizer` calls ``new_state`` and ``step`` (protocol `Rule` of `optimizer`); `adopt` takes `decay_of` and `is_bfloat16`. State keys are
 those of torch's AdamW and SGD and stay: they are in checkpoints, and states of torch's optimizers load into these rules.
 """
 
@@ -38,7 +38,7 @@ class AdamWRule:
 
     def step(self, own: list[Owned], group: Mapping[str, Any], skip: torch.Tensor | None) -> None:
         random = group["stochastic_rounding"]
-        fused = [o for o in own if o[1].dtype == o[2]["exp_avg"].dtype and not (random and is_half(o[1]))]
+        fused = [o for o in own if o[1].dtype == o[2]["exp_avg"].dtype and not (random and is_bfloat16(o[1]))]
         if fused:
             self._fused(fused, group, skip)
         names = {name for name, _, _ in fused}
@@ -57,7 +57,7 @@ class AdamWRule:
         )  # fmt: skip
 
 
-def is_half(tensor: torch.Tensor) -> bool:
+def is_bfloat16(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.bfloat16
 
 
@@ -92,7 +92,7 @@ def _step_in_float32(
     targets = (("weight", part, new), ("exp_avg", local_tensor(state["exp_avg"]), mean))
     draw = draws(parameter) if group["stochastic_rounding"] else None
     for kind, target, value in (*targets, ("exp_avg_sq", local_tensor(state["exp_avg_sq"]), square)):
-        if draw is not None and is_half(target):
+        if draw is not None and is_bfloat16(target):
             value = round_stochastically(value, draw, step, group["seed"], f"{name}/{kind}")
         store(target, value, skip)
 
