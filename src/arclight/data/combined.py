@@ -1,6 +1,6 @@
 """Combine loaders, side by side or in sequence, resumable at any batch.
 
-``trainer.data.stage_data`` combines what ``train_dataloader`` and the like return (lists, dicts) by this; users make a `CombinedLoader` as
+``trainer.data.connector`` combines what ``train_dataloader`` and the like return (lists, dicts) by this; users make a `CombinedLoader` as
 in Lightning. Modes and properties are Lightning's and stay; keys of `ResumableCombination.state_dict` are in checkpoints.
 """
 

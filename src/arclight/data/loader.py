@@ -1,7 +1,8 @@
 """Resume a DataLoader at any batch of any epoch, bit for bit.
 
-The Trainer (``trainer.data.stage_data``) and Fabric wrap users' loaders in a `ResumableLoader`; it is public, too. Keys of ``state_dict``
-are in checkpoints, and the batches of an epoch are a function of seed, epoch and rank: both stay.
+The Trainer (``trainer.data.connector``) and Fabric wrap users' loaders in a `ResumableLoader`; it is public, too. Keys of ``state_dict``
+are in checkpoints, and the batches of an epoch are a function of seed, epoch, rank and world size (but for what a plain iterable draws after
+its first batch, see `ResumableLoader`): both stay.
 """
 
 from __future__ import annotations
@@ -25,14 +26,11 @@ from arclight.data.sampling import EpochSampler, shared_out
 from arclight.data.seeding import derive_seed, isolated_rng
 
 _END = object()
-_DRAWS_NOTHING: tuple[type, ...] = (
-    type(iter([])),
-    type(iter(())),
-    type(iter(range(0))),
-    repeat,
-)  # iterators that run nobody's code
+_BUILTIN_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), repeat)
+"""Iterators that run no code of users, so that nothing in them draws random numbers."""
 _SNAPSHOTS = 4  # states kept of the newest batches, so that a consumer may look a few batches ahead
-_TOLD = ("dataset", "sampler", "batch_sampler")  # beside the loader itself, of a new epoch
+_SET_EPOCH_ON = ("dataset", "sampler", "batch_sampler")
+"""Attributes of a loader whose ``set_epoch`` is called, as is the loader's own."""
 _INHERITED: list[Any] = []
 """Workers that a forked process inherits: if it dropped them, they would be told to end while the parent reads from them."""
 _SHARDING_NAMES = {"rank", "get_rank", "world_size", "get_world_size", "num_replicas", "num_shards", "shard"}
@@ -184,7 +182,7 @@ class ResumableLoader:
         where = _Pass(epoch, epoch if seed_epoch is None else seed_epoch, cycle, self.seed)
         if self._map_style:
             return self._map_batches(where, start)
-        _set_epoch(epoch, *(getattr(self.loader, name, None) for name in _TOLD), self.loader)
+        _set_epoch(epoch, *(getattr(self.loader, name, None) for name in _SET_EPOCH_ON), self.loader)
         if self._stateful is not None or (self._is_torch and self.loader.num_workers == 0):
             return self._drawn_batches(where, start)
         if self._is_torch:
@@ -323,7 +321,7 @@ class ResumableLoader:
     def _bare_batches(self, where: _Pass, start: int) -> Iterator[Any]:
         iterator = self._open(where)
         one_shot = iterator is self.loader
-        if type(iterator) in _DRAWS_NOTHING and not one_shot:
+        if type(iterator) in _BUILTIN_ITERATORS and not one_shot:
             return islice(iterator, start, None) if start else iterator
         with isolated_rng(where.seed()):
             deque(islice(iterator, start), maxlen=0)
