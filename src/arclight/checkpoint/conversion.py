@@ -1,4 +1,4 @@
-"""Convert checkpoints from and to .pt, .ckpt, safetensors and torch.distributed.checkpoint.
+"""Convert checkpoints: read .pt, .ckpt, safetensors and DCP; write safetensors and DCP.
 
 `convert`, `load_weights` and `read_pickled` are public (``arclight.checkpoint``): ``arclight checkpoint convert``, the Trainer's
 checkpoint IO and federated servers call them; ``vision.tasks.detection`` calls `read_foreign`. Files are untrusted: no class of a file is

@@ -1,6 +1,6 @@
 """Write files durably with their hashes, and replace a checkpoint's folder in one step.
 
-How a local folder is replaced is in `arclight.fabric.atomic_replace`; at an address `remote` replaces the manifest.
+How a local folder is replaced is in `arclight.fabric.atomic_replace`; at a remote URL `remote` replaces the manifest.
 
 `store`, ``sharded``, `conversion`, `dcp` and `retention` write through this, as do ``deploy.formats.export``, federated rounds and blobs,
 ``text.data.corpus`` and `ModelCheckpoint`. The order (staging folder, sync, manifest, rename) must stay: it keeps an interrupted save
@@ -23,7 +23,7 @@ from arclight.checkpoint import remote
 from arclight.fabric import atomic_replace
 
 MANIFEST = "manifest.json"
-_PIECE = 1 << 18
+_CHUNK_BYTES = 1 << 18
 
 
 class HashedFile:
@@ -35,10 +35,10 @@ class HashedFile:
         self.bytes = self._synced = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        for start in range(0, len(data), _PIECE):
-            piece = data[start : start + _PIECE]
-            self._file.write(piece)
-            self._hash.update(piece)  # while it is in the cache
+        for start in range(0, len(data), _CHUNK_BYTES):
+            chunk = data[start : start + _CHUNK_BYTES]
+            self._file.write(chunk)
+            self._hash.update(chunk)  # while it is in the cache
         self.bytes += len(data)
 
     def sync_every(self, size_bytes: int) -> None:
@@ -141,7 +141,7 @@ def make_staging(path: Path) -> Path:
 def data_folder(staging: Path) -> str:
     """Return `Manifest.data` for the files in ``staging``.
 
-    Its name at an address; "" locally, where the folder is renamed.
+    Its name at a remote URL; "" locally, where the folder is renamed.
     """
     return staging.name if remote.is_remote(staging) else ""
 
@@ -152,7 +152,7 @@ def is_there(path: Path) -> bool:
 
 
 def is_empty(path: Path) -> bool:
-    """Return True for an empty folder; at an address remains of interrupted saves do not count."""
+    """Return True for an empty folder; at a URL remains of interrupted saves do not count."""
     if not path.is_dir():
         return False
     return all(remote.is_remote(path) and entry.name.startswith(remote.PREFIX) for entry in path.iterdir())
@@ -196,7 +196,7 @@ def temporary_file(path: Path) -> Path:
 def sweep(folder: Path) -> list[Path]:
     """Delete what interrupted saves left in a local folder, as `atomic_replace.sweep`.
 
-    At an address other hosts may be writing: the next save under a name cleans it up.
+    At a remote URL other hosts may be writing: the next save under a name cleans it up.
     """
     return [] if remote.is_remote(folder) else atomic_replace.sweep(folder)
 

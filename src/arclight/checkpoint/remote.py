@@ -1,4 +1,4 @@
-"""Store checkpoints at addresses such as ``s3://bucket/runs/1``, through fsspec.
+"""Store checkpoints at remote URLs such as ``s3://bucket/runs/1``, through fsspec.
 
 An object store cannot rename a folder. Files are put below the checkpoint's name in a folder of their own, ``data-<hex digits>``, and
 the manifest, which names that folder, is put last in one piece: until then what was there before is whole, afterwards its files are
@@ -34,7 +34,7 @@ _OF_CONTENT = (CheckpointError, ValueError, KeyError, TypeError, AttributeError,
 
 
 def to_path(path: str | Path) -> Path:
-    """Return the path of a local name or ``file://`` address, or a RemotePath."""
+    """Return the path of a local name or ``file://`` URL, or a RemotePath."""
     if isinstance(path, RemotePath):
         return cast(Path, path)
     text = str(path)
@@ -55,7 +55,7 @@ def is_remote(path: object) -> bool:
 
 
 class RemotePath:
-    """Address in a file system of fsspec.
+    """Remote URL in a file system of fsspec.
 
     Raises CheckpointError for one whose file system is not installed.
     """
@@ -144,7 +144,7 @@ class RemotePath:
         self._ask("rm_file", self._key)
 
     def remove_tree(self) -> None:
-        """Remove everything below this address, if there is anything."""
+        """Remove everything below this URL, if there is anything."""
         if self.exists():
             self._ask("rm", self._key, recursive=True)
 
@@ -166,7 +166,7 @@ class RemotePath:
 
 @contextmanager
 def explain_remote_errors(path: object, passing: tuple[type[Exception], ...] = _OF_CONTENT) -> Iterator[None]:
-    """Explain errors of reading or writing at an address: OSError with address and remedy.
+    """Explain errors of reading or writing at a remote URL: OSError with URL and remedy.
 
     passing: errors that are left as they are. So are all where `path` is local.
     """
@@ -206,7 +206,7 @@ def _explained(address: str, error: Exception) -> OSError:
 
 
 def check_writable(folder: str | Path) -> None:
-    """Check that checkpoints can be written, listed, read and removed at an address.
+    """Check that checkpoints can be written, listed, read and removed at a remote URL.
 
     Raises OSError.
     """

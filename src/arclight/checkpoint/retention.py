@@ -1,10 +1,10 @@
 """Find the last or best checkpoint of a folder; prune, remove and copy checkpoints.
 
-`find_last`, `prune` and `remove` are public (``arclight.checkpoint``). `ModelCheckpoint` calls `copy` for ``last`` at remote addresses,
+`find_last`, `prune` and `remove` are public (``arclight.checkpoint``). `ModelCheckpoint` calls `copy` for ``last`` at remote URLs,
 which have no links; ``cli.runs`` and ``vision.tasks.distillation`` call `recorded_best` to open a run's best checkpoint.
 
-Links are never followed, and only checkpoints, links and leftovers of killed saves are removed: keep both, since folders hold users'
-files.
+Links are never followed, and only checkpoints, links and leftovers of killed saves are removed. Both rules must stay, since folders hold
+users' files.
 """
 
 from __future__ import annotations

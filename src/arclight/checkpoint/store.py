@@ -54,7 +54,7 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
     the same memory within an entry are stored once and come back as one. Subclasses of dict, list and tuple come back
     as these, an Enum member as its value, a parameter as a tensor.
 
-    `path` may be an address that fsspec knows, such as ``s3://bucket/name``.
+    `path` may be a URL that fsspec knows, such as ``s3://bucket/name``.
     A checkpoint that is already at `path` stays complete until the new one replaces it; anything else there is refused.
     Raises CheckpointError naming the key path of what cannot be kept, or the file that could not be written and why.
     """

@@ -1,7 +1,7 @@
 """Name checkpoints; move, link and delete them without ever leaving half of one behind.
 
 `model_checkpoint`, `history` and `on_exception_checkpoint` name and delete by it; ``checkpoint.resume`` and ``loop.signals`` ask when a
-checkpoint was written. Local paths and addresses come in. A crash at any line must leave whole checkpoints only.
+checkpoint was written. Local paths and remote URLs come in. A crash at any line must leave whole checkpoints only.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def format_name(
 
 
 def full_path(path: str | Path) -> str:
-    """Return a local path absolute, with ``~`` and links resolved; leave an address as it is."""
+    """Return a local path absolute, with ``~`` and links resolved; leave a remote URL as it is."""
     path = to_path(path)
     return str(path) if is_remote(path) else os.path.realpath(os.path.expanduser(path))
 
@@ -71,7 +71,7 @@ def is_within(path: str | Path, folder: str) -> bool:
 def is_taken(path: str) -> bool:
     """Return True if a new checkpoint of that name would replace something.
 
-    At an address, the empty remains of an interrupted save do not count.
+    At a remote URL, the empty remains of an interrupted save do not count.
     """
     found = to_path(path)
     return files.is_there(found) and not (is_remote(found) and files.is_empty(found))
@@ -91,7 +91,7 @@ def written_at(path: str | Path, follow: bool = True) -> int:
 def check_folder(strategy: Strategy, io: CheckpointIO, folder: str, save_last: Any, warn: bool) -> None:
     """Check the checkpoint folder and warn if it is not empty; every rank calls this.
 
-    Raises MisconfigurationError for a folder that cannot hold such checkpoints, and CheckpointError for an address that cannot
+    Raises MisconfigurationError for a folder that cannot hold such checkpoints, and CheckpointError for a URL that cannot
     be written to, before any training is done in vain.
     """
     if "://" in folder:

@@ -160,7 +160,7 @@ class ModelCheckpoint(Checkpoint):
       where validation runs once per epoch.
     * ``asynchronous``: write from a copy in host memory while training goes on; by default if several processes write
       their shards. Errors are raised at the next save, validation or epoch's end; training ends when all is written.
-    * ``dirpath`` defaults to ``checkpoints/`` in the run folder; it may be an address such as ``s3://bucket/name``.
+    * ``dirpath`` defaults to ``checkpoints/`` in the run folder; it may be a URL such as ``s3://bucket/name``.
 
     ``best_model_path`` and its siblings change only when the checkpoint they name is complete, and a checkpoint is
     pruned only after its successor is complete, never the one that the run was resumed from (one that a signal or an
