@@ -18,19 +18,19 @@ from arclight.cli.style import working
 
 if TYPE_CHECKING:
     from arclight.deploy.comparison import Bounds
-    from arclight.deploy.comparison import Comparison as Networks
+    from arclight.deploy.comparison import Comparison as NetworkComparison
     from arclight.vision.results.comparison import Comparison, Evaluated, Interval
     from arclight.vision.results.metrics import DetectionResults
 
 TIMED = 32
 """Most images whose stages of prediction are timed, in turns."""
-TURN = 8
+IMAGES_PER_TURN = 8
 """Images on which one detector is timed before the other has its turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finder:
-    """A detector to compare, from a module or a program alike."""
+class ComparedDetector:
+    """A detector under comparison, from a module or a program alike."""
 
     name: str
     names: list[str]
@@ -41,6 +41,7 @@ class Finder:
     network: Callable[[Any], Any]
     """Images (N, 3, S, S) in [0, 1] to decoded predictions."""
     stage_times: Callable[[Sequence[str]], dict[str, list[float]]]
+    """Paths of photos to milliseconds of each photo by stage; the first photo is a warm-up (`analysis.stage_times`)."""
 
 
 def compare_detectors(
@@ -51,7 +52,7 @@ def compare_detectors(
     from arclight.vision.results.comparison import METRICS, as_json, write_comparison
 
     options.data = Path(_data(options, a, b))
-    first, second = finder(a), finder(b)
+    first, second = compared_detector(a), compared_detector(b)
     found, one, other = measured(first, second, options)
     networks = compared(parser, options, (a, b), (first, second), (one, other))
     scores = {name: (found.metrics[name].a, found.metrics[name].b) for name in METRICS}
@@ -81,7 +82,7 @@ def _data(options: argparse.Namespace, a: Candidate, b: Candidate) -> str:
     raise UsageError(f"the data of {a.name} and {b.name} is not here: name a data.yaml with --data")
 
 
-def finder(candidate: Candidate) -> Finder:
+def compared_detector(candidate: Candidate) -> ComparedDetector:
     """Return a detector that runs on images: a module's on the GPU, if there is one."""
     from arclight.vision.results.analysis import stage_times
 
@@ -89,7 +90,7 @@ def finder(candidate: Candidate) -> Finder:
     if module is None:
         program = candidate.network
         processing: Any = program.processing
-        return Finder(
+        return ComparedDetector(
             name=candidate.name, names=list(processing.names), image_size=processing.image_size, size_bytes=program.nbytes,
             one_to_one=processing.iou_threshold is None, network=program, stage_times=lambda paths: stage_times(paths, processing, program),
         )  # fmt: skip
@@ -99,7 +100,7 @@ def finder(candidate: Candidate) -> Finder:
 
     module.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     weights = sum(tensor.numel() * tensor.element_size() for tensor in module.model.state_dict().values())
-    return Finder(
+    return ComparedDetector(
         name=candidate.name, names=list(module.names), image_size=module.settings.image_size, size_bytes=weights,
         one_to_one=module.one_to_one, network=inference_network(module.model), stage_times=module.stage_times,
     )  # fmt: skip
@@ -109,18 +110,18 @@ def compared(
     parser: Parser,
     options: argparse.Namespace,
     candidates: tuple[Candidate, Candidate],
-    finders: tuple[Finder, Finder],
+    detectors: tuple[ComparedDetector, ComparedDetector],
     sides: tuple[Evaluated, Evaluated],
-) -> Networks:
+) -> NetworkComparison:
     """Compare outputs, latency and size of the networks.
 
     With other input or output shapes, latency and size alone.
     """
     from arclight.deploy import compare
-    from arclight.deploy.comparison import Comparison as Networks
+    from arclight.deploy.comparison import Comparison as NetworkComparison
 
     a, b = candidates
-    if _alike(candidates, finders):
+    if _alike(candidates, detectors):
         judged = evaluation(parser, options, (), a, b).first(options.samples)
         with working("comparing outputs"):
             return compare(
@@ -133,29 +134,31 @@ def compared(
     times = [np.asarray(side.stage_ms["network"]) for side in sides]
     pairs = times[1] / times[0]
     low, high = (float(np.quantile(pairs, share)) for share in (0.1, 0.9))
-    return Networks(
+    return NetworkComparison(
         names=(a.name, b.name), samples=0, outputs={}, worst=(), latency_ms=(float(np.median(times[0])), float(np.median(times[1]))),
         latency=(float(np.median(pairs)), low, high), batch=1, threads=torch.get_num_threads(),
-        nbytes=(finders[0].size_bytes, finders[1].size_bytes),
+        nbytes=(detectors[0].size_bytes, detectors[1].size_bytes),
     )  # fmt: skip
 
 
-def _alike(candidates: tuple[Candidate, Candidate], finders: tuple[Finder, Finder]) -> bool:
+def _alike(candidates: tuple[Candidate, Candidate], detectors: tuple[ComparedDetector, ComparedDetector]) -> bool:
     """Return True for two networks of the same inputs and outputs; two programs are known to be."""
     if candidates[0].module is candidates[1].module is None:
         return True
-    first, second = finders
+    first, second = detectors
     if first.image_size != second.image_size or first.one_to_one != second.one_to_one:
         return False
     import torch
 
     with torch.inference_mode():
         image = torch.zeros(1, 3, first.image_size, first.image_size)
-        shapes = {tuple(one.network(image).shape) for one in finders}
+        shapes = {tuple(one.network(image).shape) for one in detectors}
     return len(shapes) == 1
 
 
-def measured(a: Finder, b: Finder, options: argparse.Namespace) -> tuple[Comparison, Evaluated, Evaluated]:
+def measured(
+    a: ComparedDetector, b: ComparedDetector, options: argparse.Namespace
+) -> tuple[Comparison, Evaluated, Evaluated]:
     """Evaluate both on the images of a split.
 
     Raises UsageError if these have other classes, or none can be read.
@@ -179,9 +182,9 @@ def measured(a: Finder, b: Finder, options: argparse.Namespace) -> tuple[Compari
         found = compare(records, results[1].records, len(a.names), resamples=options.resamples, seed=options.seed)
     paths = [record.path for record in records[: TIMED + 1]]
     times: list[dict[str, list[float]]] = [{}, {}]
-    for start in range(0, max(len(paths) - 1, 1), TURN):
+    for start in range(0, max(len(paths) - 1, 1), IMAGES_PER_TURN):
         for kept, candidate in zip(times, (a, b)):
-            for stage, more in candidate.stage_times(paths[start : start + TURN + 1]).items():
+            for stage, more in candidate.stage_times(paths[start : start + IMAGES_PER_TURN + 1]).items():
                 kept.setdefault(stage, []).extend(more)
     one, other = (
         Evaluated(
@@ -192,7 +195,7 @@ def measured(a: Finder, b: Finder, options: argparse.Namespace) -> tuple[Compari
     return found, one, other
 
 
-def evaluated(candidate: Finder, options: argparse.Namespace) -> DetectionResults:
+def evaluated(candidate: ComparedDetector, options: argparse.Namespace) -> DetectionResults:
     """Score a detector, and keep what it found in each image."""
     from arclight.vision.data.data_yaml import read_data_yaml, takes_all_for_one
     from arclight.vision.data.dataset import DetectionDataset, collate
