@@ -1,8 +1,11 @@
 """Run a program in another runtime than the one it was exported for, and compare the two.
 
-`Program.load` calls `chosen` for a runtime that the caller names, and `fastest`, which also times; ``serve.tasks.pool`` times on `drawn` inputs. They
-are random: the exporter records no inputs, which are users' data, but their shapes, least and greatest values (`described_probe`). Keys of a probe
-are in programs: they must stay.
+A program is an exported folder, and its probe is the record of inputs that it takes: shapes, least and greatest values. The exporter writes it
+(`described_probe`) in place of inputs, which are users' data; `drawn` draws random ones from it. `Program.load` calls `chosen` for a runtime that the
+caller names, and `fastest`, which also times; ``serve.tasks.pool`` times on `drawn` inputs.
+
+Keys of a probe are in programs and stay. Numbers of calls and `BUDGET_S` may be tuned freely; higher bounds refuse more programs in other
+runtimes, and a smaller `LARGEST_PROBE` refuses programs that are written already.
 """
 
 from __future__ import annotations
@@ -34,17 +37,17 @@ WARM_UP, ROUNDS = 2, 15
 """Warm-up calls of each runtime, and the most timed calls of each, in turns."""
 BUDGET_S = 2.0
 """Seconds after which no further round of timing begins; the first always does."""
-COLUMNS = 256
-"""Longest last dimension, of outputs with three or more, whose positions are also compared one by one."""
-FLOAT_COLUMN_SQNR_DB, COLUMN_SQNR_DB = 30.0, 6.0
-"""Least signal-to-noise ratio of such a position in float32 and in other programs; a lower one means another value, such as a score of 0
-beside boxes in pixels."""
+MAX_CHANNELS = 256
+"""Longest last dimension, of outputs with three or more, whose channels are also compared one by one."""
+FLOAT_CHANNEL_SQNR_DB, CHANNEL_SQNR_DB = 30.0, 6.0
+"""Least signal-to-noise ratio of a channel in float32 and in other programs; a lower one means another value, such as a score of 0 beside
+boxes in pixels."""
 LARGEST_PROBE = 1 << 27
 """Most elements of all drawn inputs (a gigabyte of 8-byte values): no larger probe is written, and one in a file is refused."""
 
 
-class Opened(Protocol):
-    """A program in one runtime, as `Program` is."""
+class LoadedProgram(Protocol):
+    """A program loaded into one runtime, as `Program` is."""
 
     path: Path
     runtime: Runtime
@@ -60,7 +63,7 @@ class Opened(Protocol):
         """Compute the outputs."""
 
 
-P = TypeVar("P", bound=Opened)
+P = TypeVar("P", bound=LoadedProgram)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +122,7 @@ def described_probe(batches: Sequence[Sequence[Tensor]]) -> list[list[dict[str, 
     return found
 
 
-def drawn(program: Opened) -> list[list[Array]]:
+def drawn(program: LoadedProgram) -> list[list[Array]]:
     """Draw inputs of the recorded shapes and ranges, with a fixed seed; none without a record.
 
     Raises ProgramError for a description that does not fit the program.
@@ -205,7 +208,7 @@ def fastest(
     return programs[best], RuntimeChoice(exported_for=exported_for, parity=parity.get(best, {}), wall_ms=times)
 
 
-def _timed(programs: Mapping[Runtime, Opened], call: Sequence[Array]) -> dict[Runtime, float]:
+def _timed(programs: Mapping[Runtime, LoadedProgram], call: Sequence[Array]) -> dict[Runtime, float]:
     """Return the median milliseconds of a call, taken in turns."""
     clock = time.perf_counter
     for program in programs.values():
@@ -220,18 +223,18 @@ def _timed(programs: Mapping[Runtime, Opened], call: Sequence[Array]) -> dict[Ru
     return {runtime: statistics.median(found) * 1000 for runtime, found in times.items()}
 
 
-def _outputs(program: Opened, call: Sequence[Array]) -> list[Array]:
+def _outputs(program: LoadedProgram, call: Sequence[Array]) -> list[Array]:
     outputs = program(*call)
     return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
 def _compared(
-    program: Opened, calls: Sequence[Sequence[Array]], expected: Sequence[Sequence[Array]], exported_for: Runtime
+    program: LoadedProgram, calls: Sequence[Sequence[Array]], expected: Sequence[Sequence[Array]], exported_for: Runtime
 ) -> dict[str, Parity]:
     """Compare outputs with those of the exporter's runtime.
 
-    Raises ProgramError beyond the bound of the program's precision, unless quantization has changed the output more. Each position of a last
-    dimension of up to `COLUMNS` is compared by itself, too (`_broken_column`): boxes in pixels would hide scores beside them.
+    Raises ProgramError beyond the bound of the program's precision, unless quantization has changed the output more. Each channel of a last
+    dimension of up to `MAX_CHANNELS` is compared by itself, too (`_broken_channel`): boxes in pixels would hide scores beside them.
     """
     from arclight.deploy.parity import broken_bound, distance, worst
 
@@ -253,7 +256,7 @@ def _compared(
             broken = broken_bound(parity, precision)
             if broken and parity.sqnr_db >= _rounding_db(program.metadata, spec.name):
                 broken = None  # runtimes round activations in their own ways: not by more than quantization has changed
-            if limit := broken or _broken_column(reference, output, precision):
+            if limit := broken or _broken_channel(reference, output, precision):
                 raise ProgramError(
                     f"{where} differs from {NAMES[exported_for]}, which it was exported for, by up to {parity.max_difference:.3g} in values of "
                     f"up to {parity.largest:.3g} ({parity.sqnr_db:.1f} dB), and {limit}: leave the runtime out"
@@ -280,16 +283,16 @@ def _pair(wanted: Array, given: Array) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.ascontiguousarray(wanted)), torch.from_numpy(np.ascontiguousarray(given))
 
 
-def _broken_column(reference: Tensor, output: Tensor, precision: str) -> str | None:
-    """Return the bound that a position of the last dimension violates, or None.
+def _broken_channel(reference: Tensor, output: Tensor, precision: str) -> str | None:
+    """Return the bound that a channel (position of the last dimension) violates, or None.
 
     Outputs of one or two dimensions are not judged so.
     """
-    if reference.dim() < 3 or reference.shape[-1] > COLUMNS:
+    if reference.dim() < 3 or reference.shape[-1] > MAX_CHANNELS:
         return None
     from arclight.deploy.parity import distance
 
-    least = FLOAT_COLUMN_SQNR_DB if precision == "fp32" else COLUMN_SQNR_DB
+    least = FLOAT_CHANNEL_SQNR_DB if precision == "fp32" else CHANNEL_SQNR_DB
     for place in range(reference.shape[-1]):
         one = distance(reference[..., place], output[..., place], str(place))
         if one.signal and one.parity.sqnr_db < least:
