@@ -1,7 +1,8 @@
-"""Run captured graphs on tensors that keep the names they had in the model.
+"""Hold captured graphs as modules, read and fold their constants, and pickle them.
 
-`ptq` and `qat` build on `NamedGraphs`; passes of `quantizing` read constants by `stored_tensor`, and note a tensor's name under `NAME`;
-`fold_weights` makes integers of the weights of a converted graph. State-dict names are the float model's: they must stay.
+`ptq` and `qat` build on `NamedGraphs`, which FSDP gathers as one unit; passes of `quantizing` read constants by `stored_tensor`, and note a
+tensor's name under `NAME`; `fold_weights` makes integers of the weights of a converted graph. State-dict names are the float model's: they
+must stay. Pickled graphs go to processes of the same version only.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from torch.fx._graph_pickler import GraphPickler, Options
 
 from arclight.deploy.capture import quiet
 from arclight.deploy.quantizing.pt2e import DEQUANTIZE, QUANTIZE
-from arclight.fabric.strategies.root_module import WholeUnit
+from arclight.fabric.strategies.root_module import FSDPUnit
 
 NAME = "arclight_name"
 """Key in ``node.meta``: the state-dict name of the tensor that a node stands for, if its target is another."""
 
 
-class NamedGraphs(WholeUnit):
+class NamedGraphs(FSDPUnit):
     """Module that holds graphs and their tensors, under the model's names.
 
     A graph is no submodule, so the state dict has each tensor once, without a prefix; moving this module moves what

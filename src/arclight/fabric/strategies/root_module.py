@@ -1,7 +1,7 @@
 """Wrap a module whose parts FSDP gathers one by one, so that any step can be its forward.
 
 `FSDPStrategy` and `PlanStrategy` wrap a module in `StepRoot`; pipelines and ``arclight.parallel`` also take the helpers below.
-``deploy.quantizing`` derives layers from `WholeUnit` (gathered as one unit) or `RoundsOwnWeights` (gathered in the stored type). Names in
+``deploy.quantizing`` derives layers from `FSDPUnit` (gathered as one unit) or `RoundsOwnWeights` (gathered in the stored type). Names in
 state dicts are those without the wrapper: checkpoints of all strategies open in each other.
 """
 
@@ -29,7 +29,7 @@ class StepRoot(nn.Module):
         return (self.module if _step is None else _step)(*arguments, **options)
 
 
-class WholeUnit(nn.Module):
+class FSDPUnit(nn.Module):
     """Module whose forward reads its submodules' parameters without calling these.
 
     So FSDP must gather it as one unit.
@@ -44,10 +44,10 @@ class RoundsOwnWeights(nn.Module):
 
 
 def whole_units(module: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
-    """Return ``chosen`` with modules inside a `WholeUnit` replaced by that; inner ones first."""
-    if isinstance(module, WholeUnit):
+    """Return ``chosen`` with modules inside an `FSDPUnit` replaced by that; inner ones first."""
+    if isinstance(module, FSDPUnit):
         return []
-    for whole in [part for part in module.modules() if isinstance(part, WholeUnit)]:
+    for whole in [part for part in module.modules() if isinstance(part, FSDPUnit)]:
         inside = set(whole.modules())
         if any(part in inside for part in chosen):
             first = next(place for place, part in enumerate(chosen) if part in inside)
