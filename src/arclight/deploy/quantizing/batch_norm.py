@@ -1,9 +1,11 @@
 """Fuse batch norms into layers for quantization-aware training, and fold them after it.
 
-Weights are rounded as the program rounds them: scaled by what the batch norm does to each channel. `qat` calls `fuse` when it prepares a graph and
-`fold` when it converts, `ptq` `fold_untrained`; ``verifying.conversion`` calls these and `set_training` for other quantizers. Epsilon, momentum and
-dropout must come out unchanged, as ``verifying`` checks by `literals`: torchao's own passes reset them to 1e-5, 0.1 and 0.5, and an epsilon of 1e-3
-beside small variances then costs 30 dB. Here the operators stay, so that their numbers are not written again.
+Weights are rounded as the program rounds them: scaled by what the batch norm does to each channel. `qat` calls `fuse` when it prepares a graph,
+`use_batch_statistics` while it trains, `insert_bias_range` to round biases and `fold` when it converts, and reads `TRAINING`, `FUSABLE` and the notes
+`SCALED` and `BIAS`; `ptq` calls `fold_untrained`; ``verifying.conversion`` calls these and `set_training` for other quantizers, and reads `SCALED`.
+
+Epsilon, momentum and dropout must come out unchanged, as ``verifying`` checks by `literals`: torchao's own passes reset them to 1e-5, 0.1 and
+0.5, and an epsilon of 1e-3 beside small variances then costs 30 dB. Here the operators stay, so that their numbers are not written again.
 """
 
 from __future__ import annotations
