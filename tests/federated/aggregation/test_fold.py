@@ -283,9 +283,9 @@ def several(count: int, form: str) -> list[Contribution]:
         own["model/steps"] = torch.tensor(3 + k % 2)
         if k % 3 == 1:
             del own["model/vector"]
-    shrink = 0.5 if form == "delta" else 1.0
+    scale = 0.5 if form == "delta" else 1.0
     return [
-        Contribution(client=f"c{k:02d}", weight=1.5 + k, tensors=own, shrink=shrink if k == 1 else 1.0)
+        Contribution(client=f"c{k:02d}", weight=1.5 + k, tensors=own, scale=scale if k == 1 else 1.0)
         for k, own in enumerate(tensors)
     ]
 

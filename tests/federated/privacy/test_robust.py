@@ -105,7 +105,7 @@ def test_norm_bounds_shorten_and_keep_weights() -> None:
     median = bounded(
         [long, short, Contribution(client="mid", weight=1, tensors=short.tensors, norm=10.0)], NormBound(times=2)
     )
-    assert [one.shrink for one in median] == [20 / 50, 1, 1]
+    assert [one.scale for one in median] == [20 / 50, 1, 1]
 
 
 def test_a_step_can_stand_on_any_of_them() -> None:

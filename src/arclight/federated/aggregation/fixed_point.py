@@ -64,7 +64,7 @@ class Contribution:
 
     norm: float | None = None
     """L2 norm of its change, over ``model/`` keys, if it is known already."""
-    shrink: float = 1.0
+    scale: float = 1.0
     """What its ``model/`` tensors are multiplied by, in (0, 1]; the weight stays. For norm bounds and stale updates."""
 
     @property
@@ -110,7 +110,7 @@ class Scale:
 
     def factor_for(self, given: Contribution, key: str) -> float:
         """Return the factor that turns one contributor's values of a key into terms."""
-        return self.factor(given.weight * given.shrink if key.startswith(PREFIX) else given.weight)
+        return self.factor(given.weight * given.scale if key.startswith(PREFIX) else given.weight)
 
     def factor(self, weight: float) -> float:
         """Return the factor of a weight: the weight, shifted."""
@@ -118,12 +118,12 @@ class Scale:
 
 
 def scale_of(
-    weights: Iterable[float], largest: Iterable[float | None], form: Form = "delta", shrunk: bool = False
+    weights: Iterable[float], largest: Iterable[float | None], form: Form = "delta", scaled: bool = False
 ) -> Scale:
     """Return the fixed-point scale of one tensor from all weights and largest values.
 
     Contributors may come in any order.
-    shrunk: whether some contributor's values are multiplied first, so that even a single one's do not come out as they are.
+    scaled: whether some contributor's values are multiplied first, so that even a single one's do not come out as they are.
     """
     weighed, sizes = list(weights), list(largest)
     together = total(weighed)
@@ -135,7 +135,7 @@ def scale_of(
     exponent = math.frexp(together)[1]
     shift = BITS - math.frexp(peak)[1] - exponent if peak else 0
     return Scale(
-        rule="mean" if len(sizes) > 1 or shrunk else "alone", shift=min(shift, 1000 - exponent), total=together
+        rule="mean" if len(sizes) > 1 or scaled else "alone", shift=min(shift, 1000 - exponent), total=together
     )
 
 
@@ -152,7 +152,7 @@ def plan(
     twice, RefusedError for a weight that is not positive or a value that is not finite.
     """
     by_key: dict[str, list[tuple[float, float | None]]] = {}
-    shrunk = set[str]()
+    scaled = set[str]()
     seen, whole = set[str](), set(values)
     for given in contributions:
         if given.client in seen:
@@ -163,20 +163,20 @@ def plan(
         if not (given.weight > 0 and math.isfinite(given.weight)):
             why = f"{given.client} weighs {given.weight}: a weight is a positive, finite number"
             raise RefusedError("weight", why, (given.client,))
-        if not 0 < given.shrink <= 1:
-            raise FederatedError(f"{given.client} would be scaled by {given.shrink}: a factor in (0, 1]")
+        if not 0 < given.scale <= 1:
+            raise FederatedError(f"{given.client} would be scaled by {given.scale}: a factor in (0, 1]")
         largest = given.largest if given.largest is not None else measure(given.client, given.tensors, threads).largest
         for key, size in largest.items():
             if size is not None and not math.isfinite(size):
                 raise not_finite(given.client, key)
             by_key.setdefault(key, []).append((given.weight, size))
-            if given.shrink != 1 and key.startswith(PREFIX):
-                shrunk.add(key)
+            if given.scale != 1 and key.startswith(PREFIX):
+                scaled.add(key)
     scales = {}
     for key, of_key in sorted(by_key.items()):
         try:
             weights, sizes = zip(*of_key, strict=True)
-            scales[key] = scale_of(weights, sizes, "weights" if key in whole else form, key in shrunk)
+            scales[key] = scale_of(weights, sizes, "weights" if key in whole else form, key in scaled)
         except FederatedError as error:
             raise FederatedError(f"{key}: {error}") from error
     return scales

@@ -139,7 +139,7 @@ def clip_and_add_noise(
     """
     settings = Noise(**{name: value for name, value in order.items() if name != "least"})
     norm = math.hypot(*(measure("this client", {key: tensor}).norm("") for key, tensor in changes()))
-    shrink = min(1.0, settings.clip / norm) if norm else 1.0
+    clip_factor = min(1.0, settings.clip / norm) if norm else 1.0
     deviation = settings.multiplier * settings.clip / math.sqrt(order["least"])
     secret = os.urandom(KEY_BYTES) if secret is None else secret
     for key, tensor in changes():
@@ -148,7 +148,7 @@ def clip_and_add_noise(
         if not tensor.is_floating_point():
             yield key, tensor
             continue
-        wide = tensor.to(torch.float64) * shrink
+        wide = tensor.to(torch.float64) * clip_factor
         add_noise(secret, key, wide, deviation)
         yield key, wide.to(tensor.dtype)
 

@@ -74,7 +74,7 @@ def _bounded(
 def bounded(
     contributions: Iterable[Contribution], settings: NormBound, threads: int | None = None
 ) -> list[Contribution]:
-    """Return the contributions with those shrunk whose changes are longer than the bound.
+    """Return the contributions with those scaled down whose changes are longer than the bound.
 
     If most have not moved at all, the median bounds every change by zero: what others sent is left out of the mean.
     """
@@ -91,7 +91,7 @@ def bounded(
             )
         return still
     return [
-        replace(one, shrink=one.shrink * (bound / norm)) if norm > bound else one
+        replace(one, scale=one.scale * (bound / norm)) if norm > bound else one
         for one, norm in zip(given, norms, strict=True)
     ]
 

@@ -403,7 +403,7 @@ class ServerRun:
                     weight=float(
                         {"samples": update.samples, "tokens": update.tokens, "equal": 1}[self.federation.weigh_by]
                     ),
-                    shrink=1 / math.sqrt(1 + update.staleness),
+                    staleness_discount=1 / math.sqrt(1 + update.staleness),
                     samples=update.samples,
                     largest=None if validated is None else validated.largest,
                     norm=update.norm,

@@ -2,7 +2,8 @@
 
 `server_run` calls it when the coordinator commands `Aggregate`, one round at a time; it feeds `StrategyStep` and `RoundWriter`. The checkpoint
 is written before the journal commits the round, so a step that is repeated after a crash must give the same tensors, bit for bit (unless the
-server adds noise).
+server adds noise). Entries ``model``, ``moments`` and ``server`` and keys ``<kind>/<name>`` of the last two are in run folders and stay; so must the
+order, in which weights are stepped as in the layout of the previous round, then moments by key.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class AcceptedUpdate:
     client: str
     manifest: Manifest
     weight: float
-    shrink: float = 1.0
+    staleness_discount: float = 1.0
     """Factor of its change: 1 / sqrt(1 + staleness in rounds) for a stale one (FedBuff, Nguyen et al. 2022). Its weight in the divisor of the
     mean stays, so that a buffer of stale updates makes a smaller step."""
     samples: int
@@ -53,7 +54,7 @@ class AcceptedUpdate:
         return Contribution(
             client=self.client,
             weight=self.weight,
-            shrink=self.shrink,
+            scale=self.staleness_discount,
             tensors=LazyTensors(self.manifest, store),
             largest=self.largest,
             samples=self.samples,

@@ -1,7 +1,8 @@
 """Simulate clients and network links as discrete events around the coordinator of real runs.
 
-`simulate` runs it. It drives the real `coordinator` by the contract in `events`, so that rules cannot differ; only times, sizes and losses of
-nodes are models. The same seed gives the same result: events of one time happen in the order in which they were planned.
+`simulate.simulate`, public as ``arclight.federated.simulate``, runs it. It drives the real `coordinator` by the contract in `events`, so that
+rules cannot differ; only times, sizes and failures of nodes are models. The same seed must give the same result: events of one time happen in
+the order in which they were queued.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Simulator:
         self.coordinator = Coordinator(federation, federation.clients, seed, "simulation")
         self.now, self.events = 0.0, 0
         self._sampler = FleetSampler(fleet, seed)
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._event_queue: list[tuple[float, int, Callable[[], None]]] = []
         """Heap of (second, number, what happens then)."""
         self._numbers = itertools.count()
         self._devices: dict[str, Device] = {}
@@ -77,7 +78,7 @@ class Simulator:
         while self._ended is None:
             due = self.coordinator.next_deadline()
             due = math.inf if due is None else due
-            coming = self._agenda[0][0] if self._agenda else math.inf
+            coming = self._event_queue[0][0] if self._event_queue else math.inf
             if min(coming, due) == math.inf:
                 raise FederatedError(f"the simulation has come to a halt: {self.coordinator.status(self.now)}")
             if self._beat_in_time(min(coming, due)):
@@ -86,7 +87,7 @@ class Simulator:
                 self.now = max(self.now, due)
                 self._handle(ev.Tick())
             else:
-                self.now, _, act = heapq.heappop(self._agenda)
+                self.now, _, act = heapq.heappop(self._event_queue)
                 act()
         return self._recorder.result(
             seconds=self.now, check_seconds=self._checks.busy, fold_seconds=self._folds.busy, events=self.events,
@@ -149,7 +150,7 @@ class Simulator:
                 self._recorder.note_command(command)
 
     def _at(self, time: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._agenda, (time, next(self._numbers), act))
+        heapq.heappush(self._event_queue, (time, next(self._numbers), act))
 
     # -- clients -----------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Serve a federation: plain HTTP on loopback, elsewhere over TLS to registered nodes.
 
     GET  /v1/challenge         a text for a node to sign before it joins
-    POST /v1/message           a message in JSON, the answer in JSON; a WorkRequest may be held
+    POST /v1/message           a message in JSON, the answer in JSON; a WorkRequest or a SecureSumRequest may be held
     HEAD /v1/blobs/<digest>    200 with Content-Length, or 404 with X-Arclight-Received: bytes of it that came already,
                                and X-Arclight-Busy while more are coming
     GET  /v1/blobs/<digest>    the blob, or the Range of it that is asked for
