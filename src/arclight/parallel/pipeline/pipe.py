@@ -113,7 +113,7 @@ class Pipe:
         model: only its tree is kept, not what it holds.
         """
         self._model = meta_skeleton(model)
-        self.graph, self.cuts, self.stages = cuts.graph, cuts.begins, list(stages)
+        self.graph, self.cuts, self.stages = cuts.graph, cuts.first_calls, list(stages)
         self.shared: dict[str, tuple[int, ...]] = cuts.shared
         """Stages of each parameter that several have, by its first name: their gradients must be summed."""
         self._names = dict(names)
@@ -249,12 +249,12 @@ def split(
     def cut(graph: CallGraph, find: Callable[[], ModelCosts], begins: Sequence[int] | None = None) -> StageAssignment:
         graph = _with_unused(graph, parameters)
         if at is not None:
-            return StageAssignment.of(graph, cuts_at(graph, at), multi_use)
+            return StageAssignment.cut(graph, cuts_at(graph, at), multi_use)
         assert stages is not None
         if policy is not None:
-            return StageAssignment.of(graph, policy(graph, stages), multi_use)
+            return StageAssignment.cut(graph, policy(graph, stages), multi_use)
         known = costs or _predicted(find, graph, parameters)
-        return StageAssignment.of(graph, default_cuts(known, stages, begins=begins), multi_use)
+        return StageAssignment.cut(graph, default_cuts(known, stages, begins=begins), multi_use)
 
     reason: PlanError | None = None
     if frontend != "trace":
@@ -263,7 +263,7 @@ def split(
             _refuse_few(graph, stages or 0)
             cuts = cut(graph, lambda: predict(model, graph, (args, kwargs)))
             home = _home(args, kwargs)
-            parts = [StageModule(model, cuts, number, home) for number in range(len(cuts.begins))]
+            parts = [StageModule(model, cuts, number, home) for number in range(len(cuts.first_calls))]
             return Pipe(cuts, parts, names, model)
         except DataDependentError as error:
             if frontend == "slice":

@@ -159,7 +159,7 @@ def test_a_function_of_a_module_is_cut_in_place(own: list[int]) -> None:
     batch = (floats(5, 4), torch.randint(0, 3, (5,)))
     whole = copy.deepcopy(module)
     graph = capture_call_graph(module, module.training_step, (batch, 0), {})
-    cuts = StageAssignment.of(graph, [0, 2, 3])
+    cuts = StageAssignment.cut(graph, [0, 2, 3])
     assert [call.name for call in graph.calls] == ["body.0", "body.2", "body.4", "head"]
     others = [copy.deepcopy(module) for _ in range(3)]
     everyone = [SlicedModule(other, other.training_step, cuts, [number], other) for number, other in enumerate(others)]

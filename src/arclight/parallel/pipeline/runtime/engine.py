@@ -1,8 +1,8 @@
 """Run micro-batches through this rank's stages by a schedule.
 
 `StepRunner` and `PipeRunner` hand it micro-batches; it makes `Stage` objects, with the boundaries that it learns when a shape of micro-batches
-first comes, and drives torch's schedules over them. In: inputs by stage; out: losses and outputs of the last one. All ranks must take the same
-branches here, or their messages do not match.
+first comes, and drives torch's schedules over them. In: micro-batches (arguments and targets), the same for every stage; out: losses and
+outputs, in the last stage's `StageProgram`. All ranks must take the same branches here, or their messages do not match.
 """
 
 from __future__ import annotations

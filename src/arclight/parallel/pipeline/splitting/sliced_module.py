@@ -272,7 +272,7 @@ class SlicedModule:
 
     def _sent(self, tree: StageModuleTree, value: Value, run: StageRun) -> Any:
         if value.call == PARAMETER_CALL and value not in run.received:
-            name = self.cuts.sent[value.leaf]
+            name = self.cuts.transmitted[value.leaf]
             tensor: Any = self.holder.get_parameter(name)
         else:
             tensor = run.kept[value] if value.call >= run.begin else run.received[value]

@@ -1,6 +1,6 @@
 """Assign the calls of a call graph and their parameters to stages; list crossing values.
 
-`split` and `PipelinedSteps` make one `StageAssignment` on every process, from the same arguments; `sliced_module` and `traced_stage` build
+`pipe.split` and `PipelinedSteps` make one `StageAssignment` on every process, from the same arguments; `sliced_module` and `traced_stage` build
 stages from it. It must depend on nothing but its arguments, and the order of `values_into` is the order of messages.
 """
 
@@ -26,58 +26,64 @@ class StageAssignment:
     """A call graph that is cut into stages."""
 
     graph: CallGraph
-    begins: tuple[int, ...]
+    first_calls: tuple[int, ...]
     """First call of each stage."""
-    sent: tuple[str, ...] = ()
-    """Transmitted parameters by first name; parameter i is ``Value(PARAMETER_CALL, i)``."""
+    transmitted: tuple[str, ...] = ()
+    """Parameters that are transmitted, by first name; parameter i is ``Value(PARAMETER_CALL, i)``."""
 
     @classmethod
-    def of(cls, graph: CallGraph, begins: Sequence[int], multi_use: MultiUse = "replicate") -> StageAssignment:
-        """Cut ``graph`` before the calls ``begins``.
+    def cut(cls, graph: CallGraph, first_calls: Sequence[int], multi_use: MultiUse = "replicate") -> StageAssignment:
+        """Cut ``graph`` before each call of ``first_calls``.
 
         Raises PlanError for empty stages and for ``multi_use`` of unknown parameters, DataDependentError if two stages would both draw
         the same random number, or change the same buffer or value.
         """
-        _check_side_effects(graph, begins)
-        users = {name: stages for name, stages in graph.users(begins).items() if len(stages) > 1}
-        sent = tuple(name for name in users if _settings(multi_use, graph, users)[name] == "transmit")
-        return cls(graph, tuple(begins), sent)
+        _check_side_effects(graph, first_calls)
+        users = {name: stages for name, stages in graph.users(first_calls).items() if len(stages) > 1}
+        transmitted = tuple(name for name in users if _settings(multi_use, graph, users)[name] == "transmit")
+        return cls(graph, tuple(first_calls), transmitted)
 
     @property
     def users(self) -> dict[str, tuple[int, ...]]:
         """Map each parameter to the stages that use it."""
-        return self.graph.users(self.begins)
+        return self.graph.users(self.first_calls)
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
         """Map each parameter with copies in several stages to these stages."""
-        return {name: stages for name, stages in self.users.items() if len(stages) > 1 and name not in self.sent}
+        return {name: stages for name, stages in self.users.items() if len(stages) > 1 and name not in self.transmitted}
 
     def range(self, stage: int) -> tuple[int, int]:
         """Return the first call of ``stage``, and the one after its last."""
-        return self.graph.ranges(self.begins)[stage]
+        return self.graph.ranges(self.first_calls)[stage]
 
     def values_into(self, stage: int) -> tuple[Value, ...]:
         """List the values that ``stage`` receives from the stage before.
 
         Transmitted parameters come first, then results of calls.
         """
-        if stage in (0, len(self.begins)):
+        if stage in (0, len(self.first_calls)):
             return ()
         users = self.users
-        sent = [Value(PARAMETER_CALL, i) for i, n in enumerate(self.sent) if users[n][0] < stage <= users[n][-1]]
-        return (*sent, *self.graph.live(self.begins[stage]))
+        parameters = [
+            Value(PARAMETER_CALL, i) for i, n in enumerate(self.transmitted) if users[n][0] < stage <= users[n][-1]
+        ]
+        return (*parameters, *self.graph.live(self.first_calls[stage]))
 
     def parameters(self, stage: int) -> set[str]:
         """Return the first names of the parameters that ``stage`` has."""
         users = self.users
-        return {n for n, stages in users.items() if stage in stages and (n not in self.sent or stage == stages[0])}
+        return {
+            n for n, stages in users.items() if stage in stages and (n not in self.transmitted or stage == stages[0])
+        }
 
     def received_parameters(self, stage: int) -> dict[str, Value]:
         """Map the parameters that ``stage`` receives to the values that carry them."""
         users = self.users
         return {
-            n: Value(PARAMETER_CALL, i) for i, n in enumerate(self.sent) if stage in users[n] and stage != users[n][0]
+            n: Value(PARAMETER_CALL, i)
+            for i, n in enumerate(self.transmitted)
+            if stage in users[n] and stage != users[n][0]
         }
 
 
@@ -110,13 +116,13 @@ def _settings(multi_use: MultiUse, graph: CallGraph, users: Mapping[str, Any]) -
     return settings
 
 
-def _check_side_effects(graph: CallGraph, begins: Sequence[int]) -> None:
+def _check_side_effects(graph: CallGraph, first_calls: Sequence[int]) -> None:
     """Raise DataDependentError for side effects that cross stages.
 
     Two stages may not need the same random numbers or change one buffer, and no value may be changed before a cut and
     used after it.
     """
-    ends = graph.ranges(begins)
+    ends = graph.ranges(first_calls)
     stage_of = {call: stage for stage, (begin, end) in enumerate(ends) for call in range(begin, end)}
     drawn: dict[int, int] = {}
     users = [(i, call.draws, call.name) for i, call in enumerate(graph.calls)]
@@ -136,7 +142,7 @@ def _check_side_effects(graph: CallGraph, begins: Sequence[int]) -> None:
                     "not cut between calls of one module that gathers statistics"
                 )
         for value in call.modifies:
-            late = next((at for at in begins if at > index and value in graph.live(at)), None)
+            late = next((at for at in first_calls if at > index and value in graph.live(at)), None)
             if late is not None:
                 raise DataDependentError(
                     f"{call.name} changes in place what {graph.calls[value.call].name} returned, and a later stage needs it: use the "

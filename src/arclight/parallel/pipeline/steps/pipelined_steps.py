@@ -142,7 +142,7 @@ class PipelinedSteps:
         self.topology, self.options = topology, options
         self.broadcaster = OutputBroadcaster(topology.group, topology.owner(topology.stages - 1), topology.device)
         self.last = topology.stages - 1 in topology.own
-        cuts = StageAssignment.of(graph, tuple(begins))
+        cuts = StageAssignment.cut(graph, tuple(begins))
         if graph.repeated and len(topology.own) > 1:
             raise PlanError(
                 f"{min(graph.repeated)} is changed between parts of the model, by each of the {len(topology.own)} stages of a process once: change it "
@@ -219,7 +219,7 @@ class PipelinedSteps:
         with self.skeleton.whole():
             graph = self._observe(step, micro_batch.args, micro_batch.kwargs)
             graph = graph.keeping(name for name, _ in self.module.named_parameters())
-            cuts = StageAssignment.of(graph, self._following_cuts(name, graph))
+            cuts = StageAssignment.cut(graph, self._following_cuts(name, graph))
             self._sliced[name] = self._cut(step, cuts)
 
     def _cut(self, step: Step, cuts: StageAssignment) -> SlicedModule:

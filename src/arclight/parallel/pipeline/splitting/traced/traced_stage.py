@@ -156,8 +156,8 @@ class TracedModel:
         Instead of cuts, the first call of each stage may be given; the first is 0.
         """
         if not isinstance(cuts, StageAssignment):
-            cuts = StageAssignment.of(self.graph, cuts)
-        programs = [self._program(cuts, number) for number in range(len(cuts.begins))]
+            cuts = StageAssignment.cut(self.graph, cuts)
+        programs = [self._program(cuts, number) for number in range(len(cuts.first_calls))]
         owned = [cuts.parameters(number) | set(program.states) for number, program in enumerate(programs)]
         self._place_unused(owned)
         names, frame = self.exported.first, self.exported.frame
@@ -178,7 +178,7 @@ class TracedModel:
     def _program(self, cuts: StageAssignment, number: int) -> _Program:
         """Return the graph of one stage, and what goes into it."""
         exported, calls = self.exported, self.calls
-        last = number == len(cuts.begins) - 1
+        last = number == len(cuts.first_calls) - 1
         receives, sends = cuts.values_into(number), cuts.values_into(number + 1)
         results = [leaf for leaf in exported.results if isinstance(leaf, fx.Node)] if last else []
         graph, given, arrived = fx.Graph(), dict[fx.Node, fx.Node](), dict[Value, fx.Node]()
@@ -212,10 +212,10 @@ class TracedModel:
         )  # fmt: skip
 
     def _nodes(self, cuts: StageAssignment, value: Value) -> list[fx.Node]:
-        """Find a value in the whole graph: an operation's result, or all nodes of a sent parameter."""
+        """Find a value in the whole graph: a result, or all nodes of a transmitted parameter."""
         if value.call != PARAMETER_CALL:
             return [self.calls.nodes[value]]
-        return [node for node, name in self.exported.states.items() if name == cuts.sent[value.leaf]]
+        return [node for node, name in self.exported.states.items() if name == cuts.transmitted[value.leaf]]
 
     def _glue_for(self, members: set[fx.Node], results: set[fx.Node]) -> set[fx.Node]:
         """Collect what belongs to no call and these operations need, with all that writes to it."""
