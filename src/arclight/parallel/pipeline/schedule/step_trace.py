@@ -1,7 +1,8 @@
 """Hold one step of a pipeline, predicted or measured: actions, idle time, memory.
 
-`simulation` and `runtime.recording` make a `Trace`; ``view``, ``cost`` and ``planning`` read its idle time and memory. Predicted and
-measured steps have the same fields, so that they can be compared.
+An `Action` is one stage's forward or backward of one micro-batch; a `Trace` has the spans of all of them. `simulation` and
+`runtime.recording` make it; ``view``, ``cost``, ``planning`` and ``arclight plan`` read its idle time and memory. A predicted step must keep the
+fields of a measured one, so that they can be compared (`simulation.Prediction` adds the ends of ranks).
 """
 
 from __future__ import annotations
