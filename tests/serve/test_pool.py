@@ -20,7 +20,7 @@ from arclight.deploy.programs.onnx_runtime import OnnxRuntimeSession
 from arclight.fabric.launchers import available_cores
 from arclight.fabric.signing import SigningKey
 from arclight.serve import Limits, models
-from arclight.serve.admission import Pace
+from arclight.serve.admission import LatencyWindow
 from arclight.serve.app import ModelDescription, Service
 from arclight.serve.settings import Limits as Settings
 from arclight.serve.tasks import pool
@@ -39,7 +39,7 @@ def path(tmp_path_factory):
 @pytest.fixture
 def _slow(monkeypatch):
     """Any call counts as long enough to be measured."""
-    monkeypatch.setattr(Pace, "QUICK_S", 0.0)
+    monkeypatch.setattr(LatencyWindow, "QUICK_S", 0.0)
 
 
 def rated(monkeypatch: pytest.MonkeyPatch, rates: Mapping[Share, float]) -> list[set[Share]]:
@@ -128,7 +128,7 @@ class Clock:
 @pytest.mark.parametrize(
     ("call_s", "open_s", "opened"),
     [
-        (0.002, 0.1, 1), (0.05, 0.1, 1), (0.2, 0.1, 0), (5.0, 0.1, 0), (0.01, 1.9, 0), (0.01, 60.0, 0), (Pace.QUICK_S / 2, 0.1, 0),
+        (0.002, 0.1, 1), (0.05, 0.1, 1), (0.2, 0.1, 0), (5.0, 0.1, 0), (0.01, 1.9, 0), (0.01, 60.0, 0), (LatencyWindow.QUICK_S / 2, 0.1, 0),
     ],
 )  # fmt: skip
 def test_loading_takes_at_most_the_budget_longer(path, call_s, open_s, opened, monkeypatch):
@@ -291,7 +291,7 @@ def test_language_programs_compute_all_of_their_texts_together():
 
 
 def test_the_loop_computes_nothing_that_would_wait_for_its_turn(path, monkeypatch):
-    monkeypatch.setattr(Pace, "QUICK_S", 10.0)
+    monkeypatch.setattr(LatencyWindow, "QUICK_S", 10.0)
     model = models.load("net", path, Settings(requests=1))
     models.start(model)
     service = Service([model], Limits(), None, lambda name, requests: None)

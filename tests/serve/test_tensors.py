@@ -22,7 +22,7 @@ from arclight import cli
 from arclight.deploy import Program
 from arclight.fabric.serving.listening import reserve_address
 from arclight.serve import Limits, models
-from arclight.serve.admission import Pace, Refusal
+from arclight.serve.admission import LatencyWindow, Refusal
 from arclight.serve.app import ServedModel, build_app
 from arclight.serve.middleware import Access
 from arclight.serve.tasks import tensors
@@ -319,16 +319,16 @@ def test_the_threads_of_models_are_listed(two):
 
 
 def test_a_model_is_quick_by_the_median_of_its_recent_requests():
-    pace = Pace()
-    assert not pace.is_quick()
-    for _ in range(Pace.RECENT):
-        pace.timed(lambda: None)
-    assert pace.is_quick()
-    pace.timed(lambda: time.sleep(2 * Pace.QUICK_S))  # such as of a machine that was busy
-    assert pace.is_quick()
-    for _ in range(Pace.RECENT):
-        pace.timed(lambda: time.sleep(2 * Pace.QUICK_S))
-    assert not pace.is_quick()
+    latency = LatencyWindow()
+    assert not latency.is_quick()
+    for _ in range(LatencyWindow.RECENT):
+        latency.timed(lambda: None)
+    assert latency.is_quick()
+    latency.timed(lambda: time.sleep(2 * LatencyWindow.QUICK_S))  # such as of a machine that was busy
+    assert latency.is_quick()
+    for _ in range(LatencyWindow.RECENT):
+        latency.timed(lambda: time.sleep(2 * LatencyWindow.QUICK_S))
+    assert not latency.is_quick()
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_a_model_is_quick_by_the_median_of_its_recent_requests():
 )
 def test_only_small_requests_to_quick_models_are_computed_on_the_loop(affine_path, rows, slow, is_here, monkeypatch):
     if not slow:
-        monkeypatch.setattr(Pace, "QUICK_S", 10.0)  # a call waits for its turn on a busy machine
+        monkeypatch.setattr(LatencyWindow, "QUICK_S", 10.0)  # a call waits for its turn on a busy machine
     program, threads = Program.load(affine_path), []
 
     class Watched(Program):

@@ -1,7 +1,8 @@
 """Admit or refuse requests: bounded bodies, few worker threads behind a short queue.
 
-`app` reads bodies by `read_body` and runs requests by `Workers`; `models` and `tasks` keep times in `Pace`. `app`, `middleware` and `tasks`
-raise `Refusal`, whose JSON is OpenAI's at addresses of its API and ``{"error": sentence}`` elsewhere: clients read both, so both stay.
+`app` reads bodies by `read_body` and runs requests by `Workers`; `models` and `tasks` keep times in a `LatencyWindow`. `app`, `middleware`
+and `tasks` raise `Refusal`, whose JSON is OpenAI's on the paths of its API and ``{"error": sentence}`` elsewhere: clients read both, so both
+stay.
 """
 
 from __future__ import annotations
@@ -297,10 +298,11 @@ class ServiceTimes:
         return self._mean_s.get(model, 0.0)
 
 
-class Pace:
-    """Times of a model's small requests; quick ones are computed on the event loop itself.
+class LatencyWindow:
+    """Median latency of a model's newest small requests.
 
-    For these a worker's thread costs more than the answer does, and under load it waits for Python's lock again and again.
+    Quick ones are computed on the event loop itself: for these a worker's thread costs more than the answer does, and under load it waits
+    for Python's lock again and again.
     """
 
     QUICK_S = 0.001

@@ -40,11 +40,11 @@ from arclight.serve.openapi import (
     COMPLETIONS_FOUND,
     EVERYWHERE,
     METRICS,
-    PHOTO_REFUSALS,
-    TENSOR_REFUSALS,
+    PHOTO_ERRORS,
+    TENSOR_ERRORS,
     TENSORS_FOUND,
-    TEXT_MODEL_REFUSALS,
-    TEXT_REFUSALS,
+    TEXT_ERRORS,
+    TEXT_MODEL_ERRORS,
     UNKNOWN_MODEL,
     UNKNOWN_TEXT_MODEL,
     UNREADY,
@@ -384,13 +384,13 @@ class Service:
         try:
             with upload:
                 await read_body(headers, receive, upload, self.limits)
-                together, pace = model.batcher if model.batcher.rows > 1 else None, model.pace
-                small = len(upload.body) <= pace.SMALL_BYTES
+                together, latency = model.batcher if model.batcher.rows > 1 else None, model.latency
+                small = len(upload.body) <= latency.SMALL_BYTES
                 if self.is_quick(model, len(upload.body)):
                     if together is not None:
                         return await together.run_here(job)
-                    return self.workers.run_here(name, lambda: pace.timed(job))
-                work = job if together is not None or not small else lambda: pace.timed(job)
+                    return self.workers.run_here(name, lambda: latency.timed(job))
+                work = job if together is not None or not small else lambda: latency.timed(job)
                 turn = Turn(self.limits.deadline_s)
                 return await self.workers.run(
                     name, work, turn=turn, left=lambda: disconnected(receive), together=together
@@ -407,7 +407,7 @@ class Service:
     def is_quick(self, model: ServedModel, size_bytes: int) -> bool:
         """Return True if the event loop may compute a request of that size now."""
         free = model.program is None or model.program.is_free  # the loop must not wait for a turn
-        return size_bytes <= model.pace.SMALL_BYTES and free and self.workers.has_idle and model.pace.is_quick()
+        return size_bytes <= model.latency.SMALL_BYTES and free and self.workers.has_idle and model.latency.is_quick()
 
     async def _hold_back(self, refusal: Refusal) -> None:
         """Delay a 429 by ``limits.refusal_s``, so that clients do not retry at once.
@@ -427,7 +427,7 @@ async def disconnected(receive: Receive) -> None:
 def add_photo_routes(app: FastAPI, service: Service) -> None:
     """Add ``/detect``, and YOLOv5's address by model."""
 
-    @app.post("/detect", responses={200: {"model": Answer}, **PHOTO_REFUSALS}, openapi_extra=photo_body("file"))
+    @app.post("/detect", responses={200: {"model": Answer}, **PHOTO_ERRORS}, openapi_extra=photo_body("file"))
     async def detect(request: Request) -> JSONResponse:
         """Find the objects in a photo and read the payment codes among them."""
         name, kind = service.main.name, request.headers.get("content-type", "")
@@ -439,7 +439,7 @@ def add_photo_routes(app: FastAPI, service: Service) -> None:
         )
         return JSONResponse(asdict(found))
 
-    @app.post(OBJECT_DETECTION, responses=PHOTO_REFUSALS, openapi_extra=photo_body("image"))
+    @app.post(OBJECT_DETECTION, responses=PHOTO_ERRORS, openapi_extra=photo_body("image"))
     async def object_detection(request: Request, model: str) -> JSONResponse:
         """Find the objects in a photo with one of the models, in the form of YOLOv5's REST example."""
         detector = service.detector(model, record_of(request.scope))
@@ -482,9 +482,7 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
         service.tensors(model, record_of(request.scope))
         return JSONResponse({"name": model, "ready": service.ready}, status_code=200 if service.ready else 503)
 
-    @app.post(
-        INFER, response_class=Response, responses={**TENSORS_FOUND, **TENSOR_REFUSALS}, openapi_extra=tensor_body()
-    )
+    @app.post(INFER, response_class=Response, responses={**TENSORS_FOUND, **TENSOR_ERRORS}, openapi_extra=tensor_body())
     async def inferred(request: Request, model: str) -> Response:
         """Compute a model's outputs for plain tensors, in JSON or as bytes after it."""
         record = record_of(request.scope)
@@ -552,7 +550,7 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
             )
             return await text.answer(texts, Turn(service.limits.deadline_s), lambda: disconnected(request.receive))
 
-    @app.get("/v1/models", responses=TEXT_MODEL_REFUSALS)
+    @app.get("/v1/models", responses=TEXT_MODEL_ERRORS)
     async def models() -> dict[str, Any]:
         """List the models that generate or embed text."""
         return text.listed({model.name: model.created for model in service.models.all() if model.task in TEXT_TASKS})
@@ -567,7 +565,7 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
     @app.post(
         TEXT[0],
         response_class=Response,
-        responses={**COMPLETIONS_FOUND, **TEXT_REFUSALS},
+        responses={**COMPLETIONS_FOUND, **TEXT_ERRORS},
         openapi_extra=text_body(text.CompletionRequest),
     )
     async def completions(request: Request) -> Response:
@@ -577,16 +575,14 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
     @app.post(
         TEXT[1],
         response_class=Response,
-        responses={**CHATS_FOUND, **TEXT_REFUSALS},
+        responses={**CHATS_FOUND, **TEXT_ERRORS},
         openapi_extra=text_body(text.ChatRequest),
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a chat by the model's template, whole or streamed by server-sent events."""
         return await answered(request, text.ChatRequest)
 
-    @app.post(
-        TEXT[2], responses={**VECTORS_FOUND, **TEXT_REFUSALS}, openapi_extra=text_body(embeddings.EmbeddingRequest)
-    )
+    @app.post(TEXT[2], responses={**VECTORS_FOUND, **TEXT_ERRORS}, openapi_extra=text_body(embeddings.EmbeddingRequest))
     async def embedding(request: Request) -> Response:
         """Return the embeddings of texts."""
         record = record_of(request.scope)

@@ -1,7 +1,7 @@
 """Drain the server on SIGTERM: report not ready, keep answering, then close the listener.
 
 `server.make_server` makes a `DrainingServer` in place of ``uvicorn.Server``; uvicorn calls the overridden methods. ``on_drain`` makes the
-addresses of readiness answer 503, and ``Limits.drain_s`` is the time that load balancers have to notice. No accepted request that ends
+readiness endpoints answer 503, and ``Limits.drain_s`` is the time that load balancers have to notice. No accepted request that ends
 within ``Limits.shutdown_s`` may fail: tests drain under load.
 """
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from arclight.fabric.launchers import available_cores
-from arclight.serve.admission import Pace
+from arclight.serve.admission import LatencyWindow
 from arclight.serve.settings import Limits
 from arclight.serve.tasks.batching import Batcher
 from arclight.serve.tasks.detection import Detect
@@ -29,13 +29,13 @@ from arclight.serve.tasks.tensors import zeros
 
 if TYPE_CHECKING:
     from arclight.deploy import Program
-    from arclight.deploy.programs.folder import Mark, Trusted
+    from arclight.deploy.programs.folder import FileStamp, Trusted
     from arclight.deploy.settings import FastestRuntime, Runtime
     from arclight.serve.tasks.scheduler import Scheduler
     from arclight.text.embedding_program import Embedder
 
 log = logging.getLogger("arclight.serve")
-Marks = Mapping[Path, "Mark"]
+FileStamps = Mapping[Path, "FileStamp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class ServedModel:
     embedder: Embedder | None = None
     loaded: Program | None = None
     """The program that all of these run; None for a detector of the caller's own."""
-    pace: Pace = field(default_factory=Pace)
+    latency: LatencyWindow = field(default_factory=LatencyWindow)
     """Times of its small requests for tensors: measured by `start` for programs of our export, else by the first requests."""
     pool: Pool | None = None
     """Share of the cores that each request has, if it was measured or set; None for the rule of `threads_of`."""
@@ -128,7 +128,7 @@ def load(
 
         return replace(made, embedder=Embedder(program))
     detector = program.predict_one if task == "detect" else None
-    return replace(made, detector=detector, program=program, batcher=Batcher(limits.batch, made.pace))
+    return replace(made, detector=detector, program=program, batcher=Batcher(limits.batch, made.latency))
 
 
 def _shared(program: Program, limits: Limits, load_s: float, old: ServedModel | None) -> tuple[Program, Pool | None]:
@@ -230,8 +230,8 @@ def start(model: ServedModel) -> None:
             return
         program(*given)
         if "parity" in program.metadata:  # of our export: what it computes is bounded by the sizes of its inputs
-            for _ in range(model.pace.RECENT):
-                model.pace.timed(lambda: program(*given))
+            for _ in range(model.latency.RECENT):
+                model.latency.timed(lambda: program(*given))
             model.batcher.measure(program)
     except ProgramError as error:  # such as of a program that takes no batch of one; clients may send what it takes
         log.warning("%s was not warmed up, its first request may be slow: %s", model.program.path.name, error)
@@ -368,9 +368,9 @@ class Models:
         self._batch = batch
         for model in models.values():
             model.batcher.observe(partial(batch, model.name))
-        self._refused: dict[str, Marks | None] = {}
+        self._refused: dict[str, FileStamps | None] = {}
         """What was at a path when it was refused; None after it was gone."""
-        self._seen: dict[str, Marks | None] = {}
+        self._seen: dict[str, FileStamps | None] = {}
         self._texts: set[asyncio.Future[None]] = set()
         """Requests for text under way, any of which may be about to queue a text at a model that is replaced."""
         self._leaving: set[asyncio.Task[None]] = set()
@@ -421,13 +421,13 @@ class Models:
 
     async def _changed(self, model: ServedModel) -> bool:
         """Return True if the model's files have changed, and are the same as at the last look."""
-        from arclight.deploy.programs.folder import marks_at
+        from arclight.deploy.programs.folder import stamps_at
 
         name, loaded = model.name, model.loaded
         assert loaded is not None
-        found = await asyncio.get_running_loop().run_in_executor(None, marks_at, loaded.path)
+        found = await asyncio.get_running_loop().run_in_executor(None, stamps_at, loaded.path)
         settled, self._seen[name] = name in self._seen and found == self._seen[name], found
-        if found == loaded.marks:
+        if found == loaded.stamps:
             self._refused.pop(name, None)
             return False
         return settled and not (name in self._refused and self._refused[name] == found)

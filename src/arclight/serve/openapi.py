@@ -1,8 +1,8 @@
-"""Describe requests and answers for the OpenAPI document.
+"""Describe requests and responses for the OpenAPI document.
 
-`app` gives these to its routes: bodies are read by hand, within limits, and refusals come from every depth, so FastAPI finds neither. It
-finds what a route returns as a dataclass. ``tests/serve/test_openapi.py`` sends requests drawn from the document and compares the answers
-with it, so a change of a route's body or refusals needs one here.
+`app` gives these to its routes: bodies are read by hand, within limits, and errors are raised at every depth, so FastAPI finds neither. It
+finds what a route returns as a dataclass. ``tests/serve/test_openapi.py`` sends requests drawn from the document and compares the responses
+with it, so a change of a route's body or error responses needs one here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class TextError:
-    """A refusal in the form of OpenAI's API."""
+    """An error response in the form of OpenAI's API."""
 
     error: Failure
 
@@ -55,21 +55,21 @@ MEANINGS = {
 }
 
 
-def _refusals(model: type, *statuses: int) -> Responses:
+def _error_responses(model: type, *statuses: int) -> Responses:
     return {status: {"model": model, "description": MEANINGS[status]} for status in statuses}
 
 
 ALWAYS = (401, 403, 421, 429, 500)
-"""Statuses with which any request may be refused."""
+"""Statuses of errors that any request may get."""
 UPLOAD = (*ALWAYS, 400, 408, 413, 415, 503)
-"""Statuses with which a request that has a body may be refused."""
-EVERYWHERE = _refusals(Error, *ALWAYS)
-UNKNOWN_MODEL = _refusals(Error, 404)
-PHOTO_REFUSALS = _refusals(Error, *UPLOAD, 404, 422)
-TENSOR_REFUSALS = _refusals(Error, *UPLOAD, 404)
-TEXT_REFUSALS = _refusals(TextError, *UPLOAD, 404)
-TEXT_MODEL_REFUSALS = _refusals(TextError, *ALWAYS)
-UNKNOWN_TEXT_MODEL = _refusals(TextError, *ALWAYS, 404)
+"""Statuses of errors that a request with a body may get."""
+EVERYWHERE = _error_responses(Error, *ALWAYS)
+UNKNOWN_MODEL = _error_responses(Error, 404)
+PHOTO_ERRORS = _error_responses(Error, *UPLOAD, 404, 422)
+TENSOR_ERRORS = _error_responses(Error, *UPLOAD, 404)
+TEXT_ERRORS = _error_responses(TextError, *UPLOAD, 404)
+TEXT_MODEL_ERRORS = _error_responses(TextError, *ALWAYS)
+UNKNOWN_TEXT_MODEL = _error_responses(TextError, *ALWAYS, 404)
 UNREADY: Responses = {503: {"description": "The server starts or ends"}}
 
 

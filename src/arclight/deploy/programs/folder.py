@@ -1,7 +1,7 @@
 """Read, verify and write ``program.json``: a program's files by SHA-256, and its signer.
 
 All is checked before a runtime reads a file: a digest covers the description and the list of files, the list covers their contents, and a signature
-covers the digest. `formats.export` writes; `Program.load` verifies; the server compares `marks_at` to notice replaced files, and ``cli`` reads
+covers the digest. `formats.export` writes; `Program.load` verifies; the server compares `stamps_at` to notice replaced files, and ``cli`` reads
 `description` and `trusted_keys`. The format is that of all exported programs: files that are read today must be read later. A new kind of program
 needs an entry in `RUNTIMES`, and one in `EXECUTED` if to open it runs code.
 """
@@ -47,8 +47,8 @@ _PURPOSE = b"arclight program "
 """Prefix of the signed bytes, so that a signature made for something else cannot pass for a program's."""
 
 
-Mark = tuple[int, int, int, int]
-"""Device, inode, size and change time (ctime, ns) of a file: a replaced or rewritten file has another mark."""
+FileStamp = tuple[int, int, int, int]
+"""Device, inode, size and change time (ctime, ns) of a file: a replaced or rewritten file has another stamp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Contents:
     """Public key of the trusted signer, base64; None if none was required."""
     digest: str
     """SHA-256 of the description and the list of files, hexadecimal."""
-    marks: Mapping[Path, Mark] = field(default_factory=dict)
+    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
     """Marks of the files as they were checked."""
 
 
@@ -117,7 +117,7 @@ def read(folder: Path, trusted: Trusted | None = None) -> Contents:
     not signed as asked.
     """
     keys = None if trusted is None else trusted_keys(trusted)
-    body, digest, signature, marked = _read_body(folder)
+    body, digest, signature, stamp = _read_body(folder)
     if digest is None:
         raise ProgramError(
             f"{folder / NAME} was changed after the export: its digest does not fit; export or copy it again"
@@ -132,7 +132,7 @@ def read(folder: Path, trusted: Trusted | None = None) -> Contents:
             f"{folder} is of format {contents.format}, and to open one is to run it: {EXECUTED[contents.format]}. Name the public keys "
             "that you trust with trusted=, or take a program of format onnx or openvino"
         )
-    return replace(contents, marks={folder / NAME: marked, **_check_files(folder, contents.files)})
+    return replace(contents, stamps={folder / NAME: stamp, **_check_files(folder, contents.files)})
 
 
 def foreign_files(folder: Path) -> list[str]:
@@ -158,35 +158,35 @@ def description(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def mark(path: Path) -> Mark:
-    """Return the mark of the file ``path``."""
-    return _marked(path.stat())
+def stamp_of(path: Path) -> FileStamp:
+    """Return the stamp of the file ``path``."""
+    return _stamp(path.stat())
 
 
-def marks_at(path: Path) -> dict[Path, Mark] | None:
-    """Return the marks of the files at ``path``, unverified; None if they cannot be read.
+def stamps_at(path: Path) -> dict[Path, FileStamp] | None:
+    """Return the stamps of the files at ``path``, unverified; None if they cannot be read.
 
-    They equal `Program.marks` as long as the program is the one that was loaded.
+    They equal `Program.stamps` as long as the program is the one that was loaded.
     """
     try:
-        return {file: mark(file) for file in (path.iterdir() if path.is_dir() else [path])}
+        return {file: stamp_of(file) for file in (path.iterdir() if path.is_dir() else [path])}
     except OSError:  # missing, or being replaced
         return None
 
 
 @contextmanager
-def unchanged(marks: Mapping[Path, Mark]) -> Iterator[None]:
-    """Raise ProgramError after the block if a file of ``marks`` was replaced meanwhile.
+def unchanged(stamps: Mapping[Path, FileStamp]) -> Iterator[None]:
+    """Raise ProgramError after the block if a file of ``stamps`` was replaced meanwhile.
 
     The runtime that opened it in the block may then have read another file than the checked one.
     """
     with ExitStack() as held:
-        for path in marks:
+        for path in stamps:
             with suppress(FileNotFoundError):  # reported below
                 held.enter_context(path.open("rb"))  # while it is open, no other file gets its number
         yield
-        for path, marked in marks.items():
-            if not path.exists() or mark(path) != marked:
+        for path, stamp in stamps.items():
+            if not path.exists() or stamp_of(path) != stamp:
                 raise ProgramError(f"{path} was replaced while the program was opened: load it again")
 
 
@@ -215,8 +215,8 @@ def trusted_keys(trusted: Trusted) -> frozenset[str]:
     return frozenset(keys)
 
 
-def _read_body(folder: Path) -> tuple[dict[str, Any], str | None, Any, Mark]:
-    """Return the body of ``program.json``, its digest, signature and mark.
+def _read_body(folder: Path) -> tuple[dict[str, Any], str | None, Any, FileStamp]:
+    """Return the body of ``program.json``, its digest, signature and stamp.
 
     The digest is None if it does not fit.
     """
@@ -241,7 +241,7 @@ def _read_body(folder: Path) -> tuple[dict[str, Any], str | None, Any, Mark]:
         raise ProgramError(
             f"{path} is of format {form!r}, version {version!r}; this arclight reads {FORMAT}, version {VERSION}: update it"
         )
-    return body, digest if fits else None, signature, _marked(found)
+    return body, digest if fits else None, signature, _stamp(found)
 
 
 def _without_twins(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -296,15 +296,15 @@ def _signer(folder: Path, digest: str, signature: Any, keys: frozenset[str] | No
     return public
 
 
-def _check_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[Path, Mark]:
-    """Verify the files of ``folder`` and return their marks.
+def _check_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[Path, FileStamp]:
+    """Verify the files of ``folder`` and return their stamps.
 
     Raises ProgramError if it holds one that is not listed, or one listed is not what it was.
     """
     added = sorted(entry.name for entry in folder.iterdir() if entry.name != NAME and entry.name not in files)
     if added:
         raise ProgramError(f"{folder} holds {', '.join(added[:5])}, which {NAME} does not list: remove what was added")
-    marks: dict[Path, Mark] = {}
+    stamps: dict[Path, FileStamp] = {}
     for name, wanted in files.items():
         path = folder / name
         try:
@@ -317,11 +317,11 @@ def _check_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[Path, Ma
             raise ProgramError(
                 f"{path} was changed or cut short after the export: its digest does not fit; copy it again"
             )
-        marks[path] = _marked(found)
-    return marks
+        stamps[path] = _stamp(found)
+    return stamps
 
 
-def _marked(found: os.stat_result) -> Mark:
+def _stamp(found: os.stat_result) -> FileStamp:
     return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
 
 

@@ -57,7 +57,7 @@ class Program:
         *,
         contents: folder.Contents | None = None,
         threads: int | None = None,
-        marks: Mapping[Path, folder.Mark] | None = None,
+        stamps: Mapping[Path, folder.FileStamp] | None = None,
         digest: str = "",
         choice: RuntimeChoice | None = None,
         requests: int | None = None,
@@ -73,7 +73,7 @@ class Program:
         """What the exporter wrote into the program; empty for an ONNX file from elsewhere."""
         self.inputs = session.inputs if contents is None else contents.inputs
         self.outputs = session.outputs if contents is None else contents.outputs
-        self.marks = marks or {}
+        self.stamps = stamps or {}
         """Marks of its files as they were checked: if they differ from those at its path, it was replaced."""
         self.digest = digest
         """SHA-256 that identifies the program, hexadecimal: of all that was exported, or of an .onnx file from elsewhere."""
@@ -117,7 +117,7 @@ class Program:
             most = requests(runtime, files.metadata) if callable(requests) else requests
             return cls(
                 files.path, files.session(runtime, count, device, most), files.metadata, processing, runtime,
-                contents=files.contents, threads=count, marks=files.marks, digest=files.digest, requests=most,
+                contents=files.contents, threads=count, stamps=files.stamps, digest=files.digest, requests=most,
             )  # fmt: skip
 
         exported_for: Runtime = files.metadata.get("runtime", "onnxruntime")
@@ -288,11 +288,11 @@ class Program:
         Raises ProgramError if its files were replaced since it was loaded.
         """
         file = self.path if self._contents is None else self.path / self._contents.main
-        with folder.unchanged(self.marks):
+        with folder.unchanged(self.stamps):
             session = _session(file, threads, self.device, self.runtime, self._contents, requests)
         return Program(
             self.path, session, self.metadata, self._given_processing, self.runtime,
-            contents=self._contents, threads=threads, marks=self.marks, digest=self.digest, choice=self.choice, requests=requests,
+            contents=self._contents, threads=threads, stamps=self.stamps, digest=self.digest, choice=self.choice, requests=requests,
         )  # fmt: skip
 
     def kernels(self) -> Counter[str]:
@@ -331,7 +331,7 @@ class _Files:
     metadata: dict[str, Any]
     text: str | None
     """Description in a lone file, as it stands there."""
-    marks: Mapping[Path, folder.Mark]
+    stamps: Mapping[Path, folder.FileStamp]
     digest: str
 
     @classmethod
@@ -339,20 +339,20 @@ class _Files:
         """Check the program at ``path`` and read its description; ProgramError as in `Program.load`."""
         if path.is_dir():
             contents = folder.read(path, trusted)
-            metadata, text, main, marks = contents.description, None, path / contents.main, contents.marks
+            metadata, text, main, stamps = contents.description, None, path / contents.main, contents.stamps
             digest = contents.digest
             if contents.format == "onnx":
                 check_weights(main, contents.files)
         else:
             _check_file(path, trusted)
-            contents, main, marks = None, path, {path: folder.mark(path)}
+            contents, main, stamps = None, path, {path: folder.stamp_of(path)}
             metadata, text = unseal(path)
             digest = metadata["sha256"] if metadata else folder.file_digest(path)
         _check_types(path, metadata)
         if "processing" in metadata:
             check_name(metadata["processing"])
         check_processor(metadata)
-        return cls(path=path, main=main, contents=contents, metadata=metadata, text=text, marks=marks, digest=digest)
+        return cls(path=path, main=main, contents=contents, metadata=metadata, text=text, stamps=stamps, digest=digest)
 
     @property
     def format(self) -> str:
@@ -360,7 +360,7 @@ class _Files:
 
     def session(self, runtime: Runtime, threads: int | None, device: Device, requests: int | None) -> Session:
         """Open the main file; ProgramError if it is not what was checked."""
-        with folder.unchanged(self.marks):
+        with folder.unchanged(self.stamps):
             session = _session(self.main, threads, device, runtime, self.contents, requests)
         if self.contents is None and session.stored(KEY) != self.text:  # the runtime must read what was checked
             raise changed(self.path)

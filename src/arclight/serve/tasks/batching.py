@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from arclight.serve.admission import Pace
+from arclight.serve.admission import LatencyWindow
 from arclight.serve.settings import Limits
 from arclight.serve.tasks.tensors import QUIET, TensorRequest, compute, decode, encode
 
@@ -87,14 +87,14 @@ class Batcher:
     It batches once `measure` has found that this pays and changes answers by `TOLERANCE` at most.
     """
 
-    def __init__(self, most: int = 1, pace: Pace | None = None) -> None:
+    def __init__(self, most: int = 1, latency: LatencyWindow | None = None) -> None:
         """Initialise the batcher.
 
-        ``most``: most rows of a batch; with 1 none is made. ``pace`` notes the times of small requests.
+        ``most``: most rows of a batch; with 1 none is made. ``latency`` notes the times of small requests.
         """
         self.most = most
         self.measured: BatchCost | None = None
-        self._pace = pace or Pace()
+        self._latency = latency or LatencyWindow()
         self._on_batch: Callable[[int], None] = lambda _: None
         self._gathered: list[tuple[Job, Callable[[Encoded | Exception], None]]] = []
 
@@ -135,8 +135,8 @@ class Batcher:
                     found[place] = error
         for places in self._batches(read):
             self._compute(jobs, read, places, found)
-        if max(len(job.body) for job in jobs) <= Pace.SMALL_BYTES:
-            self._pace.add((time.monotonic() - started) / len(jobs))
+        if max(len(job.body) for job in jobs) <= LatencyWindow.SMALL_BYTES:
+            self._latency.add((time.monotonic() - started) / len(jobs))
         return [found[place] for place in range(len(jobs))]
 
     async def run_here(self, job: Job) -> Encoded:

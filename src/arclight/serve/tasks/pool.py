@@ -22,7 +22,7 @@ import numpy as np
 
 from arclight.deploy.errors import ProgramError
 from arclight.deploy.programs.other_runtime import drawn
-from arclight.serve.admission import Pace
+from arclight.serve.admission import LatencyWindow
 from arclight.serve.tasks.tensors import zeros
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def pooled(
         before = clock()
         program(*given)
         call_s = clock() - before
-        if call_s < Pace.QUICK_S:
+        if call_s < LatencyWindow.QUICK_S:
             return program, None
         calls = {option: max(2, math.ceil(BURST_S / call_s / option[0])) for option in options}
         # of a round, if several at once gain nothing
