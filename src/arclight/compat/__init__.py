@@ -1,4 +1,4 @@
-"""Stand in for other projects: their names over our rooms.
+"""Stand in for other projects: their names over our modules.
 
 In comes a script that imports ``lightning``, ``lightning.pytorch`` or ``lightning.fabric``, with its import changed to
 ``arclight.compat.lightning``; out go our own classes under the names that it knows (``L.LightningModule is arclight.Module``), and what

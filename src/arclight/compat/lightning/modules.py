@@ -1,8 +1,12 @@
-"""Create Lightning's import paths as modules at import time, from the table in `names`.
+"""Hook Lightning's import paths into Python's import, and look their names up on use.
 
-``arclight.compat.lightning`` calls `install` on import. A module holds no copies: every use looks a name up in the room that defines it.
-Setting a name in one of these modules (``unittest.mock.patch``) changes that module only: to replace what a room uses, patch the room. A
-module without submodules also gives access to the other names of our modules that it maps to.
+``arclight.compat.lightning`` calls `install` on import, which adds a finder to ``sys.meta_path``: a path of the table in `names` becomes a
+module when it is imported, and a name is looked up at each use in our module that defines it. Setting a name in one of these modules
+(``unittest.mock.patch``) changes that module only: to replace what Arclight uses, patch the module that defines it. A module without
+submodules also gives access to the other names of our modules that it maps to.
+
+Paths and names are Lightning's and stay. Look-ups must stay lazy, since eager ones would import most of Arclight; our finder must stay
+before Python's finder of files, which would find the folders of the stubs.
 
 Type checkers read the stubs beside this file, which ``tests/compat/write_stubs.py`` writes from the same table.
 """
@@ -82,7 +86,7 @@ class NamesModule(ModuleType):
 
 class _NamesLoader(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return NamesModule(spec.name, f"Names of ``lightning{spec.name[len(ROOT) :]}`` over our rooms.")
+        return NamesModule(spec.name, f"Names of ``lightning{spec.name[len(ROOT) :]}`` over our modules.")
 
     def exec_module(self, module: ModuleType) -> None:
         """Execute nothing: names are looked up when they are used."""
