@@ -1,8 +1,9 @@
 """Score multiple-choice questions by the likelihood of their choices.
 
 ``arclight test --questions`` and `evaluation.suite` call `score_choices` with questions and a function from token ids (B, T) to logits
-(B, T, V); `evaluation.questions` makes each `Question`. Scores are compared with published ones: sums over tokens, the division by bytes and
-ties that count as wrong must stay.
+(B, T, V); `evaluation.questions` makes each `Question`. Scores are compared with ``acc`` and ``acc_norm`` of EleutherAI's evaluation harness
+(Gao 2021, "Multiple Choice Normalization in LM Evaluation"): sums over tokens and the division by bytes must stay, and so must ties that
+count as wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Question(NamedTuple):
     """Which of the choices is right."""
 
     def per_byte(self, log_likelihoods: Sequence[float]) -> list[float]:
-        """Divide each choice's log-likelihood by the bytes of its text."""
+        """Divide each choice's log-likelihood by the bytes of its text, stripped of spaces."""
         lengths = [len(choice.strip().encode()) or 1 for choice in self.choices]
         return [value / length for value, length in zip(log_likelihoods, lengths, strict=True)]
 
@@ -42,7 +43,7 @@ class Scores(NamedTuple):
     correct: int
     """Questions whose right choice alone had the greatest log-likelihood; a tie does not count."""
     correct_normalised: int
-    """The same by log-likelihood per byte of its text."""
+    """The same by log-likelihood per byte, see `Question.per_byte`."""
     log_likelihoods: list[list[float]]
     """Log-likelihood of each choice of each question: the sum over its tokens, natural logarithm."""
 

@@ -3,8 +3,8 @@
 `zoo` makes it by name, also as ``mpt-mup-`` and, with sigma-MoE's experts (Csordas et al. 2023), as ``sigma-moe-``; `deptoe` builds on its
 parts, and `hf.families` maps published weights. Parameter names are in checkpoints and in that map: they stay.
 
-Queries and keys may be clipped or normalised. What Photon adds so that rates transfer and activations stay bounded (peri-LN, a norm of
-embeddings, capped logits) is an option each.
+Queries and keys may be clipped or normalised. muP, by which learning rates transfer between widths (Yang et al. 2022), peri-LN, a norm of
+embeddings and capped logits, which bound activations, are an option each.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class MPTConfig(DecoderConfig):
     tied: bool = True
     position: Literal["alibi", "rotary"] = "alibi"
     alibi_max: PositiveInt = 8
-    """Exponent of the last head's slope: it is 2^-alibi_max."""
+    """Exponent of the smallest slope among the heads: it is 2^-alibi_max."""
     rope_theta: float = 10_000.0
     softmax_scale: PositiveFloat | None = None
-    """Factor of the products of queries and keys; None: 1 / sqrt(head width), with muP 1 / head width."""
+    """Softmax scale, the factor of the products of queries and keys; None: 1 / sqrt(head width), with muP 1 / head width."""
     head_dim: PositiveInt | None = None
     """Width of a head; None: dim / heads."""
     clip_qkv: PositiveFloat | None = None

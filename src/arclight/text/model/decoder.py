@@ -92,7 +92,7 @@ class DecoderConfig:
         return float((self.dim if self.mup is None else self.mup.base_dim) ** -0.5)
 
     def attention_scale(self, width: int) -> float | None:
-        """Factor of the products of queries and keys; None: 1 / sqrt(width)."""
+        """Return the softmax scale of heads of ``width``; None: 1 / sqrt(width)."""
         return None if self.mup is None else 1 / width
 
 
