@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from arclight.vision import Detections
-from arclight.vision.results.labelling import MostUncertain, SureLabels, read_thresholds, uncertainty
+from arclight.vision.results.labelling import MostUncertain, PseudoLabels, read_thresholds, uncertainty
 from arclight.vision.results.writers import Prediction
 
 NAMES = ["cat", "dog"]
@@ -56,7 +56,7 @@ def test_doubtful_boxes_count_only_where_they_were_asked_for() -> None:
 
 
 def test_labels_of_what_is_above_the_threshold_of_its_class(tmp_path: Path) -> None:
-    with SureLabels(tmp_path / "new", {"cat": 0.6, "dog": 0.1}) as writer:
+    with PseudoLabels(tmp_path / "new", {"cat": 0.6, "dog": 0.1}) as writer:
         writer.write(prediction("a", found(0.7, 0.5, 0.2, labels=[0, 0, 1])))
         writer.write(prediction("b", found(0.5, labels=[0])))
         writer.write(prediction("c", found()))
@@ -64,7 +64,7 @@ def test_labels_of_what_is_above_the_threshold_of_its_class(tmp_path: Path) -> N
     rows = [line.split() for line in (tmp_path / "new" / "a.txt").read_text().splitlines()]
     assert [row[0] for row in rows] == ["0", "1"]
     assert [float(value) for value in rows[1][1:]] == pytest.approx([24 / 80, 4 / 40, 8 / 80, 8 / 40])
-    with SureLabels(tmp_path / "none", {"dog": 0.1}) as writer:
+    with PseudoLabels(tmp_path / "none", {"dog": 0.1}) as writer:
         writer.write(prediction("a", found(0.99)))
     assert not (tmp_path / "none").exists(), "a class without a threshold is never sure"
 

@@ -66,7 +66,7 @@ def predict(arguments: list[str]) -> int:
 
     from arclight.vision.inputs.image_source import ImageSource
     from arclight.vision.inputs.memory_images import SourceError
-    from arclight.vision.results.labelling import MostUncertain, SureLabels
+    from arclight.vision.results.labelling import MostUncertain, PseudoLabels
 
     source = ImageSource(
         sources if len(sources) > 1 else sources[0], vid_stride=options.vid_stride, max_frames=options.max_frames,
@@ -78,7 +78,7 @@ def predict(arguments: list[str]) -> int:
     uncertain = MostUncertain(options.uncertain or 0)
     listed = [*writers_of(options), *([uncertain] if options.uncertain is not None else [])]
     if thresholds is not None:
-        listed.append(SureLabels(options.save_labels, thresholds))
+        listed.append(PseudoLabels(options.save_labels, thresholds))
     surely = confidence if options.doubt is not None else 0.0
     with stopping(source.stop) as interrupts, ExitStack() as stack:
         writers = [stack.enter_context(writer) for writer in listed]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger("arclight")
-_MEMORY = 0.98  # share of the running mean of losses kept at each step
+_EMA_DECAY = 0.98  # of the exponential moving average of losses
 
 
 class LRFinder:
@@ -233,5 +233,5 @@ class _Ramp(TrialCallback):
         if math.isnan(newest):
             return newest
         self._counted += 1
-        self._mean = _MEMORY * self._mean + (1 - _MEMORY) * newest
-        return self._mean / (1 - _MEMORY**self._counted)
+        self._mean = _EMA_DECAY * self._mean + (1 - _EMA_DECAY) * newest
+        return self._mean / (1 - _EMA_DECAY**self._counted)

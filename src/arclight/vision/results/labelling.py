@@ -1,6 +1,6 @@
-"""Select the images worth labelling next, and label images by a confident detector.
+"""Select images to label next (active learning), and label images by a detector.
 
-``arclight predict`` uses `MostUncertain` and `SureLabels` as writers: predictions come in one by one, a ranking or label files go out.
+``arclight predict`` uses `MostUncertain` and `PseudoLabels` as writers: predictions come in one by one, a ranking or label files go out.
 `read_thresholds` reads the ``validate.json`` that ``arclight validate`` writes; the two must change together.
 """
 
@@ -58,11 +58,11 @@ class MostUncertain(PlainWriter):
         return [(score, name) for score, _, name in sorted(self._kept, reverse=True)]
 
 
-class SureLabels(Labels):
-    """Writer of YOLO label files, of boxes at or above the confidence threshold of their class.
+class PseudoLabels(Labels):
+    """Writer of pseudo-labels: YOLO label files of a detector's own confident boxes.
 
-    An image in which nothing is sure gets none: an empty file would call it background. Boxes of a class without a threshold are
-    left out.
+    These are at or above the confidence threshold of their class. An image in which nothing is sure gets no file: an empty one would
+    call it background. Boxes of a class without a threshold are left out.
     """
 
     def __init__(self, folder: Path, thresholds: Mapping[str, float]) -> None:
