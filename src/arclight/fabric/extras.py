@@ -2,6 +2,8 @@
 
 Code that needs an optional package calls `require`: in the function that uses it, or on import in modules that are of no use without it.
 ``extra`` is one of the optional dependencies in pyproject.toml.
+
+`MissingExtraError` is public (``arclight.fabric``) and must stay a ModuleNotFoundError, which users' fallbacks catch.
 """
 
 from __future__ import annotations

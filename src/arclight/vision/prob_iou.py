@@ -1,6 +1,6 @@
 """Compute the probabilistic IoU of rotated boxes, and non-maximum suppression by it.
 
-A rotated box is xywhr, as `rotated` says.
+A rotated box is xywhr, as in `rotated`: centre x and y, width, height, and the angle in radians, clockwise on the screen.
 
 ``models.heads`` and ``models.loss`` (the angle and the loss), ``tasks.processing`` and ``results.obb_metrics`` (NMS) call these. The range of
 `angle_of` must stay: trained heads and exported programs depend on it.

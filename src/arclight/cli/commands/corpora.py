@@ -1,7 +1,8 @@
-"""Turn text files into token shards: ``arclight data tokenize|pack|inspect|retokenize``.
+"""Write and summarise token shards: ``arclight data tokenize|pack|inspect|retokenize``.
 
-`commands.data` adds these verbs by `add_verbs`, and calls `show_corpus` for ``arclight data sets``. ``data.token_shards``, ``data.packing`` and
-``text.data`` do the work; here are flags and what is printed. Verbs, flags and the keys of ``--json`` are public and stay.
+`tokenize` reads text, or with ``--ids`` rows that hold token ids; `inspect` writes nothing but the digests of ``--sums``. `commands.data` adds
+these verbs by `add_verbs`, and calls `show_corpus` for ``arclight data sets``. ``data.token_shards``, ``data.packing`` and ``text.data`` do the
+work; here are flags and what is printed. Verbs, flags and the keys of ``--json`` are public and stay.
 """
 
 from __future__ import annotations

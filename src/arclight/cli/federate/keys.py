@@ -1,7 +1,8 @@
 """Make a certificate for the server and keys for nodes: ``arclight federate keys``.
 
 `federated_run` calls `keys`. ``arclight federate serve`` reads the files (``--tls-cert``, ``--tls-key``, ``--node-keys``), ``arclight serve`` the
-first two, a node its private key (``join --key``). Files written before must stay valid.
+first two, a node its private key (``join --key``). Verbs and flags are public and stay; certificates, keys and lines of ``--node-keys`` that were
+written before must stay valid, and no file is overwritten.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ class MicroBatching(Callback):
     normalization, contrastive losses) sees the parts only. ``training_step`` and the hooks around backward run once
     for each part. A step that failed in backward had logged already: that batch counts twice in its epoch's means.
 
-    Raises MisconfigurationError with manual optimization, several processes (of which one alone could fail),
-    ``accumulate_grad_batches`` above 1, optimizers that take a closure and an overridden ``optimizer_step``; the
-    error itself if the batch cannot be cut any smaller.
+    Raises MisconfigurationError with manual optimization, a module without an optimizer, several processes (of which one
+    alone could fail), ``accumulate_grad_batches`` above 1, optimizers that take a closure and an overridden
+    ``optimizer_step``; the error itself if the batch cannot be cut any smaller.
     """
 
     def __init__(self, micro_batch_size: int | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Define what every vision task shares: the seam between a task's own rules and the trainer.
+"""Define the base class of all vision tasks, a `Module` that the trainer runs.
 
-A task (`detection`, `classification`) is a subclass of `VisionModule` that overrides the part marked so: above all its head, its loss, how it
-scores decoded output (`TaskMetrics`) and its ``processing`` from photos to results. Its `settings`, chosen by ``kind`` in a
+A task (`detection`, `classification`) is a subclass of `VisionModule` that overrides the methods under "to override": above all its head, its
+loss, how it scores decoded output (`TaskMetrics`) and its ``processing`` from photos to results. Its `settings`, chosen by ``kind`` in a
 recipe, build it with its `VisionData`. Everything else is here, once: weights, layers that are frozen, the memory layout, steps,
 evaluation over all ranks, prediction, checkpoints. The Trainer calls it, and ``arclight predict``, ``export`` and ``compare``. Hyperparameters
 (settings, names, table) and what `on_save_checkpoint` adds are in checkpoints: they stay.

@@ -1,7 +1,7 @@
 """Prune a model while it trains, with torch.nn.utils.prune.
 
-Users pass it to a Trainer, as in Lightning, whose arguments and overridable methods it has. Checkpoints hold masks and initial weights by
-their position among the parameters to prune, so that order must stay.
+Users pass it to a Trainer, as in Lightning, whose arguments and overridable methods it has. Its own state in checkpoints holds masks and
+initial weights by their position among the parameters to prune, so that order must stay.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class ModelPruning(Callback):
     ``parameters_to_prune``: pairs of module and parameter name; empty for all named in ``parameter_names`` (default
     weight and bias). ``use_global_unstructured`` ranks the weights of all of them together.
     ``amount``: a share (float), a count (int) or a function of the epoch. ``apply_pruning`` and
-    ``use_lottery_ticket_hypothesis``: whether to, or a function of the epoch that says so. The latter puts what is left
-    back to its values at the start (arXiv:1803.03635), or with ``resample_parameters`` to newly drawn ones.
-    ``make_pruning_permanent``: at the end, and in what is saved, weights are the masked ones and masks are gone.
+    ``use_lottery_ticket_hypothesis``: whether to, or a function of the epoch that says so. The latter rewinds the weights that
+    are not pruned to their initial values (Frankle and Carbin 2019, arXiv:1803.03635), or with ``resample_parameters`` to newly drawn
+    ones. ``make_pruning_permanent``: after training, and in the ``state_dict`` of checkpoints, weights are the masked ones and masks
+    are gone; the callback's state keeps the masks, for a resumed run.
     ``verbose``: 1 logs how much is pruned, 2 also by parameter. ``prune_on_train_epoch_end=False`` prunes after validation.
 
     Raises MisconfigurationError for settings that do not go together.
