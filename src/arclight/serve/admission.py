@@ -25,7 +25,7 @@ from arclight.serve.settings import Limits
 
 T = TypeVar("T")
 TEXT = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
-"""Addresses of OpenAI's API with a body. Refusals here and below /v1/models have the form of that API (`failure`)."""
+"""Paths of OpenAI's API with a body. Refusals here and below /v1/models have the form of that API (`failure`)."""
 
 
 class Refusal(Exception):  # noqa: N818 (it is an answer, not a fault of ours)

@@ -1,7 +1,7 @@
 """Build the web application: photos, tensors, texts, health, metrics and the page.
 
 `server` calls `build_app` for the models that it loaded, `servable` for one of Lightning's modules; users call `create_app` for any function
-that detects. A new address goes into one of the functions ``add_..._routes``, its body and refusals into `openapi`. Addresses, field names
+that detects. A new path goes into one of the functions ``add_..._routes``, its body and error responses into `openapi`. Paths, field names
 and status codes are public and stay: /v2 is the Open Inference Protocol, /v1 OpenAI's API and YOLOv5's REST example.
 """
 
@@ -32,7 +32,7 @@ from arclight.serve.admission import (
     image_bytes,
     read_body,
 )
-from arclight.serve.metrics import Address, Metrics
+from arclight.serve.metrics import Metrics, RouteLabels
 from arclight.serve.middleware import PAGE, Access, Exchange, Front, Outcome
 from arclight.serve.models import Models, ServedModel, proof, start
 from arclight.serve.openapi import (
@@ -178,11 +178,11 @@ def build_app(
 
     front = Front(
         direct={INFER.format(model=name): TensorEndpoint(service, name) for name in service.models}, access=access, limits=limits,
-        metrics=metrics, addresses=addresses(service), is_draining=lambda: service.is_draining, request_log=lines,
+        metrics=metrics, route_labels=route_labels(service), is_draining=lambda: service.is_draining, request_log=lines,
     )  # fmt: skip
     app = Application(front, lifespan, service.names)
     app.add_exception_handler(Refusal, refuse)
-    app.add_exception_handler(HTTPException, refuse_address)
+    app.add_exception_handler(HTTPException, refuse_path)
 
     add_server_routes(app, service, metrics)
     add_photo_routes(app, service)
@@ -216,7 +216,7 @@ class Application(FastAPI):
         self.front = front
         self._names = names
         self.add_middleware(front.around)
-        # no route: it would answer other methods of the API's addresses, too, as if there were none
+        # no route: it would answer other methods of the API's paths, too, as if there were none
         self.router.default = StaticFiles(directory=PAGE, html=True)
 
     def openapi(self) -> dict[str, Any]:
@@ -258,16 +258,16 @@ def add_server_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return Response(content, media_type=content_type)
 
 
-def addresses(service: Service) -> dict[str, Address]:
+def route_labels(service: Service) -> dict[str, RouteLabels]:
     """Map the paths with metrics of their own to the labels of these."""
-    found = {path: Address(path) for path in ("/", "/health", "/metrics", "/models", "/openapi.json")}
-    found["/detect"] = Address("/detect", service.main.name)
+    found = {path: RouteLabels(path) for path in ("/", "/health", "/metrics", "/models", "/openapi.json")}
+    found["/detect"] = RouteLabels("/detect", service.main.name)
     for path in (OBJECT_DETECTION, INFER):
-        found |= {path.format(model=name): Address(path, name) for name in service.models}
+        found |= {path.format(model=name): RouteLabels(path, name) for name in service.models}
     for paths, task, several in ((TEXT[:2], "language", "text"), (TEXT[2:], "embedding", "embeddings")):
         names = [model.name for model in service.models.all() if model.task == task]
         name = names[0] if len(names) == 1 else several  # the body of a request names the model
-        found |= {path: Address(path, name) for path in paths} if names else {}
+        found |= {path: RouteLabels(path, name) for path in paths} if names else {}
     return found
 
 
@@ -303,7 +303,7 @@ class Service:
         self.ready, self.is_draining = False, True
 
     def names(self, path: str) -> list[str]:
-        """Return the models that answer at ``path``, which has a model in its address or body."""
+        """Return the models that answer at ``path``, which has a model in itself or in the body."""
         takes: Callable[[ServedModel], bool] = {
             OBJECT_DETECTION: lambda model: model.detector is not None,
             TEXT[0]: lambda model: model.text is not None,
@@ -425,7 +425,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 def add_photo_routes(app: FastAPI, service: Service) -> None:
-    """Add ``/detect``, and YOLOv5's address by model."""
+    """Add ``/detect``, and YOLOv5's path by model."""
 
     @app.post("/detect", responses={200: {"model": Answer}, **PHOTO_ERRORS}, openapi_extra=photo_body("file"))
     async def detect(request: Request) -> JSONResponse:
@@ -602,8 +602,8 @@ async def refuse(request: Request, refusal: Exception) -> Response:
     return refusal.response(request.scope)
 
 
-async def refuse_address(request: Request, error: Exception) -> Response:
-    """Answer a request for an unknown address or method."""
+async def refuse_path(request: Request, error: Exception) -> Response:
+    """Answer a request for an unknown path or method."""
     assert isinstance(error, HTTPException)
     what = {404: "There is nothing at this address", 405: f"{request.method} is not possible at this address"}
     sentence = f"{what.get(error.status_code, error.detail)}; GET /openapi.json lists the addresses."

@@ -18,15 +18,15 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SERVER_FULL = (429, 503)
 
 
-class Address(NamedTuple):
+class RouteLabels(NamedTuple):
     """Labels of a request: a path of the API, and the model it asks, empty if it asks none."""
 
     path: str
     model: str = ""
 
 
-OTHER = Address("other")
-"""Label of all unknown addresses, since each label stays in memory for good."""
+OTHER = RouteLabels("other")
+"""Labels of all unknown paths, since each label stays in memory for good."""
 
 
 class Metrics:
@@ -35,7 +35,7 @@ class Metrics:
     def __init__(self, models: Iterable[str]) -> None:
         self._registry = CollectorRegistry()
         self._requests = Counter(
-            "arclight_requests", "Answers sent, by address and status.", ["path", "model", "status"],
+            "arclight_requests", "Answers sent, by path and status.", ["path", "model", "status"],
             registry=self._registry,
         )  # fmt: skip
         self._seconds = Histogram(
@@ -68,27 +68,27 @@ class Metrics:
             for outcome in ("replaced", "refused"):
                 self._reloads.labels(model, outcome)
 
-    def received(self, address: Address) -> None:
+    def received(self, labels: RouteLabels) -> None:
         """Count a request in; `answered` or `left` must follow."""
-        if address.model:
-            self._in_flight_of(address.model).inc()
+        if labels.model:
+            self._in_flight_of(labels.model).inc()
 
-    def answered(self, address: Address, status: int, seconds: float) -> None:
+    def answered(self, labels: RouteLabels, status: int, seconds: float) -> None:
         """Count an answer, and observe the latency of a 200 from a model.
 
         Refusals are fast, and would make the latency look better than it is.
         """
-        self._requests_of(address.path, address.model, status).inc()
-        if address.model and status == 200:
-            self._seconds_of(address.path, address.model).observe(seconds)
-        if address.model and status in SERVER_FULL:
-            self._rejected.labels(address.model).inc()
-        self.left(address)
+        self._requests_of(labels.path, labels.model, status).inc()
+        if labels.model and status == 200:
+            self._seconds_of(labels.path, labels.model).observe(seconds)
+        if labels.model and status in SERVER_FULL:
+            self._rejected.labels(labels.model).inc()
+        self.left(labels)
 
-    def left(self, address: Address) -> None:
+    def left(self, labels: RouteLabels) -> None:
         """Count a request out: it was answered, or its client has left."""
-        if address.model:
-            self._in_flight_of(address.model).dec()
+        if labels.model:
+            self._in_flight_of(labels.model).dec()
 
     def reloaded(self, model: str, replaced: bool) -> None:
         """Count a reload: the program was replaced, or the newer one refused."""

@@ -2,7 +2,7 @@
 
 `app` makes one `Front` around its endpoints, with an `Access` of its own, of `server` or of `servable`. Names of headers are public and stay.
 
-A small tensor request that has come whole, to a fast model whose batches pay, goes through `Front.take`, the endpoint of its address
+A small tensor request that has come whole, to a fast model whose batches pay, goes through `Front.take`, the endpoint of its path
 (`app.TensorEndpoint.add`), `batching.Batcher` and `Exchange.write`, without a task. Any other tensor request goes through `Front.answer` to
 its endpoint, and all other requests through FastAPI's middleware and `Front.answer` to their routes.
 """
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arclight.serve.admission import HeaderValues, Refusal, busy, headers_of
-from arclight.serve.metrics import OTHER, Address, Metrics
+from arclight.serve.metrics import OTHER, Metrics, RouteLabels
 from arclight.serve.protocol import WRITE, Write
 from arclight.serve.request_log import HEADER, RequestLog, open_record
 from arclight.serve.settings import Limits, is_loopback
@@ -53,7 +53,7 @@ REQUEST_ID = HEADER.lower().encode()
 class Front:
     """ASGI entry of the server: identifies, counts, logs and admits every HTTP request.
 
-    It adds security headers, too. POST requests to an address of ``direct`` go straight to its endpoint, all others
+    It adds security headers, too. POST requests to a path of ``direct`` go straight to its endpoint, all others
     through the application of FastAPI, whose work around a request costs several times that of a small program. An
     unexpected error is logged and answered by a 500 with one sentence.
     """
@@ -65,7 +65,7 @@ class Front:
         access: Access,
         limits: Limits,
         metrics: Metrics,
-        addresses: Mapping[str, Address],
+        route_labels: Mapping[str, RouteLabels],
         is_draining: Callable[[], bool],
         request_log: RequestLog | None = None,
     ) -> None:
@@ -74,7 +74,7 @@ class Front:
         self.rates = Rates(len(access.keys), limits.requests_per_s)
         self.linger_s = limits.linger_s
         self.metrics = metrics
-        self.addresses = addresses
+        self.route_labels = route_labels
         self.is_draining = is_draining
         self.request_log = request_log
 
@@ -151,7 +151,7 @@ class Front:
             await refusal.answer(exchange.scope, exchange.receive, exchange.send)
         except Exception:
             request_id = exchange.record.id
-            log.exception("%s %s failed, request %s", exchange.scope["method"], exchange.address.path, request_id)
+            log.exception("%s %s failed, request %s", exchange.scope["method"], exchange.labels.path, request_id)
             if exchange.status is not None:
                 raise
             fault = Refusal(500, f"The server failed on this request; its log has the details under {request_id}.")
@@ -177,15 +177,15 @@ class Exchange:
     """
 
     __slots__ = (
-        "_begun", "_front", "_is_sending", "_is_unread", "_lingers", "_receive", "_received", "_send", "_sent", "address", "headers", "record",
+        "_begun", "_front", "_is_sending", "_is_unread", "_lingers", "_receive", "_received", "_send", "_sent", "headers", "labels", "record",
         "scope", "status",
     )  # fmt: skip
 
     def __init__(self, front: Front, scope: Scope, receive: Receive, send: Send) -> None:
         self._begun = time.perf_counter()
-        self.address = address = front.addresses.get(scope["path"], OTHER)
+        self.labels = labels = front.route_labels.get(scope["path"], OTHER)
         self.scope, self.headers = scope, headers_of(scope)
-        self.record = open_record(scope, self.headers.get(REQUEST_ID, ()), address.model)
+        self.record = open_record(scope, self.headers.get(REQUEST_ID, ()), labels.model)
         self.status: int | None = None
         """Status of the answer once it has begun."""
         self._front, self._receive, self._send = front, receive, send
@@ -194,7 +194,7 @@ class Exchange:
         # A client that asks for permission to send (Expect: 100-continue) is silent until the body is asked for.
         self._is_sending = b"expect" not in self.headers
         self._lingers = False
-        front.metrics.received(address)
+        front.metrics.received(labels)
 
     async def receive(self) -> Message:
         """Return the next piece of the request."""
@@ -260,15 +260,15 @@ class Exchange:
 
     def _count(self, status: int) -> None:
         self.status = status
-        self._front.metrics.answered(self.address, status, time.perf_counter() - self._begun)
+        self._front.metrics.answered(self.labels, status, time.perf_counter() - self._begun)
 
     def end(self) -> None:
         """Count and log the request, which is over."""
         front, scope = self._front, self.scope
         if self.status is None:
-            front.metrics.left(self.address)
+            front.metrics.left(self.labels)
         if front.request_log is not None:
-            route: str = getattr(scope.get("route"), "path", self.address.path)
+            route: str = getattr(scope.get("route"), "path", self.labels.path)
             front.request_log.write(
                 self.record, method=scope["method"], route=route, status=self.status,
                 seconds=time.perf_counter() - self._begun, received=self._received, sent=self._sent,
@@ -284,7 +284,7 @@ Outcome = tuple[bytes, Sequence[tuple[bytes, bytes]]] | Exception
 
 
 class Endpoint(Protocol):
-    """Answer the requests to one address."""
+    """Answer the requests to one path."""
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request; raises Refusal."""

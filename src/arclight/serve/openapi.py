@@ -170,7 +170,7 @@ def _body(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_models(document: dict[str, Any], names: Callable[[str], Sequence[str]]) -> None:
-    """Name in an OpenAPI document the models that each path takes, in its address or body.
+    """Name in an OpenAPI document the models that each path takes, in itself or in the body.
 
     ``names`` returns those of a path.
     """

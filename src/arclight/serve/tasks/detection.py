@@ -1,6 +1,6 @@
 """Answer a photo with the boxes that a detector finds and the payment codes read in them.
 
-`app` calls `answer` for ``POST /detect``, whose JSON the dataclasses are, and `records` for the address of YOLOv5's REST example. The detector
+`app` calls `answer` for ``POST /detect``, whose JSON the dataclasses are, and `records` for the path of YOLOv5's REST example. The detector
 comes from `models` or from the caller of `create_app`. Keys of the JSON are public and stay; the page reads those of ``/detect``.
 """
 
