@@ -1,7 +1,7 @@
 """Create consoles and progress bars: colours at a terminal, plain text in a pipe.
 
-Verbs print most tables through `console_of` and show waiting by `progressed`, `counted` and `working`, on standard error; `help`, `command`
-and `federate.progress` colour words. In a pipe nothing but plain text may appear on standard output. Looks may change freely.
+Verbs print most tables through `console_of` and show waiting by `progressed`, `counted` and `working`, on standard error; `help`, `command`,
+`user_run` and `federate.progress` colour words. In a pipe nothing but plain text may appear on standard output. Looks may change freely.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run functions on a Ray cluster, with results in order. Ray is imported when used.
 
-``arclight data tokenize`` and ``pack`` use it with ``--engine ray`` (``text.data.corpus``, `packing`). Results must be those of the local
+``arclight data tokenize``, ``retokenize`` and ``pack`` use it with ``--engine ray`` (``text.data.corpus``, `packing`). Results must be those of the local
 engine, in the same order.
 """
 

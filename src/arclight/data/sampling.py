@@ -1,6 +1,6 @@
 """Assign samples to batches and ranks, as a pure function of (seed, epoch) and the sampler.
 
-`loader` makes an `EpochSampler`; ``trainer.data.stage_data`` and ``trainer.fabric.fabric`` take seeds from `LoaderSeeds`. The global order
+`loader` makes an `EpochSampler`; ``trainer.data.connector`` and ``trainer.fabric.fabric`` take seeds from `LoaderSeeds`. The global order
 of samples must not depend on the number of ranks, nor change between versions: resumed runs continue in it.
 """
 

@@ -1,8 +1,8 @@
 """Export and run language programs, whose KV cache goes in and out from call to call.
 
 `LanguageModel.configure_deployment` describes the export; ``arclight predict``, `generate` and the server's scheduler run programs, and
-``arclight compare`` scores them. Names and order of inputs and outputs, and the metadata (task, sizes, tokenizer files), are in
-exported files: they stay.
+``arclight compare`` scores them; `embedding_program` shares their description and tokenizer. Names and order of inputs and outputs, and the
+metadata (task, sizes, tokenizer files), are in exported files: they stay.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Draws are without replacement and usually cost what is drawn, whatever the number of clients. Nothing is kept between rounds.
 
-`round_rules` and `message_rules` draw a round's clients, `run_state` those that evaluate a first round, `server_run` to account privacy. A
-resumed server must draw the same: hash and order of draws stay.
+`round_rules` and `message_rules` draw a round's clients, `run_state` those that evaluate a first round, `server_run` to account privacy, the
+simulator those that connect first. A resumed server must draw the same: hash and order of draws stay.
 """
 
 from __future__ import annotations
