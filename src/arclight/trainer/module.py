@@ -413,7 +413,8 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather every rank's tensors, numbers and arrays in ``data``, of equal shapes.
 
-        With one process they come back without that dimension; ``sync_grads`` lets gradients flow back through.
+        With one process they come back without that dimension; ``sync_grads`` lets gradients flow back through. Raises TypeError for a
+        packed sequence.
         """
         from arclight.fabric.batches import as_tensors, map_tensors
 

@@ -292,7 +292,8 @@ class Fabric:
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather every rank's tensors, numbers and arrays in ``data``, of equal shapes.
 
-        With one process they come back without that dimension; ``sync_grads`` lets gradients flow back through.
+        With one process they come back without that dimension; ``sync_grads`` lets gradients flow back through. Raises TypeError for a
+        packed sequence.
         """
         self._validate_launched()
         gather = functools.partial(self._strategy.all_gather, group=group, sync_grads=sync_grads)
@@ -301,7 +302,7 @@ class Fabric:
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce tensors and numbers in ``data`` over ranks by mean, sum, max or min.
 
-        A tensor is also changed in place.
+        A tensor is also changed in place. Raises TypeError for a packed sequence.
         """
         self._validate_launched()
 
