@@ -398,6 +398,10 @@ def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
         raise ProgramError(f"{path} describes its build_s as {str(metadata['build_s'])[:60]}, and seconds are numbers")
 
 
+_QUANTIZATION_NUMBERS = {"metric": ("program", "float"), "speed": ("over_fp32", "low", "high", "size_over_fp32")}
+"""Numbers that a description has of what was measured of a quantized program."""
+
+
 def _check_measured(path: Path, metadata: Mapping[str, Any]) -> None:
     """Raise ProgramError for measurements of the exporter that cannot be shown, as those of an edited description."""
     found: list[tuple[str, Any, Sequence[str]]] = []
@@ -410,9 +414,9 @@ def _check_measured(path: Path, metadata: Mapping[str, Any]) -> None:
             for one in (outputs.values() if isinstance(outputs, dict) else [outputs])
         ]
     quantization = metadata.get("quantization", {})
-    for name, numbers in (("metric", ("program", "float")), ("speed", ("over_fp32", "low", "high", "size_over_fp32"))):
-        if quantization.get(name) is not None:
-            found.append((f"{name} of quantization", quantization[name], numbers))
+    for key, needed in _QUANTIZATION_NUMBERS.items():
+        if quantization.get(key) is not None:
+            found.append((f"{key} of quantization", quantization[key], needed))
     for name, one, numbers in found:
         if not isinstance(one, dict) or not _are_numbers(one, numbers):
             raise ProgramError(
