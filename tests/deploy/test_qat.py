@@ -445,7 +445,7 @@ def loader() -> DataLoader[Any]:
 
 def fit(
     task: Task, folder: Path, steps: int, *, before: tuple[al.Callback, ...] = (), after: tuple[al.Callback, ...] = (),
-    precision: Any = None, recipe: Int8 | None = None, **options: Any,
+    precision: Any = None, recipe: Int8 | LowBit | None = None, **options: Any,
 ) -> al.Trainer:  # fmt: skip
     callback = QuantizationAwareTraining(recipe or Int8(min_sqnr_db=200), freeze_observers_at=5, freeze_batch_norm_at=6)
     trainer = al.Trainer(
@@ -479,6 +479,32 @@ def test_a_run_scores_the_converted_model_and_resumes_exactly(tmp_path: Path) ->
     assert {name for name in state if "fake_quantize" not in name} == set(Task().state_dict())
     for name, value in resumed.state_dict().items():
         assert torch.equal(value, state[name]), name
+
+
+class Smooth(Task):
+    """A network whose ranges are read by SiLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        layers = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 3), nn.SiLU(), nn.Conv2d(8, 3, 4)
+        self.model = nn.Sequential(*layers, nn.Flatten())
+
+
+def test_a_run_of_four_bits_resumes_exactly_and_is_pickled_whole(tmp_path: Path) -> None:
+    four = LowBit(activation_bits=4, min_sqnr_db=-50)
+    whole, resumed = Smooth(), Smooth()
+    fit(whole, tmp_path, 4, recipe=four)
+    fit(Smooth(), tmp_path, 2, recipe=four).save_checkpoint(tmp_path / "half.ckpt")
+    fit(resumed, tmp_path, 4, recipe=four, ckpt_path=tmp_path / "half.ckpt")
+    sent = pickle.loads(pickle.dumps(whole.model))
+    for again in (resumed.model, sent):
+        assert all(torch.equal(value, again.state_dict()[name]) for name, value in whole.model.state_dict().items())
+    x = 8 * samples()[0]
+    outputs = [model.train()(x) for model in (whole.model, resumed.model, sent)]  # ranges move alike, too
+    assert all(torch.equal(outputs[0], other) for other in outputs)
+    ranges = [model.state_dict()["fake_quantize.1_batch_norm.low"] for model in (whole.model, resumed.model, sent)]
+    assert ranges[0] == ranges[1] == ranges[2]
 
 
 @pytest.mark.slow
