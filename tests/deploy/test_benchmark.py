@@ -65,6 +65,19 @@ def test_the_spread_is_that_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> No
     assert (row.speedup_low, row.speedup, row.speedup_high) == pytest.approx((2, 6, 10))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_models_in_other_types_stand_beside_their_programs(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_here(monkeypatch)
+    model, x = nn.Linear(4, 3).to(dtype), torch.randn(2, 4).to(dtype)
+    program = export(model, tmp_path / "p.onnx", example_inputs=x)
+    table = benchmark({"model": model, "program": program}, x, rounds=1, batch_sizes=[1, 3], fresh=True)
+    assert [(row.name, row.batch) for row in table.rows] == [(n, b) for b in (1, 3) for n in ("model", "program")]
+    with pytest.raises(ProgramError, match=r"program cannot be timed on these inputs: .*got int64"):
+        benchmark({"program": program}, torch.ones(2, 4, dtype=torch.int64), rounds=1)
+
+
 def test_models_and_programs_side_by_side(images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compare_here(monkeypatch, rounds=1)
     layers = nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from arclight.deploy.capture import Inputs, as_copy_inputs, as_inputs, as_outputs, batch_size, frozen_copy
 from arclight.deploy.errors import ComparisonError, ProgramError
 from arclight.deploy.parity import Distance, Parity, Parts, distance, to_json
-from arclight.deploy.programs.benchmark import Row, benchmark
+from arclight.deploy.programs.benchmark import Row, as_program_inputs, benchmark
 from arclight.deploy.programs.program import Program
 from arclight.deploy.quantizing.ptq import QuantizedModel
 
@@ -352,10 +352,7 @@ class _Side:
             return inputs
         if isinstance(self.network, nn.Module):
             return as_copy_inputs(self.network, as_inputs(inputs))
-        if not isinstance(self.network, Program) or len(inputs) != len(self.network.inputs):
-            return inputs
-        single = [spec.dtype == "float32" for spec in self.network.inputs]
-        return [value.float() if cast and value.is_floating_point() else value for cast, value in zip(single, inputs)]
+        return as_program_inputs(self.network, inputs) if isinstance(self.network, Program) else inputs
 
 
 class _Outputs:
@@ -438,9 +435,6 @@ def _timed(sides: tuple[_Side, _Side], example: Inputs, rounds: int, threads: in
     """Time both in turn on one sample, or on as many as a program takes."""
     size = next((side.batch for side in sides if side.batch is not None), 1)
     calls = {side.name: side.timed for side in sides}
-    for side in sides:
-        if isinstance(side.network, Program):
-            example = as_inputs(side.taken(example))
     try:
         table = benchmark(calls, example, rounds=rounds, threads=threads, batch_sizes=[size])
     except ProgramError as error:

@@ -183,7 +183,8 @@ def benchmark(
 ) -> Table:
     """Benchmark ``programs`` on ``inputs``, one call each per round, on ``threads`` CPU threads.
 
-    A ``Program`` runs on NumPy arrays, on the device that it was loaded on; an ``nn.Module`` runs as a copy in evaluation mode without
+    A ``Program`` runs on NumPy arrays, on the device that it was loaded on, with floating-point inputs in float32 where it takes
+    that; an ``nn.Module`` runs as a copy in evaluation mode without
     gradients, in float32 on the CPU (inputs in the type of its weights, too), or as it is on the CUDA device that holds its weights; any other
     callable gets the tensors as they are. A call
     on CUDA lasts until the device has finished. ``inputs`` are of any dtype, such as token ids. ``batch_sizes``: time each of these, the
@@ -211,6 +212,14 @@ def benchmark(
     return Table(rows=tuple(rows), rounds=rounds, threads=counts[0], shapes=shapes)
 
 
+def as_program_inputs(program: Program, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Cast floating-point ``inputs`` to float32 where ``program`` takes that, as its model takes them in other types."""
+    if len(inputs) != len(program.inputs):
+        return inputs
+    single = [spec.dtype == "float32" for spec in program.inputs]
+    return [value.float() if cast and value.is_floating_point() else value for cast, value in zip(single, inputs)]
+
+
 def _check_inputs(name: str, program: Callable[..., Any], tensors: Inputs) -> None:
     """Raise ProgramError if ``program`` does not take ``tensors``.
 
@@ -222,7 +231,7 @@ def _check_inputs(name: str, program: Callable[..., Any], tensors: Inputs) -> No
     if len(program.inputs) != len(tensors):
         wanted = ", ".join(map(str, program.inputs))
         raise ProgramError(f"{name} takes {len(program.inputs)} inputs ({wanted}), and {len(tensors)} are given")
-    for spec, tensor in zip(program.inputs, tensors):
+    for spec, tensor in zip(program.inputs, as_program_inputs(program, tensors)):
         try:
             spec.check(tensor)
         except ProgramError as error:
@@ -235,7 +244,9 @@ def _rows(
     """Time the programs in one setting."""
     batch = batch_size(tensors)
     costs = {
-        name: run_fresh(program.with_threads(threads), [[tensor.numpy() for tensor in tensors]])
+        name: run_fresh(
+            program.with_threads(threads), [[tensor.numpy() for tensor in as_program_inputs(program, tensors)]]
+        )
         for name, program in programs.items()
         if fresh and isinstance(program, Program)
     }
@@ -301,7 +312,8 @@ def _device_of(name: str, program: Callable[..., Any]) -> str | None:
 def _call(name: str, program: Callable[..., Any], tensors: Inputs, threads: int) -> Callable[[], Any]:
     """Bind ``program`` to inputs of the kind it takes; on CUDA a call waits for the device."""
     if isinstance(program, Program):  # it returns arrays of this process, so its device has finished by then
-        pinned, arrays = program.with_threads(threads), [tensor.numpy() for tensor in tensors]
+        pinned = program.with_threads(threads)
+        arrays = [tensor.numpy() for tensor in as_program_inputs(program, tensors)]
         return lambda: pinned(*arrays)
     device = _device_of(name, program)
     if device is None:
