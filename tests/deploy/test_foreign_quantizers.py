@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
 )
 from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
 
-from arclight.deploy import ExportError, Int8, QuantizeError, WeightOnly, export, quantize
+from arclight.deploy import ExportError, Int8, QuantizeError, WeightOnly, export, prepare_qat, quantize
 from arclight.deploy.programs import processor
 from arclight.deploy.quantizing import batch_norm, pt2e
 from arclight.fabric.signing import SigningKey
@@ -162,6 +163,19 @@ def test_a_quantized_model_is_not_quantized_again(model: nn.Module) -> None:
     quantized = quantize(nn.Sequential(nn.Linear(8, 8)), [torch.rand(4, 8)])
     with pytest.raises(QuantizeError, match="the model is a QuantizedModel, which is rounded already"):
         quantize(quantized, [torch.rand(4, 8)])
+
+
+@pytest.mark.parametrize("recipe", [Int8(), WeightOnly()])
+def test_models_that_train_with_rounding_are_told_apart_from_float_models(recipe: Any, tmp_path: Path) -> None:
+    x = torch.rand(4, 32)
+    prepared = nn.Sequential(prepare_qat(nn.Sequential(nn.Linear(32, 32)), x, recipe=recipe), nn.Tanh())
+    kind = "PreparedModel (0)" if recipe == Int8() else "RoundedLinear (0.0)"
+    with pytest.raises(QuantizeError, match=f"the model holds a {re.escape(kind)}, which is rounded already"):
+        prepare_qat(prepared, x, recipe=recipe)
+    with pytest.raises(QuantizeError, match=f"the model holds a {re.escape(kind)}, which is rounded already"):
+        quantize(prepared, recipe=WeightOnly(), example=x)
+    with pytest.raises(ExportError, match=f"the model holds a {re.escape(kind)}, .* export what convert"):
+        export(prepared, tmp_path / "p.onnx", example_inputs=x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])

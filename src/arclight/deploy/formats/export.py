@@ -79,11 +79,13 @@ from arclight.deploy.programs.processing import check_name
 from arclight.deploy.programs.processor import instruction_sets, overflows
 from arclight.deploy.programs.program import Program
 from arclight.deploy.programs.session import NAMES, dtype_name
-from arclight.deploy.quantizing.ptq import QuantizedModel
+from arclight.deploy.quantizing.ptq import QuantizedModel, rounded_part
+from arclight.deploy.quantizing.qat import PreparedModel
 from arclight.deploy.settings import BFloat16, DynamicInt8, Int8, LowBit, Quantization, Runtime, WeightOnly
 from arclight.fabric.atomic_replace import DISK_FULL
 from arclight.fabric.extras import MissingExtraError, require
 from arclight.fabric.signing import SigningError, SigningKey
+from arclight.fabric.strategies.root_module import RoundsOwnWeights
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -426,6 +428,8 @@ class _Source:
     def __init__(self, model: nn.Module | QuantizedModel, request: Request) -> None:
         self._request = request
         self._quantized = model if isinstance(model, QuantizedModel) else None
+        if found := rounded_part(model, PreparedModel | RoundsOwnWeights):
+            raise ExportError(f"the model {found}, which trains with rounding: export what convert(model) returns")
         self._precision = _precision(model)
         self._described = _callers_metadata(request.metadata)
         seconds = self._quantized.seconds if self._quantized else math.nan

@@ -62,6 +62,7 @@ from arclight.deploy.settings import (
     WeightOnly,
     is_calibrated,
 )
+from arclight.fabric.strategies.root_module import RoundsOwnWeights
 
 log = logging.getLogger(__name__)
 _NOT_RUN = "the model cannot be run on its own data, {given}: {error}; give inputs as its forward takes them"
@@ -262,7 +263,7 @@ def quantize(
         raise ValueError(f"max_drop={max_drop} bounds a metric: give metric, a function that scores a model")
     if max_drop is not None and not 0 <= max_drop < math.inf:
         raise ValueError(f"max_drop must be a number from 0, in the unit of the metric, got {max_drop}")
-    _check_float(model)
+    check_float(model)
     target = chosen_target(recipe, target) if quantizer is None else foreign_target(quantizer, recipe, target)
     recipe = for_processor(recipe, target) if quantizer is None else recipe
     start = time.perf_counter()
@@ -469,12 +470,21 @@ def foreign_target(quantizer: Any, recipe: Quantization, target: Target | None) 
     raise QuantizeError(f"{name} is not known to be for a runtime: give target=, one of {', '.join(PLACEMENTS)}")
 
 
-def _check_float(model: nn.Module) -> None:
-    if isinstance(model, NamedGraphs):
+def check_float(model: nn.Module) -> None:
+    """Raise QuantizeError for a model that is rounded already, or has a part that is."""
+    if found := rounded_part(model):
         raise QuantizeError(
-            f"the model is a {type(model).__name__}, which is rounded already: quantize the float model, which a QuantizedModel has as "
-            "its reference; a model that was trained with rounding is converted by convert(model)"
+            f"the model {found}, which is rounded already: quantize the float model, which a QuantizedModel has as its reference; a "
+            "model that was trained with rounding is converted by convert(model)"
         )
+
+
+def rounded_part(model: nn.Module, kinds: Any = NamedGraphs | RoundsOwnWeights) -> str | None:
+    """Describe the first part of ``model`` that rounds, one of ``kinds``; None for float."""
+    for name, part in model.named_modules():
+        if isinstance(part, kinds):
+            return f"holds a {type(part).__name__} ({name})" if name else f"is a {type(part).__name__}"
+    return None
 
 
 _ON_X86 = ("onnxruntime", "openvino", "inductor")

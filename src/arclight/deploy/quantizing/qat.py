@@ -41,7 +41,15 @@ from arclight.deploy.quantizing import batch_norm, pt2e
 from arclight.deploy.quantizing.graphs import NAME, NamedGraphs, number_paddings, stored_tensor
 from arclight.deploy.quantizing.observers import MovingRange, PerChannelBiasRange, PerChannelWeightRange
 from arclight.deploy.quantizing.placement import PROFILES, PlacementQuantizer, module_name, stored_weights
-from arclight.deploy.quantizing.ptq import QuantizedModel, accept, chosen_target, distances, for_processor, placement
+from arclight.deploy.quantizing.ptq import (
+    QuantizedModel,
+    accept,
+    check_float,
+    chosen_target,
+    distances,
+    for_processor,
+    placement,
+)
 from arclight.deploy.quantizing.rounded_linear import quantize_trained, round_linears, trained_linears
 from arclight.deploy.settings import PLACEMENTS, DynamicInt8, Int8, LowBit, Quantization, Target, WeightOnly
 from arclight.fabric.distributed.hang_report import is_collective_error
@@ -372,9 +380,10 @@ def prepare_qat(
 
     ``recipe``: `Int8`, or `LowBit` with 4-bit activations, whose ranges are trained: a `PreparedModel`. `WeightOnly`, `DynamicInt8` and `LowBit` with
     8-bit activations: the model itself, in which a `RoundedLinear` is in the place of each linear layer. ``target``: as in `quantize`. Raises
-    QuantizeError for others, a model without a layer to quantize and a ``skip`` that names nothing; ExportError for a model whose ranges are to be
-    trained and that torch.export cannot capture in training and in evaluation mode.
+    QuantizeError for others, a model that is rounded already, one without a layer to quantize and a ``skip`` that names nothing; ExportError for a
+    model whose ranges are to be trained and that torch.export cannot capture in training and in evaluation mode.
     """
+    check_float(model)
     recipe = recipe or Int8()
     target = chosen_target(recipe, target)
     inputs, copied = inputs_on(model, example_inputs), copied_model(model)
