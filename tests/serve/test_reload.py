@@ -259,7 +259,7 @@ def test_no_text_fails_while_its_program_is_replaced(folder, lm, tmp_path):
 
 
 class Logits(nn.Module):
-    """What a language program computes, but for the language; the first token of the vocabulary gives 1 / ``offset``."""
+    """Computes what a language program does, but for the language; the vocabulary's first token gives 1 / ``offset``."""
 
     def __init__(self, offset: float) -> None:
         super().__init__()

@@ -323,7 +323,10 @@ def _check_vectors(old: Embedder, new: Embedder) -> None:
 
 
 def _check_texts(old: Program, new: Program) -> None:
-    """Raise ProgramError if ``new`` takes shorter texts or no chats, or gives NaN where ``old`` gives none."""
+    """Raise ProgramError if ``new`` takes shorter texts or no chats, or gives NaN.
+
+    Only what ``old`` does not do is refused.
+    """
     from arclight.deploy import ProgramError
     from arclight.serve.tasks.scheduler import first_logits
     from arclight.text.language_program import ProgramRun, tokenizer_of

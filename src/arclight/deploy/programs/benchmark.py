@@ -213,7 +213,10 @@ def benchmark(
 
 
 def as_program_inputs(program: Program, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Cast floating-point ``inputs`` to float32 where ``program`` takes that, as its model takes them in other types."""
+    """Cast floating-point ``inputs`` to float32 where ``program`` takes that.
+
+    Its model may take them in other types.
+    """
     if len(inputs) != len(program.inputs):
         return inputs
     single = [spec.dtype == "float32" for spec in program.inputs]

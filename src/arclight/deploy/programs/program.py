@@ -403,7 +403,10 @@ _QUANTIZATION_NUMBERS = {"metric": ("program", "float"), "speed": ("over_fp32", 
 
 
 def _check_measured(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Raise ProgramError for measurements of the exporter that cannot be shown, as those of an edited description."""
+    """Raise ProgramError for measurements of the exporter that cannot be shown.
+
+    Those of an edited description may be anything.
+    """
     found: list[tuple[str, Any, Sequence[str]]] = []
     if "parity" in metadata:
         parity = metadata["parity"]
@@ -425,7 +428,10 @@ def _check_measured(path: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def _are_numbers(found: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Return True if ``found`` has a number for each of ``names``; the ratio of equal outputs is None."""
+    """Return True if ``found`` has a number for each of ``names``.
+
+    The ratio of equal outputs is None.
+    """
     return all(
         type(found.get(name)) in (int, float) or (name == "sqnr_db" and name in found and found[name] is None)
         for name in names

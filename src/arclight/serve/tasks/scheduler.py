@@ -379,7 +379,7 @@ class _Batch:
 
 
 def first_logits(program: Program) -> Array:
-    """Return the logits (V,) of a language program after the first token of its vocabulary alone."""
+    """Return the logits (V,) of a language program after its vocabulary's first token."""
     logits, *_ = program(np.zeros((1, 1), np.int64), np.zeros(1, np.int64), *_no_tokens(program))
     first: Array = logits[0]
     return first
