@@ -166,7 +166,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         return graph
 
     def _write_last_convolutions_as_products(self, graph: GraphModule) -> None:
-        """Replace 1x1 convolutions whose result only float operators read by matrix products over channels.
+        """Replace 1x1 convolutions that only float operators read by products over channels.
 
         As convolutions they would stay in float32, and so would the activations before them.
         """
@@ -329,7 +329,10 @@ def _call(graph: GraphModule, like: Node, target: Any, *args: Any) -> Node:
 
 
 def _as_matrix(graph: GraphModule, weight: Node, name: str, *, trained: bool) -> Node:
-    """Return the weight (out, in, 1, 1) of a convolution as a matrix (out, in): computed of the trained one, or stored."""
+    """Return the weight (out, in, 1, 1) of a convolution as a matrix (out, in).
+
+    In training it is computed of the weight, else stored under its name.
+    """
     shape = list(weight.meta["val"].shape[:2])
     if trained:
         return _call(graph, weight, aten.view.default, weight, shape)
