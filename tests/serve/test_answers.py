@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import socket
+import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -14,6 +16,7 @@ from tests.serve.conftest import LOOPBACK
 from tests.waiting import wait_until
 
 from arclight.serve import Limits
+from arclight.serve.draining import ignore_new_connections
 from arclight.serve.settings import is_loopback
 from arclight.serve.tasks.detection import top_k
 from arclight.vision.results.detections import Boxes, Detections, OrientedBoxes
@@ -226,6 +229,28 @@ def test_clients_that_go_on_until_they_are_refused_are_all_answered(serve_with):
         client.join(60)
     assert {outcome for seen in outcomes for outcome in seen} == {b"HTTP/1.1 200"}
     server.process.wait(60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no packet filter of a socket")
+def test_connections_made_before_new_ones_are_ignored_are_accepted():
+    """Else those that are made between the last accept and the close would be reset."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as opened:
+        address = listening.getsockname()
+        made = [opened.enter_context(socket.create_connection(address, timeout=10)) for _ in range(3)]
+        ignore_new_connections(listening)
+        with pytest.raises(TimeoutError):
+            socket.create_connection(address, timeout=0.3)
+        accepted = [opened.enter_context(listening.accept()[0]) for _ in made]
+        for one, other in zip(made, accepted, strict=True):
+            one.sendall(b"question")
+            assert other.recv(8) == b"question"
+            other.sendall(b"answer")
+            assert one.recv(8) == b"answer"
+        listening.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, timeout=10)
 
 
 @pytest.mark.parametrize("is_accepted", [True, False])

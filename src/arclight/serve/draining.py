@@ -8,8 +8,11 @@ within ``Limits.shutdown_s`` may fail: tests drain under load.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import signal
 import socket
+import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -63,8 +66,9 @@ class DrainingServer(uvicorn.Server):
             one.close()
         found: list[socket.socket] = []
         for one in kept:
+            ignore_new_connections(one)
             found += self._accepted(one)
-            one.close()  # at once: it resets those that are made in between
+            one.close()  # at once: where they are not ignored, it resets those that are made in between
         return found
 
     def _accepted(self, listening: socket.socket) -> Iterator[socket.socket]:
@@ -84,3 +88,20 @@ class DrainingServer(uvicorn.Server):
                 connection,
                 ssl=self.config.ssl,
             )
+
+
+SO_ATTACH_FILTER = 26
+"""Linux's socket option of that name, which `socket` does not have."""
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""Program of one instruction for Linux's packet filter: return 0, the bytes to keep of a packet."""
+
+
+def ignore_new_connections(listening: socket.socket) -> None:
+    """Have Linux ignore attempts to connect to ``listening``; their clients repeat them, and are refused once it is closed.
+
+    Other systems go on to make connections. Those that are made already are not touched.
+    """
+    if sys.platform != "linux" or listening.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    instructions = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
+    listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instructions)))
