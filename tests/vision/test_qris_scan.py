@@ -16,7 +16,7 @@ segno = pytest.importorskip("segno")
 pytest.importorskip("zxingcpp")
 
 from arclight.vision.qris import Code, build, scan  # noqa: E402
-from arclight.vision.qris.reading import decode, finder_patterns, grid, scanner  # noqa: E402
+from arclight.vision.qris.reading import decode, finder_patterns, grid, grid_search, scanner  # noqa: E402
 from arclight.vision.qris.reading.decode import read_at, read_grid, read_opencv, read_view, read_zxing, views_of  # noqa: E402
 from arclight.vision.qris.reading.grid import Grid, alignment_centres, side_in_modules, template  # noqa: E402
 from arclight.vision.qris.reading.grid_search import rivals  # noqa: E402
@@ -301,6 +301,45 @@ def test_modules_of_unlikely_grids_are_not_decoded(monkeypatch: pytest.MonkeyPat
     assert 0 < (read_grid(noise, (20.0, 20.0, 180.0, 180.0)).score or 0) < decode.MIN_FINISHED_SCORE
 
 
+@pytest.mark.parametrize(("least", "refined"), [(0.0, 1), (0.9, 0)])
+def test_grids_are_refined_on_the_sharp_picture_if_they_fit_the_blurred_one(
+    least: float, refined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    refine = grid_search.refined_grids
+    monkeypatch.setattr(grid_search, "refined_grids", lambda *given: asked.append(given) or refine(*given))
+    monkeypatch.setattr(grid_search, "MIN_SOFT_SCORE", least)
+    noise = np.random.default_rng(0).integers(0, 256, (200, 200), dtype=np.uint8)
+    assert (read_grid(noise, (20.0, 20.0, 180.0, 180.0)).score or 0) > 0
+    assert len(asked) == refined
+
+
+def test_grids_that_are_hardly_like_a_code_are_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "finish_grids", lambda *given: pytest.fail("they are finished"))
+    noise = np.random.default_rng(0).integers(0, 256, (200, 200), dtype=np.uint8)
+    assert 0 < (read_grid(noise, (20.0, 20.0, 180.0, 180.0)).score or 0) < decode.MIN_NEAR_SCORE
+
+
+def test_contrast_is_stretched_between_the_percentiles_of_numpy() -> None:
+    draw = np.random.default_rng(0)
+    images = [draw.integers(0, 256, (37, 41)), draw.normal(90, 9, (64, 64)), np.full((5, 9), 77), np.array([[3, 250]])]
+    for image in (one.astype(np.uint8) for one in images):
+        low, high = np.percentile(image, (1, 99))
+        wanted = ((image - low) * 255 / max(high - low, 1)).clip(0, 255)
+        np.testing.assert_allclose(decode.contrast_stretched(image), wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("definite", [True, False], ids=["ridge", "no ridge"])
+def test_fitted_decisions_are_those_of_least_squares(definite: bool) -> None:
+    draw = np.random.default_rng(0)
+    features = draw.normal(size=(80, 12)).astype(np.float32)
+    wanted = np.sign(draw.normal(size=80)).astype(np.float32)
+    penalty = np.diag([4.0 if definite else -300.0] * 12)
+    normal = features.T.astype(np.float64) @ features + penalty
+    expected = features @ np.linalg.solve(normal, features.T @ wanted.astype(np.float64))
+    np.testing.assert_allclose(decode._fitted(features, features, wanted, penalty), expected, atol=1e-5)
+
+
 def test_no_grid_is_laid_where_no_two_finder_patterns_are_likely() -> None:
     bars = np.repeat(np.random.default_rng(1).choice([20, 220], 100)[None], 200, 0).repeat(2, 1).astype(np.uint8)
     assert read_grid(bars, (20.0, 20.0, 180.0, 180.0)) == decode.GridReading([], 1, 0.0)
@@ -332,6 +371,16 @@ def test_boxes_too_small_for_a_grid_leave_their_turn_to_others(monkeypatch: pyte
     codes = scan(np.full((120, 600, 3), 128, np.uint8), finder(*small, (400.0, 20.0, 480.0, 100.0)))
     assert asked == [400.0]
     assert {code.problems for code in codes} == {(scanner.NOT_READ,)}, "no reader was left untried"
+
+
+@pytest.mark.parametrize(("version", "views"), [(3, 1), (6, 1), (7, 2), (10, 2)])
+def test_another_view_is_tried_of_fine_codes_alone(version: int, views: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = np.zeros((8, 2), np.float32)
+    shape[:4] = [[30, 30], [170, 30], [170, 170], [30, 170]]
+    monkeypatch.setattr(decode, "find_grids", lambda *given: [Grid(version, shape, 0.7)])
+    monkeypatch.setattr(decode, "decode_grids", lambda *given: (None, 0.3))
+    noise = np.random.default_rng(0).integers(0, 256, (200, 200), dtype=np.uint8)
+    assert read_grid(noise, (20.0, 20.0, 180.0, 180.0)) == decode.GridReading([], views, pytest.approx(0.7))
 
 
 @pytest.mark.parametrize(("score", "searched"), [(0.0, 1), (0.25, 2), (0.5, 2), (0.72, 1), (0.9, 1)])
@@ -583,6 +632,8 @@ def test_correlations_are_those_of_numpy() -> None:
         ]
         expected = [np.corrcoef(one, fixed.wanted)[0, 1] for one in seen]
         assert grid.template_correlation(picture, shapes, version) == pytest.approx(expected, abs=1e-4)
+        maps = grid.homographies(shapes)
+        assert grid.template_correlation(picture, shapes, version, maps=maps) == pytest.approx(expected, abs=1e-4)
         ends = fixed.points.linear[:2].T @ [1, 1]
         first = int(np.argmin(ends))  # the quiet module before the top left: the homography of four corners by OpenCV
         unit = np.array([[0, 0], [1, 0], [1, 1], [0, 1]], np.float32)

@@ -195,9 +195,10 @@ def sharpened(image: Grey, amount: float, radius: float) -> Grey:
 
 
 def views_of(grey: Grey, box: Box) -> Iterator[View]:
-    """Yield enlarged, squared and sharpened views of a box, the most useful first.
+    """Yield enlarged, squared and sharpened views of a box, the most useful for its time first.
 
-    Squaring undoes the foreshortening of a tilted code along the axes, which costs finders more than anything else.
+    Squaring undoes the foreshortening of a tilted code along the axes, which costs finders more than anything else. The first view reads
+    four in five of the codes that any view reads. Larger and other views read nothing in photos that grids do not read.
     """
     crop, origin = _crop(grey, box, 0.2)
     tight, tight_origin = _crop(grey, box, 0.08)
@@ -214,16 +215,11 @@ def views_of(grey: Grey, box: Box) -> Iterator[View]:
         pixels = round(min(max(side, 1.25 * longest), MAX_UPSCALED_SIDE))
         return pixels, pixels
 
-    yield (double := _enlarged(crop, origin, times(2)))
-    yield enlarged_sharp(crop, origin, times(2), 1.5, 2)
     yield _enlarged(crop, origin, square(200))
-    yield enlarged_sharp(crop, origin, square(400), 2.5, 8)
-    yield enlarged_sharp(tight, tight_origin, square(300), 1.5, 6)
     yield enlarged_sharp(crop, origin, times(3), 1.5, 3)
-    yield View(cv2.createCLAHE(3, (4, 4)).apply(double.image), double.origin, double.scale)
+    yield enlarged_sharp(tight, tight_origin, square(300), 1.5, 6)
     yield enlarged_sharp(crop, origin, square(200), 1.5, 4)
-    yield enlarged_sharp(crop, origin, times(4), 1.5, 4)
-    yield enlarged_sharp(crop, origin, times(6), 1.5, 6)
+    yield enlarged_sharp(crop, origin, times(2), 1.5, 2)
 
 
 STRAIGHT_SIDE = 200
@@ -258,7 +254,7 @@ MIN_GRID_SIDE = 30.0
 MIN_PROMISING_SCORE = 0.55
 """Least correlation of a grid that could not be decoded for another view to be tried."""
 FINE_MODULES = 45
-"""Modules along a side from which another view is tried after a plain grid failed: it shows more of fine codes."""
+"""Modules along a side from which another view is tried after a grid failed: it shows more of fine codes. No coarser one was read by it."""
 
 
 @dataclass(frozen=True)
@@ -292,9 +288,7 @@ def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS), *, thorough: b
         code, doubt = decode_grids(slopes, near)
         if code:
             return GridReading([view.back(code)], count, best)
-        if score < MIN_PROMISING_SCORE or doubt > MAX_DOUBT:
-            break
-        if best >= PLAIN_SCORE and near[0].modules < FINE_MODULES:
+        if score < MIN_PROMISING_SCORE or doubt > MAX_DOUBT or near[0].modules < FINE_MODULES:
             break
     return GridReading([], count, best)
 
@@ -371,9 +365,20 @@ def read_at(grey: Grey, corners: Floats, modules: int) -> DecodedCode | None:
 
 def contrast_stretched(image: Grey) -> Floats:
     """Stretch brightness to 0 to 255 between the darkest and lightest hundredth."""
-    low, high = np.percentile(image, (1, 99))
-    stretched = (image.astype(np.float32) - low) * (255 / max(high - low, 1.0))
-    return np.asarray(stretched.clip(0, 255), np.float32)
+    below = np.cumsum(np.bincount(image.ravel(), minlength=256))
+    low, high = (_percentile(below, percent) for percent in (1, 99))
+    stretched = (np.arange(256) - low) * (255 / max(high - low, 1.0))
+    return np.asarray(cv2.LUT(image, stretched.clip(0, 255).astype(np.float32)), np.float32)
+
+
+def _percentile(below: npt.NDArray[np.intp], percent: float) -> float:
+    """Return a percentile of grey levels as `numpy.percentile` does.
+
+    Of the pixels ``below[g]`` are of level g or less, (256,).
+    """
+    rank = (int(below[-1]) - 1) * percent / 100
+    lower, upper = np.searchsorted(below, [int(rank), int(np.ceil(rank))], side="right")
+    return float(lower + (upper - lower) * (rank - int(rank)))
 
 
 def _proposals(picture: Floats) -> list[Floats]:
@@ -472,8 +477,11 @@ def _fitted(features: Floats, known: Floats, wanted: Floats, penalty: npt.NDArra
 
     The products, nearly all of the work, are of single precision; the system is solved in double.
     """
-    weights = np.linalg.solve((known.T @ known).astype(np.float64) + penalty, known.T @ wanted)
-    return np.asarray(features @ weights.astype(np.float32))
+    normal, sides = (known.T @ known).astype(np.float64) + penalty, (known.T @ wanted).astype(np.float64)
+    solved, weights = cv2.solve(normal, sides[:, None], flags=cv2.DECOMP_CHOLESKY)
+    if not solved:  # by rounding the system may lose its definiteness
+        weights = np.linalg.solve(normal, sides)
+    return np.asarray(features @ weights.reshape(-1).astype(np.float32))
 
 
 def with_fixed_modules(dark: npt.NDArray[np.bool_], version: int) -> npt.NDArray[np.bool_]:
@@ -507,6 +515,9 @@ codes that another grid read, the first grid missed by 107 at most, or by 184 if
 NEAR_EXCESS, MAX_DOUBT_OF_NEAR = 40.0, 0.45
 """Bits by which correction of a doubtful symbol may miss for another grid to be tried, and the doubt from which that holds. Codes of such
 doubt that another grid read missed by 33 at most."""
+MIN_NEAR_SCORE = 0.4
+"""Least correlation of the best grid for grids to be finished, which is to bring them to `MIN_FINISHED_SCORE`: codes that were read in photos
+had 0.75 and more."""
 MIN_FINISHED_SCORE = 0.5
 """Least correlation of a finished grid whose modules are decoded: codes that were read had 0.62 and more, and nine in ten grids in boxes
 without a code have less than this."""
@@ -533,9 +544,11 @@ def decode_grids(slopes: Slopes, near: Sequence[Grid]) -> tuple[DecodedCode | No
     """Decode the modules under ``near`` grids (best first); also return the least doubt.
 
     It is infinite if what is seen can be no code. Modules are equalized and corrected by how sure each is. If that fails by little,
-    simpler guesses follow, then a plain reader.
+    simpler guesses follow, then a plain reader. Grids that fit too badly are not finished.
     """
     least = np.inf
+    if not near or near[0].score < MIN_NEAR_SCORE:
+        return None, least
     for stiffness, most in ((USUAL, np.inf), (STIFF, MAX_DOUBT), (FREE, MAX_DOUBT_OF_USUAL)):
         if least > most:
             break

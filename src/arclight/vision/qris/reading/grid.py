@@ -152,15 +152,16 @@ def homographies(shapes: npt.NDArray[FloatT]) -> npt.NDArray[FloatT]:
     return maps
 
 
-def project_grid(shapes: Floats, points: UnitPoints) -> tuple[Floats, Floats]:
+def project_grid(shapes: Floats, points: UnitPoints, maps: Floats | None = None) -> tuple[Floats, Floats]:
     """Map points of the unit square into the picture under each of ``shapes`` (N, 8, 2).
 
-    Gives x and y, each (N, P). The projective map of the unit square to four corners, then each edge bowed by a parabola that fades
-    towards the opposite edge.
+    Gives x and y, each (N, P). ``maps``: the `homographies` of the shapes, if they are known. After the projective map of the unit square
+    to four corners, each edge is bowed by a parabola that fades towards the opposite edge.
     """
     count = len(shapes)
-    maps = homographies(shapes).transpose(1, 0, 2).reshape(3 * count, 3).astype(np.float32, copy=False)
-    x, y, depth = (maps @ points.linear).reshape(3, count, -1)
+    maps = homographies(shapes) if maps is None else maps
+    rows = maps.transpose(1, 0, 2).reshape(3 * count, 3).astype(np.float32, copy=False)
+    x, y, depth = (rows @ points.linear).reshape(3, count, -1)
     np.maximum(depth, 0.05, out=depth)
     x /= depth
     y /= depth
@@ -178,13 +179,15 @@ def sample_bilinear(picture: Floats, x: Floats, y: Floats) -> Floats:
     return np.asarray(seen, np.float32)
 
 
-def template_correlation(picture: Floats, shapes: Floats, version: int, share: float = 1.0) -> Floats:
+def template_correlation(
+    picture: Floats, shapes: Floats, version: int, share: float = 1.0, maps: Floats | None = None
+) -> Floats:
     """Correlate ``shapes`` (N, 8, 2) with the version's template, (N,) in [-1, 1].
 
-    It is 0 on a plain area. ``share`` as in `template`.
+    It is 0 on a plain area. ``share`` as in `template`, ``maps`` as in `project_grid`.
     """
     fixed = template(version, share)
-    seen = sample_bilinear(picture, *project_grid(shapes, fixed.points))
+    seen = sample_bilinear(picture, *project_grid(shapes, fixed.points, maps))
     sums = seen @ fixed.sums
     squares = np.einsum("ij,ij->i", seen, seen)
     spread = squares - sums[:, 0] ** 2 / seen.shape[1]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from arclight.fabric.extras import require
 from arclight.vision.qris.reading.finder_patterns import Floats, Frames, find_patterns, pairs, triples
-from arclight.vision.qris.reading.grid import Box, Grid, clockwise, template_correlation
+from arclight.vision.qris.reading.grid import Box, Grid, clockwise, homographies, template_correlation
 from arclight.vision.qris.reading.refinement import Slopes, climb, right_versions
 
 cv2 = require("cv2", extra="vision")
@@ -38,6 +38,9 @@ MIN_ROUGH_SCORE = 0.16
 193 in drawn scenes with less than 0.185."""
 MIN_LIKELY_SCORE = 0.3
 """Least correlation with the blurred picture of a place by three finder patterns for it to be refined before others are looked for."""
+MIN_SOFT_SCORE = 0.25
+"""Least correlation of the best grid refined on the blurred picture for grids to be refined on the sharp one: boxes that were read in photos
+had 0.32 and more, nearly all 0.56; four in five boxes without a code have less than this."""
 MANY, SHARE = 120, 0.25
 """Proposals of a version beyond which they are compared at a share of the fixed modules, and as many of the best at all of them."""
 ROUNDS = 8
@@ -87,21 +90,32 @@ class _Search:
         self.soft = Slopes(cv2.GaussianBlur(sharp.picture, (0, 0), max(0.5, extent / 60)))
 
     def refined(self, rough: Sequence[Grid]) -> list[Grid]:
-        """Refine ``rough`` grids on the blurred picture, then the best on the sharp one; best first."""
+        """Refine ``rough`` grids on the blurred picture, then the best on the sharp one.
+
+        Best first. Those that fit the blurred picture too badly stay as they are there.
+        """
         best = max((grid.score for grid in rough), default=0.0)
         likely = [grid for grid in rough if grid.score >= best - OUTDONE]
         near = right_versions(self.soft.picture, climb(self.soft, likely, rounds=ROUNDS), self.largest)
-        return refined_grids(self.sharp, rivals(sorted(near, key=worst_last))[:RIVALS], self.largest)
+        near = rivals(sorted(near, key=worst_last))[:RIVALS]
+        if not near or near[0].score < MIN_SOFT_SCORE:
+            return near
+        return refined_grids(self.sharp, near, self.largest)
 
     def rough(self, proposed: Iterable[tuple[int, Floats]]) -> list[Grid]:
         """Return the proposals of each version that fit the blurred picture best; best first."""
         apart = 0.08 * max(self.sharp.picture.shape) / 1.4
         rough: list[Grid] = []
+        mapped, maps = None, np.empty((0, 3, 3), np.float32)
         for version, shapes in proposed:
+            if shapes is not mapped:  # many versions are proposed at the same places
+                mapped, maps = shapes, homographies(shapes)
+            chosen = maps
             if len(shapes) > MANY:
-                fit = template_correlation(self.soft.picture, shapes, version, SHARE)
-                shapes = shapes[np.argsort(-fit)[:MANY]]
-            fit = template_correlation(self.soft.picture, shapes, version)
+                fit = template_correlation(self.soft.picture, shapes, version, SHARE, maps)
+                best = np.argsort(-fit)[:MANY]
+                shapes, chosen = shapes[best], maps[best]
+            fit = template_correlation(self.soft.picture, shapes, version, maps=chosen)
             order = np.argsort(-fit)[:40]
             order = order[fit[order] >= MIN_ROUGH_SCORE]
             kept = _distinct(shapes[order, :4], apart, 3)
