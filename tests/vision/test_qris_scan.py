@@ -373,6 +373,26 @@ def test_boxes_too_small_for_a_grid_leave_their_turn_to_others(monkeypatch: pyte
     assert {code.problems for code in codes} == {(scanner.NOT_READ,)}, "no reader was left untried"
 
 
+def test_a_box_whose_grid_is_read_costs_no_turn_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def read_left_ones(grey: np.ndarray, box: tuple[float, ...], tries: int, thorough: bool) -> decode.GridReading:
+        asked.append(box[0])
+        place = np.array([[box[0], box[1]], [box[2], box[3]]] * 2, np.float32)
+        codes = [decode.DecodedCode(f"{box[0]:.0f}", place)] if box[0] < 300 else []
+        return decode.GridReading(codes, 1, 0.9)
+
+    monkeypatch.setattr(scanner, "read_grid", read_left_ones)
+    boxes = [(20.0 + 50 * i, 20.0, 60.0 + 50 * i, 60.0) for i in range(20)]
+    codes = scan(np.full((80, 1100, 3), 128, np.uint8), finder(*boxes))
+    assert asked == [box[0] for box in boxes[: 6 + scanner.MAX_GRID_BOXES]], "six are read, then four fail"
+    assert [code.problems for code in codes].count((scanner.NOT_TRIED,)) == 10
+    monkeypatch.setattr(scanner, "MAX_GRID_READ", 5)
+    asked.clear()
+    scan(np.full((80, 1100, 3), 128, np.uint8), finder(*boxes))
+    assert len(asked) == 5, "many codes are bounded, too"
+
+
 @pytest.mark.parametrize(("version", "views"), [(3, 1), (6, 1), (7, 2), (10, 2)])
 def test_another_view_is_tried_of_fine_codes_alone(version: int, views: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = np.zeros((8, 2), np.float32)
@@ -704,6 +724,19 @@ def test_sharp_views_are_those_that_an_unsharp_mask_of_the_enlarged_picture_give
         assert np.abs(large.astype(int) - slow).mean() > 2 * apart.mean(), (
             "sharpening changes more than the shortcut does"
         )
+
+
+def test_the_whole_picture_sharpened_before_it_is_enlarged_is_about_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(scanner, "read_view", lambda view: seen.append(view) or [])
+    blurred = cv2.GaussianBlur(placed(QRIS, TILTED), (0, 0), 6)
+    scan(blurred)
+    (view,) = seen
+    slow = decode.enlarged_sharp(decode.to_grey(blurred), np.zeros(2, np.float32), (1280, 960), 1.5, 2)
+    assert view.image.shape == slow.image.shape
+    assert np.abs(view.image.astype(int) - slow.image).mean() < 1
+    assert (view.origin == 0).all()
+    assert (view.scale == 2).all()
 
 
 def test_the_same_grid_found_twice_and_grids_far_behind_are_no_rivals() -> None:

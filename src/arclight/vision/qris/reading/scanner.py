@@ -23,12 +23,13 @@ from arclight.vision.qris.reading.decode import (
     MAX_UPSCALED_SIDE,
     DecodedCode,
     Grey,
-    enlarged_sharp,
+    enlarged_crop,
     is_large_enough,
     read_grid,
     read_near,
     read_view,
     read_zxing,
+    sharpened,
     to_grey,
     views_of,
     widened,
@@ -44,14 +45,15 @@ NOT_READ = "a code was detected here but could not be read"
 NOT_TRIED = "a code was detected here but not every reader was tried: the photo's other codes used up the time or its share of work"
 BLANKS_AROUND = "blanks stand around the payload"
 HIDDEN = "holds a payment payload behind other characters, which some readers pass over"
-MAX_GRID_BOXES, MAX_GRID_TRIES = 4, 6
-"""Boxes per photo on which a module grid is tried, the surest first, and tries in all: one costs a hundred plain readings."""
+MAX_GRID_BOXES, MAX_GRID_TRIES, MAX_GRID_READ = 4, 6, 12
+"""Boxes per photo on which a module grid may fail, the surest first, failed tries, and boxes in all: one costs a hundred plain readings."""
 MAX_CORNERED = 4
 """Boxes per photo that are read by their corners, the surest first: one costs up to half of a module grid that is searched for."""
 MAX_VIEW_PIXELS = 20_000_000
 """Pixels of enlarged views per photo, all boxes together: real photos need 14 million at most, ones of huge boxes would never end."""
-WIDER = 0.08
-"""Share of a box added on every side in the second round: a box that cuts off a finder pattern hides the grid."""
+WIDER, CUT_OFF = 0.08, 0.03
+"""Share of a box added on every side in the second round: a box that cuts off a finder pattern hides the grid; and the share of it that
+a box too small for the first round may lack, at most: with more, none of 60 was read."""
 MIN_WIDENED_SCORE, MAX_WIDENED_SCORE = 0.2, 0.7
 """Correlations of a box's best grid from which, and below which, the wider box is searched: with less there is no code, and more is as
 right as a grid gets. Boxes that were read by the wider one had 0.24 to 0.64."""
@@ -178,24 +180,30 @@ def _read_cornered(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode
 def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], stop: StopFn) -> list[DecodedCode]:
     """Read module grids in unread boxes, the surest first; return all codes.
 
-    Boxes are widened if that may show more.
+    A box that is read costs no turn of the others. Those that were not are widened if that may show more.
     """
-    tries = MAX_GRID_TRIES
-    left = [box for box in boxes if not _is_read(box, found) and is_large_enough(widened(box.xyxy, WIDER))]
-    for box in left[MAX_GRID_BOXES:]:
-        box.left_untried = True
-    for margin, views in ((0.0, len(GRID_VIEWS)), (WIDER, 1)):
-        for box in left[:MAX_GRID_BOXES]:
-            known = box.grid_score
-            if _is_read(box, found) or not (known is None or MIN_WIDENED_SCORE <= known < MAX_WIDENED_SCORE):
-                continue
-            stopped = stop()
-            if stopped or not tries:
-                box.left_untried |= stopped or margin == 0
-                continue
+    tries, tried, failed = MAX_GRID_TRIES, list[DetectorBox](), 0
+    for box in boxes:
+        if _is_read(box, found) or not is_large_enough(widened(box.xyxy, CUT_OFF)):
+            continue
+        if not tries or failed == MAX_GRID_BOXES or len(tried) == MAX_GRID_READ or stop():
+            box.left_untried = True
+            continue
+        tried.append(box)
+        read = read_grid(grey, box.xyxy, min(len(GRID_VIEWS), tries), thorough=True)
+        found, box.grid_score = _merged(found, read.codes), read.score
+        if not read.codes:
+            tries, failed = tries - read.views, failed + 1
+    for box in tried:
+        known = box.grid_score
+        if _is_read(box, found) or not (known is None or MIN_WIDENED_SCORE <= known < MAX_WIDENED_SCORE):
+            continue
+        if stop():
+            box.left_untried = True
+        elif tries:
             thorough = known is None or known >= MIN_HINTING_SCORE
-            read = read_grid(grey, widened(box.xyxy, margin), min(views, tries), thorough=thorough)
-            found, tries, box.grid_score = _merged(found, read.codes), tries - read.views, read.score
+            read = read_grid(grey, widened(box.xyxy, WIDER), 1, thorough=thorough)
+            found, tries = _merged(found, read.codes), tries - read.views
     return found
 
 
@@ -292,8 +300,11 @@ def _read_enlarged(grey: Grey) -> list[DecodedCode]:
     """Read the whole picture at twice its size, sharpened; nothing if that would be too large."""
     if 2 * max(grey.shape) > MAX_UPSCALED_SIDE:
         return []
-    size = (2 * grey.shape[1], 2 * grey.shape[0])
-    return read_view(enlarged_sharp(grey, np.zeros(2, np.float32), size, 1.5, 2))
+    height, width = grey.shape
+    sharp = sharpened(
+        grey, 1.5, 1
+    )  # of a quarter of the pixels: views of boxes lose codes by this, the whole picture lost none
+    return read_view(enlarged_crop(sharp, (0, 0, width, height), 0, lambda across, down: (2 * across, 2 * down)))
 
 
 def code_of(read: DecodedCode | None, box: DetectorBox | None) -> Code:
