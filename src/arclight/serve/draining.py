@@ -97,9 +97,9 @@ DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 def ignore_new_connections(listening: socket.socket) -> None:
-    """Have Linux ignore attempts to connect to ``listening``; their clients repeat them, and are refused once it is closed.
+    """Have Linux ignore attempts to connect to ``listening``.
 
-    Other systems go on to make connections. Those that are made already are not touched.
+    Clients repeat them, and are refused once it is closed. Other systems go on to make connections. Those that are made already are not touched.
     """
     if sys.platform != "linux" or listening.family not in (socket.AF_INET, socket.AF_INET6):
         return
