@@ -244,3 +244,19 @@ def test_a_bias_before_a_batch_norm_has_a_range_of_its_own(spec: Any, message: s
 
 def other_layer(node: Node) -> Node:
     return next(n for n in node.graph.nodes if n.target is node.target and n is not node)
+
+
+def test_a_graph_prepared_for_training_refuses_modes_that_would_not_reach_its_batch_norms() -> None:
+    graph = torch.export.export(nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)).train(), (X,)).module()
+    graph.meta["note"] = "kept"
+    prepared = pt2e.prepare_qat(graph, x86(is_qat=True), batch_norm.fuse)
+    for switch in (prepared.eval, prepared.train):
+        with pytest.raises(NotImplementedError, match="not supported for exported models"):
+            switch()
+    assert prepared.meta["note"] == "kept"
+    mean = next(value for name, value in prepared.named_buffers() if name.endswith("running_mean"))
+    for training in (False, True):  # what does reach them
+        before = mean.clone()
+        batch_norm.set_training(prepared, training)
+        prepared(X)
+        assert torch.equal(mean, before) != training

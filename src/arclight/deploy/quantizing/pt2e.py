@@ -175,8 +175,11 @@ def prepare(graph: GraphModule, quantizer: Any, fold: Callable[[GraphModule], No
 def prepare_qat(graph: GraphModule, quantizer: Any, fuse: Callable[[GraphModule], None]) -> GraphModule:
     """Insert the fake quantization of ``quantizer``, after ``fuse`` has fused batch norms.
 
-    torchao's own function of this name fuses them in patterns that set epsilon and momentum to torch's defaults.
+    torchao's own function of this name fuses them in patterns that set epsilon and momentum to torch's defaults. As after that one, the returned graph
+    has the notes of ``graph`` in ``meta``, and its ``train`` and ``eval`` raise NotImplementedError: they would leave batch norms and dropout as
+    they are, see `batch_norm.set_training`.
     """
+    notes = graph.meta
     scopes = _utils._get_node_name_to_scope(graph)
     graph = quantizer.transform_for_annotation(graph)
     quantizer.annotate(graph)
@@ -185,6 +188,8 @@ def prepare_qat(graph: GraphModule, quantizer: Any, fuse: Callable[[GraphModule]
     prepared: GraphModule = _prepare.prepare(
         graph, scopes, is_qat=True, obs_or_fq_callback=quantizer.prepare_obs_or_fq_callback
     )
+    prepared.meta.update(notes)
+    _utils._disallow_eval_train(prepared)
     return prepared
 
 
