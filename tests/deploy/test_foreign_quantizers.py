@@ -11,6 +11,7 @@ import torch
 from tests.exports import compare_here
 from torch import nn
 from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e import disable_observer, move_exported_model_to_eval
 from torchao.quantization.pt2e.quantizer import SharedQuantizationSpec
 from torchao.quantization.pt2e.quantizer.composable_quantizer import ComposableQuantizer
 from torchao.quantization.pt2e.quantizer.embedding_quantizer import EmbeddingQuantizer
@@ -260,3 +261,19 @@ def test_a_graph_prepared_for_training_refuses_modes_that_would_not_reach_its_ba
         batch_norm.set_training(prepared, training)
         prepared(X)
         assert torch.equal(mean, before) != training
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_batch_norms_are_folded_after_the_switch_of_modes_of_torchao(bias: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, bias=bias), nn.BatchNorm2d(8)).train()
+    prepared = pt2e.prepare_qat(torch.export.export(model, (X,)).module(), x86(is_qat=True), batch_norm.fuse)
+    prepared(X)
+    move_exported_model_to_eval(prepared)
+    prepared.apply(disable_observer)
+    expected = prepared(X)
+    batch_norm.fold(prepared)
+    torch.testing.assert_close(prepared(X), expected)
+    operators = [str(node.target) for node in pt2e.convert(prepared, fold=True).graph.nodes]
+    assert operators.count("aten.conv2d.default") == 1
+    assert not {"aten.batch_norm.default", "aten.div.Tensor"} & set(operators)

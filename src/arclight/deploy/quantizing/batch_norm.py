@@ -26,7 +26,10 @@ from arclight.deploy.quantizing.graphs import NAME, constant_sources, stored_ten
 aten = torch.ops.aten
 
 FUSED = "arclight_fused_layer"
-"""Key in a batch norm's ``node.meta``: the name of the layer into which its scale was moved."""
+"""Key in ``node.meta`` of the division before a batch norm: the name of the layer into which the scale was moved.
+
+It is not in the batch norm's, in whose place torchao's own switch of modes puts another node.
+"""
 SCALED = "arclight_scaled_weight"
 """Key in a scaled weight's ``node.meta``: the name of the parameter."""
 BIAS = "arclight_bias_spec"
@@ -110,12 +113,12 @@ def _fuse(graph: GraphModule, layer: Node, norm: Node) -> None:
     layer.args = (layer.args[0], scaled, None, *layer.args[3:])
     with new.inserting_before(norm):
         value = new.call_function(aten.div.Tensor, (layer, new.call_function(aten.view.default, (scale, value_shape))))
+        value.meta[FUSED] = layer.name
         if bias is not None:
             value = new.call_function(
                 aten.add.Tensor, (value, new.call_function(aten.view.default, (bias, value_shape)))
             )
     norm.update_arg(0, value)
-    norm.meta[FUSED] = layer.name
 
 
 def _scale(new: Graph, norm: Node) -> Node:
@@ -207,8 +210,8 @@ def fold(graph: GraphModule) -> None:
     layers = {node.name: node for node in graph.graph.nodes}
     stored = constant_sources(graph)
     for norm in list(graph.graph.nodes):
-        if FUSED in norm.meta:
-            layer = layers[norm.meta[FUSED]]
+        if (name := _fused_before(norm)) is not None:
+            layer = layers[name]
             rounded = layer.args[1]
             assert isinstance(rounded, Node)
             scaled = rounded.args[0] if rounded.op == "call_module" else rounded
@@ -273,6 +276,16 @@ def insert_bias_range(graph: GraphModule, layer: Node, observer: torch.nn.Module
         rounded = graph.graph.call_module(name, (bias,))
     rounded.meta = dict(bias.meta)
     layer.update_arg(2, rounded)
+
+
+    """Return the name of the layer that has the scale of batch norm ``norm``, else None."""
+    """Return the name of the layer into which the scale of ``norm`` was moved, None for another node."""
+    if norm.target is not aten.batch_norm.default:
+        return None
+    value = norm.args[0]
+    if isinstance(value, Node) and value.target is aten.add.Tensor:
+        value = value.args[0]
+    return value.meta.get(FUSED) if isinstance(value, Node) else None
 
 
 def _bias_before(norm: Node) -> Node | None:
