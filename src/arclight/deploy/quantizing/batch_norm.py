@@ -278,8 +278,8 @@ def insert_bias_range(graph: GraphModule, layer: Node, observer: torch.nn.Module
     layer.update_arg(2, rounded)
 
 
+def _fused_before(norm: Node) -> str | None:
     """Return the name of the layer that has the scale of batch norm ``norm``, else None."""
-    """Return the name of the layer into which the scale of ``norm`` was moved, None for another node."""
     if norm.target is not aten.batch_norm.default:
         return None
     value = norm.args[0]
