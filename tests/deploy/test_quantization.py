@@ -432,6 +432,23 @@ def test_a_linear_layer_that_is_applied_twice_has_two_integer_kernels(tmp_path: 
             assert sqnr_db(expected, given) >= 30
 
 
+def test_biases_of_dead_channels_fit_into_integers(tmp_path: Path) -> None:
+    """A class that is not trained: weights of 0 and a large bias, behind small activations."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 3, 1)).eval(), torch.rand(4, 4, 9, 7)
+    with torch.no_grad():
+        model[0].weight.mul_(1e-3)
+        model[0].bias.mul_(1e-3)
+        model[2].weight[0], model[2].bias[0] = 0.0, 11.0
+        model[2].weight[1].mul_(1e-5)
+        model[2].bias[1] = -7.0
+    program = export(quantize(model, [batch]), tmp_path / "q.onnx", example_inputs=batch)
+    with torch.no_grad():
+        expected, given = model(batch), torch.as_tensor(program(batch))
+    for channel in range(3):
+        assert sqnr_db(expected[:, channel], given[:, channel]) >= 40
+
+
 def test_clips_are_rounded_once(tmp_path: Path) -> None:
     layers = [nn.Conv2d(4, 8, 3), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3), nn.ReLU6(), nn.Conv2d(8, 2, 1)]
     batch = torch.randn(4, 4, 16, 16)

@@ -50,6 +50,10 @@ SharedSpec: Any = _quantizer.SharedQuantizationSpec
 DerivedSpec: Any = _quantizer.DerivedQuantizationSpec
 ObserverBase: Any = _pt2e.ObserverBase
 MinMaxObserver: Any = _pt2e.MinMaxObserver
+PerChannelMinMaxObserver: Any = _pt2e.PerChannelMinMaxObserver
+DerivedRange: Any = _pt2e.DerivedObserverOrFakeQuantize
+LARGEST_BIAS = 2**30
+"""Largest absolute value that a bias has as an integer; sums of products are added to it in int32."""
 FakeQuantize: Any = _pt2e.FakeQuantizeBase
 OBSERVERS: Any = (_pt2e.ObserverBase, _pt2e.FakeQuantizeBase)
 # torch has these operators only after torchao's import
@@ -87,7 +91,7 @@ def activation_spec(
     )
 
 
-def weight_spec(weight: torch.Tensor, *, bits: int = 8, observer: Any = _pt2e.PerChannelMinMaxObserver) -> Any:
+def weight_spec(weight: torch.Tensor, *, bits: int = 8, observer: Any = PerChannelMinMaxObserver) -> Any:
     """Return the spec of weights: signed integers of ``bits``, a scale per output channel.
 
     There is no zero point, and channels are the first dimension. A channel's scale is at least 2^-16 of the largest

@@ -577,6 +577,7 @@ def _calibrated(
         for batch in batches:
             calibration_run.run(*batch)
         calibration_run.check_ranges()
+        _leave_room_for_biases(prepared)
         with quiet():
             converted = pt2e.convert(prepared)
     if any("choose_qparams" in str(node.target) for node in converted.graph.nodes):
@@ -585,6 +586,24 @@ def _calibrated(
             "DynamicInt8()"
         )
     return converted, quantized_layers, float_layers
+
+
+def _leave_room_for_biases(prepared: GraphModule) -> None:
+    """Raise scales of weights, in place, where a layer's bias would not fit into int32.
+
+    These are dead channels, whose weights are nearly 0 beside their bias, behind activations in a small range.
+    """
+    for node in prepared.graph.nodes:
+        edges = node.args[:3]
+        if len(edges) < 3 or not all(isinstance(edge, Node) and edge.op == "call_module" for edge in edges):
+            continue
+        ranges: list[Any] = [prepared.get_submodule(str(edge.target)) for edge in edges]
+        activation, weight, bias = ranges
+        if not isinstance(bias, pt2e.DerivedRange) or not isinstance(weight, pt2e.PerChannelMinMaxObserver):
+            continue
+        held = stored_tensor(prepared, edges[2].args[0]).abs()
+        needed = held / (activation.calculate_qparams()[0] * pt2e.LARGEST_BIAS) * weight.quant_max
+        weight.max_val = torch.maximum(weight.max_val, needed)
 
 
 def _foreign_layers(prepared: GraphModule, quantizer: str) -> tuple[list[str], list[str]]:

@@ -60,8 +60,6 @@ from arclight.fabric.modules import keeping_modes
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
-LARGEST_BIAS = 2**30
-"""Largest absolute value that a bias has as an integer; sums of products are added to it in int32."""
 LARGEST_BATCH = 2**20
 """A captured dimension counts as free if its upper bound is larger."""
 RANGES = "fake_quantize"
@@ -660,7 +658,9 @@ def round_biases(graph: GraphModule) -> None:
         if isinstance(source, MovingRange) and isinstance(weight, PerChannelWeightRange):
             unit = source.calculate_qparams()[0]
             bias = stored_tensor(graph, node.args[2]).abs()
-            weight.scale = torch.maximum(weight.scale, bias / (unit * LARGEST_BIAS))  # dead channels: 0, and a bias
+            weight.scale = torch.maximum(
+                weight.scale, bias / (unit * pt2e.LARGEST_BIAS)
+            )  # dead channels: 0, and a bias
             batch_norm.insert_bias_range(graph, node, PerChannelBiasRange(unit * weight.scale))
     graph.recompile()
 
