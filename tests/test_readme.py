@@ -122,16 +122,16 @@ def test_commands(group: str, tmp_path: Path) -> None:
         warm.run("-m", "arclight.cli", *words, cwd=tmp_path, timeout=300, check=True)
     assert all((tmp_path / "runs" / name).exists() for name in LEFT.get(group, ()))
     if group == "detector":
-        runs_on_integers(tmp_path / "runs/detector-int8.onnx", 4, {"model.0.conv", "model.5.m.0", "model.5.m.1"})
+        runs_on_integers(tmp_path / "runs/detector-int8.onnx", 6)
 
 
-def runs_on_integers(program: Path, layers: int, in_float: set[str]) -> None:
-    """Nearly all of a detector's layers do, to nearly the numbers that its float model gives."""
+def runs_on_integers(program: Path, layers: int) -> None:
+    """All of a detector's layers but the one that reads the image do, to nearly the numbers that its float model gives."""
     from arclight.deploy import Program
 
     found = Program.load(program).metadata["quantization"]
-    assert found["integer_kernels"]["QLinearConv"] >= 0.95 * found["quantized_layers"] >= 0.95 * layers
-    assert set(found["float_layers"]) == in_float
+    assert sum(found["integer_kernels"].values()) >= 0.95 * found["quantized_layers"] >= 0.95 * layers
+    assert found["float_layers"] == ["model.0.conv"]
     assert found["against_float"]["sqnr_db"] >= 30
 
 
@@ -155,8 +155,7 @@ def test_shell(tmp_path: Path) -> None:
             few = ["--trainer.limit_val_batches", "2"] if words[0] in ("train", "federate") else []
             warm.run("-m", "arclight.cli", *words, *few, cwd=tmp_path, timeout=600, check=True)
     assert all((tmp_path / "runs" / name).exists() for names in LEFT.values() for name in names)
-    in_float = {"model.0.conv", "model.24.m.0", "model.24.m.1", "model.24.m.2"}
-    runs_on_integers(tmp_path / "runs/detector-int8.onnx", 53, in_float)
+    runs_on_integers(tmp_path / "runs/detector-int8.onnx", 59)
     takes_less_time(tmp_path / "runs/detector-int8.onnx")
 
 

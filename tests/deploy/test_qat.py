@@ -286,7 +286,7 @@ def test_a_detector_trains_on_one_output_and_deploys_another(model: nn.Module, i
     assert quantized.quantized_layers == after_training.quantized_layers
     assert quantized.float_layers == after_training.float_layers
     program = export(quantized, tmp_path / "q.onnx", example_inputs=images)
-    assert program.metadata["quantization"]["integer_kernels"] == {"QLinearConv": len(quantized.quantized_layers)}
+    assert sum(program.metadata["quantization"]["integer_kernels"].values()) == len(quantized.quantized_layers)
 
 
 class Viewed(nn.Module):
