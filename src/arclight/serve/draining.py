@@ -99,9 +99,12 @@ DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 def ignore_new_connections(listening: socket.socket) -> None:
     """Have Linux ignore attempts to connect to ``listening``.
 
-    Clients repeat them, and are refused once it is closed. Other systems go on to make connections. Those that are made already are not touched.
+    Clients repeat them, and are refused once it is closed. Connections made before stay. Other systems, and sandboxes without packet
+    filters, go on to make connections.
     """
     if sys.platform != "linux" or listening.family not in (socket.AF_INET, socket.AF_INET6):
         return
     instructions = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
-    listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instructions)))
+    program = struct.pack("HP", 1, ctypes.addressof(instructions))
+    with suppress(OSError):  # a sandbox may have no packet filters
+        listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)

@@ -658,9 +658,8 @@ def round_biases(graph: GraphModule) -> None:
         if isinstance(source, MovingRange) and isinstance(weight, PerChannelWeightRange):
             unit = source.calculate_qparams()[0]
             bias = stored_tensor(graph, node.args[2]).abs()
-            weight.scale = torch.maximum(
-                weight.scale, bias / (unit * pt2e.LARGEST_BIAS)
-            )  # dead channels: 0, and a bias
+            # weights of a dead channel are 0, but it has a bias
+            weight.scale = torch.maximum(weight.scale, bias / (unit * pt2e.LARGEST_BIAS))
             batch_norm.insert_bias_range(graph, node, PerChannelBiasRange(unit * weight.scale))
     graph.recompile()
 
