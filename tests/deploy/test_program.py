@@ -476,6 +476,32 @@ def test_openvino_runs_a_program(fp32_program: Program, images: Tensor) -> None:
         Program.load(fp32_program.path, runtime="tvm")  # type: ignore[arg-type]
 
 
+class Passing(nn.Module):
+    """Gives what it is given, a constant, a number, one tensor twice, and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        double = x * 2
+        return x, self.table.clone(), double.sum(), double, double, x.argmax(1)
+
+
+def test_outputs_of_openvino_are_the_callers_to_keep(tmp_path: Path) -> None:
+    """Outputs of known size are written where the caller has them, call by call and thread by thread."""
+    pytest.importorskip("openvino")
+    inputs = [torch.randn(3, 5) for _ in range(8)]
+    export(Passing(), tmp_path / "p.onnx", example_inputs=inputs[0], dynamic_batch=False)
+    program = Program.load(tmp_path / "p.onnx", runtime="openvino")
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(program, inputs * 5))
+    for x, given in zip(inputs * 5, found, strict=True):
+        for expected, one in zip(Passing()(x), given, strict=True):
+            assert one.shape == expected.shape
+            torch.testing.assert_close(one, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_openvino_refuses_what_is_no_model(tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     (tmp_path / "p.onnx").write_bytes(b"no model")
