@@ -86,7 +86,11 @@ class DetectHead(Head):
 
     def _levels(self, maps: list[Tensor]) -> list[Tensor]:
         shape = (-1, 5 + self.num_classes + self.extra)
-        return [conv(x).permute(0, 2, 3, 1).unflatten(3, shape).permute(0, 3, 1, 2, 4) for conv, x in zip(self.m, maps)]
+        logits = [conv(x) for conv, x in zip(self.m, maps)]
+        if self.training:  # gradients reach the convolutions in the order of their inputs
+            return [level.unflatten(1, shape).permute(0, 1, 3, 4, 2) for level in logits]
+        # the same values and strides; runtimes that hold channels last write them once less
+        return [level.permute(0, 2, 3, 1).unflatten(3, shape).permute(0, 3, 1, 2, 4) for level in logits]
 
     def decode(self, raw: Any) -> Any:
         """Decode logits per level to rows; see `decode_levels`."""
