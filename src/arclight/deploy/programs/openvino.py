@@ -121,7 +121,10 @@ def _core() -> Any:
 
 
 def _layouts(outputs: Sequence[TensorSpec]) -> list[tuple[Any, Any]] | None:
-    """Return shape and dtype of each output; None if a size is free, or a type is not one of NumPy's."""
+    """Return shape and dtype of each output.
+
+    None if a size is free, or a type is not one of NumPy's.
+    """
     known = set(_DTYPES.values())
     if not all(spec.dtype in known and all(isinstance(size, int) for size in spec.shape) for spec in outputs):
         return None
