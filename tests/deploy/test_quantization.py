@@ -407,6 +407,13 @@ def test_a_last_convolution_of_one_position_is_an_integer_product(tmp_path: Path
                 assert sqnr_db(expected, given) >= 30
 
 
+def test_weights_of_seven_bits_are_placed_like_those_of_eight() -> None:
+    """Processors without VNNI have seven by default."""
+    model, batch = TwoOutputs().eval(), torch.randn(4, 4, 9, 7)
+    seven, eight = (quantize(model, [batch], recipe=Int8(reduce_range=seven)) for seven in (True, False))
+    assert seven.quantized_layers == eight.quantized_layers == ("first", "last", "other")
+
+
 @pytest.mark.parametrize("last", [{"kernel_size": 3}, {"stride": 2}, {"padding": 1}, {"groups": 2}])
 def test_a_last_convolution_of_more_than_a_position_stays_in_float(last: dict[str, Any]) -> None:
     model, batch = TwoOutputs(**last).eval(), torch.randn(4, 4, 9, 7)

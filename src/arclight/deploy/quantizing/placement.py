@@ -160,7 +160,7 @@ class PlacementQuantizer(pt2e.Quantizer):
                     product = _like(node, graph.graph.call_function(aten.mul.Tensor, (node.args[0], gate)))
                 node.replace_all_uses_with(product)
                 graph.graph.erase_node(node)
-        if self.profile.float_products and self.weight_bits == self.activation_bits == 8:
+        if self.profile.float_products and self.weight_bits >= 7 and self.activation_bits == 8:  # not of few bits
             self._write_last_convolutions_as_products(graph)
         graph.recompile()
         return graph
