@@ -407,6 +407,25 @@ def test_a_last_convolution_of_one_position_is_an_integer_product(tmp_path: Path
                 assert sqnr_db(expected, given) >= 30
 
 
+def test_names_that_differ_in_a_dot_keep_their_weights_apart() -> None:
+    class Alike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.a_b, self.a = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 3, 1), nn.Module()
+            self.a.b = nn.Conv2d(8, 3, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.first(x).relu()
+            return self.a_b(x), self.a.b(x)
+
+    model, batch = Alike().eval(), torch.randn(2, 4, 8, 8)
+    quantized = quantize(model, [batch])
+    assert quantized.quantized_layers == ("first", "a_b", "a.b")
+    with torch.no_grad():
+        for expected, given in zip(model(batch), quantized(batch), strict=True):
+            assert sqnr_db(expected, given) >= 30
+
+
 def test_weights_of_seven_bits_are_placed_like_those_of_eight() -> None:
     """Processors without VNNI have seven by default."""
     model, batch = TwoOutputs().eval(), torch.randn(4, 4, 9, 7)

@@ -15,13 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
-from arclight.deploy.quantizing.graphs import NAME, constant_sources, stored_tensor, tensor_name
+from arclight.deploy.quantizing.graphs import NAME, constant_sources, store_tensor, stored_tensor, tensor_name
 
 aten = torch.ops.aten
 
@@ -242,8 +241,8 @@ def _fold(graph: GraphModule, layer: Node, norm: Node, weight: Node, scaled: Nod
     prefix = name.partition(".parametrizations.")[0] if ".parametrizations." in name else name.rpartition(".")[0]
     first = layer.args[1] if layer.args[1] is not scaled else layer
     with graph.graph.inserting_before(first):  # type: ignore[arg-type]
-        read_weight = _store(graph, name, new_weight, like=weight)
-        read_bias = _store(graph, f"{prefix}.bias" if prefix else "bias", new_bias, like=bias or weight)
+        read_weight = store_tensor(graph, name, new_weight, like=weight)
+        read_bias = store_tensor(graph, f"{prefix}.bias" if prefix else "bias", new_bias, like=bias or weight)
     rounded = read_weight if layer.args[1] is scaled else layer.args[1]
     if isinstance(rounded, Node) and rounded is not read_weight:
         rounded.replace_input_with(scaled, read_weight)
@@ -298,17 +297,6 @@ def _bias_before(norm: Node) -> Node | None:
     bias = shaped.args[0]
     assert isinstance(bias, Node)
     return bias
-
-
-def _store(graph: GraphModule, name: str, value: Tensor, *, like: Node) -> Node:
-    """Store a tensor under a new name, as others may still read ``name``."""
-    used = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
-    plain = name.replace(".", "_")
-    attribute = next(free for i in range(len(used) + 1) if (free := f"folded_{i}_{plain}") not in used)
-    graph.register_buffer(attribute, value.detach())
-    node = graph.graph.create_node("get_attr", attribute)
-    node.meta = {**like.meta, NAME: name}
-    return node
 
 
 def use_batch_statistics(graph: GraphModule, enabled: bool) -> None:

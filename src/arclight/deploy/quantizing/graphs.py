@@ -271,6 +271,20 @@ def stored_tensor(graph: GraphModule, node: Node) -> Tensor:
     return result
 
 
+def store_tensor(graph: GraphModule, name: str, value: Tensor, *, like: Node) -> Node:
+    """Store a tensor in the place of the one called ``name``; return what reads it.
+
+    It has a new name in the graph, as others may still read the old one.
+    """
+    used = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+    plain = name.replace(".", "_")
+    attribute = next(free for i in range(len(used) + 1) if (free := f"folded_{i}_{plain}") not in used)
+    graph.register_buffer(attribute, value.detach())
+    node = graph.graph.create_node("get_attr", attribute)
+    node.meta = {**like.meta, NAME: name}
+    return node
+
+
 def _read(graph: GraphModule, reader: Node, name: str, *, like: Node) -> Node:
     with graph.graph.inserting_before(reader):
         node = graph.graph.create_node("get_attr", name)

@@ -19,7 +19,14 @@ from torch.fx import GraphModule, Node
 
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.quantizing import pt2e
-from arclight.deploy.quantizing.graphs import NAME, attribute, constant_sources, stored_tensor, tensor_name
+from arclight.deploy.quantizing.graphs import (
+    NAME,
+    attribute,
+    constant_sources,
+    store_tensor,
+    stored_tensor,
+    tensor_name,
+)
 from arclight.deploy.quantizing.observers import (
     LeastErrorMovingRange,
     LeastErrorObserver,
@@ -170,16 +177,17 @@ class PlacementQuantizer(pt2e.Quantizer):
 
         As convolutions they would stay in float32, and so would the activations before them.
         """
-        stored, before = constant_sources(graph), _before(graph, LAYERS)
+        stored, before, matrices = constant_sources(graph), _before(graph, LAYERS), dict[Node, Node]()
         for node in graph.graph.find_nodes(op="call_function", target=aten.conv2d.default):
             source, weight, *bias = node.args[:3]
             kept = node in before or weight not in stored or inside(module_name(node), self.skip)
             if kept or not _is_pointwise(node) or _input_channels(node) < self.profile.stem_channels:
                 continue
             with graph.graph.inserting_before(node):
-                matrix = _as_matrix(graph, weight, tensor_name(stored[weight]), trained=self.qat)
+                if weight not in matrices:
+                    matrices[weight] = _as_matrix(graph, weight, tensor_name(stored[weight]), trained=self.qat)
                 rows = _call(graph, node, aten.permute.default, source, [0, 2, 3, 1])
-                product = _call(graph, node, aten.linear.default, rows, matrix, *bias)
+                product = _call(graph, node, aten.linear.default, rows, matrices[weight], *bias)
                 back = _call(graph, node, aten.permute.default, product, [0, 3, 1, 2])
             node.replace_all_uses_with(back)
             graph.graph.erase_node(node)
@@ -336,10 +344,8 @@ def _as_matrix(graph: GraphModule, weight: Node, name: str, *, trained: bool) ->
     shape = list(weight.meta["val"].shape[:2])
     if trained:
         return _call(graph, weight, aten.view.default, weight, shape)
-    stored = f"{name.replace('.', '_')}_matrix"
-    setattr(graph, stored, torch.nn.Parameter(stored_tensor(graph, weight).detach().view(shape), requires_grad=False))
-    matrix = _like(weight, graph.graph.get_attr(stored), val=weight.meta["val"].view(shape))
-    matrix.meta[NAME] = name
+    matrix = store_tensor(graph, name, stored_tensor(graph, weight).view(shape), like=weight)
+    matrix.meta["val"] = weight.meta["val"].view(shape)
     return matrix
 
 
