@@ -109,10 +109,12 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
 
 
 _NO_OUTPUT: Mapping[torch.dtype, str] = {
-    torch.bfloat16: "its .float()", torch.complex32: "torch.view_as_real of it, a tensor with one dimension more",
-    torch.complex64: "torch.view_as_real of it, a tensor with one dimension more",
-    torch.complex128: "torch.view_as_real of it, a tensor with one dimension more",
-}  # fmt: skip
+    torch.bfloat16: "its .float()",
+    **dict.fromkeys(
+        (torch.complex32, torch.complex64, torch.complex128),
+        "torch.view_as_real of it, a tensor with one dimension more",
+    ),
+}
 """Maps a type that NumPy or a runtime lacks to what a model may return in its place."""
 
 

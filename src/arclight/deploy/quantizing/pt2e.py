@@ -52,7 +52,7 @@ ObserverBase: Any = _pt2e.ObserverBase
 MinMaxObserver: Any = _pt2e.MinMaxObserver
 PerChannelMinMaxObserver: Any = _pt2e.PerChannelMinMaxObserver
 DerivedRange: Any = _pt2e.DerivedObserverOrFakeQuantize
-LARGEST_BIAS = 2**30
+_LARGEST_BIAS = 2**30
 """Largest absolute value that a bias has as an integer; sums of products are added to it in int32."""
 FakeQuantize: Any = _pt2e.FakeQuantizeBase
 OBSERVERS: Any = (_pt2e.ObserverBase, _pt2e.FakeQuantizeBase)
@@ -129,6 +129,14 @@ def bias_spec(source: Node, layer: Node) -> Any:
         qscheme=torch.per_channel_symmetric,
         ch_axis=0,
     )
+
+
+def least_weight_scale(bias: torch.Tensor, activation_scale: torch.Tensor) -> torch.Tensor:
+    """Return the least scales of weights (C,) with which biases (C,) fit into int32.
+
+    Larger than the weights ask for, in dead channels: these are nearly 0 beside their bias.
+    """
+    return bias.abs() / (activation_scale * _LARGEST_BIAS)
 
 
 def range_of_bias(spec: Any, ranges: list[Any]) -> Any:

@@ -589,10 +589,7 @@ def _calibrated(
 
 
 def _leave_room_for_biases(prepared: GraphModule) -> None:
-    """Raise scales of weights, in place, where a layer's bias would not fit into int32.
-
-    These are dead channels, whose weights are nearly 0 beside their bias, behind activations in a small range.
-    """
+    """Raise scales of weights, in place, where a layer's bias would not fit into int32."""
     for node in prepared.graph.nodes:
         edges = node.args[:3]
         if len(edges) < 3 or not all(isinstance(edge, Node) and edge.op == "call_module" for edge in edges):
@@ -601,9 +598,8 @@ def _leave_room_for_biases(prepared: GraphModule) -> None:
         activation, weight, bias = ranges
         if not isinstance(bias, pt2e.DerivedRange) or not isinstance(weight, pt2e.PerChannelMinMaxObserver):
             continue
-        held = stored_tensor(prepared, edges[2].args[0]).abs()
-        needed = held / (activation.calculate_qparams()[0] * pt2e.LARGEST_BIAS) * weight.quant_max
-        weight.max_val = torch.maximum(weight.max_val, needed)
+        held, (unit, _) = stored_tensor(prepared, edges[2].args[0]), activation.calculate_qparams()
+        weight.max_val = torch.maximum(weight.max_val, pt2e.least_weight_scale(held, unit) * weight.quant_max)
 
 
 def _foreign_layers(prepared: GraphModule, quantizer: str) -> tuple[list[str], list[str]]:

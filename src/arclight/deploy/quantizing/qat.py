@@ -657,9 +657,8 @@ def round_biases(graph: GraphModule) -> None:
         source, weight = (_range(graph, arg) for arg in node.args[:2])
         if isinstance(source, MovingRange) and isinstance(weight, PerChannelWeightRange):
             unit = source.calculate_qparams()[0]
-            bias = stored_tensor(graph, node.args[2]).abs()
-            # weights of a dead channel are 0, but it has a bias
-            weight.scale = torch.maximum(weight.scale, bias / (unit * pt2e.LARGEST_BIAS))
+            bias = stored_tensor(graph, node.args[2])
+            weight.scale = torch.maximum(weight.scale, pt2e.least_weight_scale(bias, unit))
             batch_norm.insert_bias_range(graph, node, PerChannelBiasRange(unit * weight.scale))
     graph.recompile()
 
