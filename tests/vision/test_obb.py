@@ -432,10 +432,10 @@ def test_boxes_come_back_from_the_square_to_the_photo(tmp_path: Path) -> None:
 
 def test_anchors_are_fitted_to_the_turned_sides(tmp_path: Path) -> None:
     draw_objects(tmp_path / "set", corner_row)
-    module, data = tiny(tmp_path, anchors="fitted", augment=Augment(mosaic=0)).build()
+    data = tiny(tmp_path, anchors="fitted", augment=Augment(mosaic=0)).build()[1]
     data.setup("fit")
     hulls = np.concatenate([rows[:, 3:5] for rows in data.train.labels])
-    sizes = module._box_sizes(data.train)
+    sizes = data.train.box_sizes_px() / data.settings.image_size
     assert sizes.shape == hulls.shape
     np.testing.assert_allclose(sizes[:, 1] / sizes[:, 0], 0.5 / 0.95, atol=1e-3)
     assert (sizes.prod(1) < 0.99 * hulls.prod(1)).any()

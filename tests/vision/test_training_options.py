@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -142,6 +143,28 @@ def test_evolved_anchors_fit_better_and_are_the_same_again() -> None:
     assert not torch.equal(evolved, evolve_anchors(fitted, sizes, generations=300, seed=1))
     assert (evolved.prod(1).diff() >= 0).all()
     assert torch.equal(evolve_anchors(fitted, torch.zeros(0, 2)), fitted)
+
+
+def test_anchors_are_fitted_to_boxes_as_they_lie_in_the_input(tmp_path: Path) -> None:
+    """A long photo is scaled by its longer side: its boxes are flatter in the square than as shares of the photo."""
+    for split in ("train", "val"):
+        for folder in ("images", "labels"):
+            (tmp_path / folder / split).mkdir(parents=True)
+        for name, shape in (("long", (60, 240)), ("tall", (200, 50))):
+            cv2.imwrite(str(tmp_path / "images" / split / f"{name}.png"), np.zeros((*shape, 3), np.uint8))
+            (tmp_path / "labels" / split / f"{name}.txt").write_text("0 0.5 0.5 0.5 0.5\n1 0.5 0.5 0.2 0.8\n")
+    (tmp_path / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [a, b]\n")
+    wanted = np.array([[320, 80], [128, 128], [80, 320], [32, 512]], np.float32)  # photos of 640 x 160, and 160 x 640
+    task = DetectionTask(data=tmp_path / "data.yaml", workers=0, cache_labels=False, anchors="fitted")
+    module, data = task.build()
+    data.setup("fit")
+    np.testing.assert_allclose(data.train.box_sizes_px(), wanted, rtol=1e-6)
+    alone = DetectionDataset(data.train.images, data.train.labels, augment=NoAugment())
+    np.testing.assert_allclose(alone.box_sizes_px(), wanted, rtol=1e-6)
+    module.trainer = SimpleNamespace(datamodule=data)
+    module.setup("fit")
+    anchors = (module.model.anchors * torch.tensor(module.model.stride).view(-1, 1, 1)).view(-1, 2)
+    assert best_possible_recall(torch.from_numpy(wanted), anchors, anchor_t=2.1) == 1
 
 
 @pytest.mark.parametrize("kind", ["fitted", "evolved", "auto"])

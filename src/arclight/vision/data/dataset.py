@@ -166,8 +166,8 @@ class DetectionDataset(Dataset[Sample]):
     share of ``image_size`` and a multiple of ``stride``. resizing: the side of an epoch's batches grows with the share of ``epochs`` that
     are over. image_weights: draw training images by how rare their classes are.
     rect: pad each batch no further than to a multiple of ``stride``: without ``augment`` images are sorted by aspect ratio, in training
-    `aspect_order` groups them, and nothing is composed to mosaics. shapes: (height, width) of each image, for ``rect``; read from
-    their headers if not given.
+    `aspect_order` groups them, and nothing is composed to mosaics. shapes: (height, width) of each image, for ``rect`` and
+    `box_sizes_px`; read from their headers if not given.
     mix: which of ``images`` an epoch consists of, where some are of further data sets; all of them if not given.
     outlines: per image the outline (k, 2) of each box; with ``keypoints`` the keypoints (K, 2) of each box instead, NaN if one is
     not labelled; with ``oriented`` four corners of each box, which become its smallest rectangle.
@@ -217,6 +217,7 @@ class DetectionDataset(Dataset[Sample]):
         self.image_size, self.augment, self.epochs, self.cache = image_size, augment, epochs, cache
         self._files = disk_cache
         self._fixed = frozenset[int]() if augment is None else augmentation.never_mirrored(names, augment)
+        self._known_shapes = None if shapes is None else list(shapes)
         self._stride, self._shapes = stride, self._image_shapes(shapes, ordered=augment is None) if rect else None
         self._sides = batch_sides(image_size, multi_scale, stride)
         self._multi_scale, self._resizing = multi_scale, resizing
@@ -353,6 +354,23 @@ class DetectionDataset(Dataset[Sample]):
             self._add_augmented(samples, int(index), pool, rng, self.augment)
         self._drop_oldest()
         return samples
+
+    def box_sizes_px(self) -> NDArray[np.float32]:
+        """Return width and height (n, 2) of all boxes, in pixels of the input.
+
+        The longer side of an image has ``image_size`` pixels there; oriented boxes have their own sides. For training images.
+        """
+        found: list[NDArray[np.floating[Any]]] = [np.zeros((0, 2), np.float32)]
+        for index, rows in enumerate(self.labels):
+            if not len(rows):
+                continue
+            shape = _shape_of(self.images[index]) if self._known_shapes is None else self._known_shapes[index]
+            sides = np.array(shape[::-1]) * (self.image_size / max(shape))
+            if self.oriented and self.outlines is not None:
+                found.append(smallest_rectangles(np.array(self.outlines[index], np.float64) * sides)[:, 2:4])
+            else:
+                found.append(rows[:, 3:5] * sides)
+        return np.concatenate(found, dtype=np.float32)
 
     def _image_shapes(self, given: Sequence[tuple[int, int]] | None, ordered: bool) -> list[tuple[int, int]]:
         """Return (height, width) of each image.

@@ -50,7 +50,6 @@ from arclight.vision.results.metrics import EVALUATION_IOU, MAX_DETECTIONS, Dete
 from arclight.vision.results.obb_metrics import OrientedMetrics
 from arclight.vision.results.pose_metrics import MAX_POSES, PoseMetrics
 from arclight.vision.results.records import RecordingMetrics
-from arclight.vision.rotated import smallest_rectangles
 from arclight.vision.tasks.distillation import anchored_distillation, one_to_one_distillation
 from arclight.vision.tasks.module import TaskMetrics, VisionData, VisionModule, inference_network
 from arclight.vision.tasks.processing import (
@@ -281,11 +280,7 @@ class Detector(VisionModule):
         if stage != "fit" or self.one_to_one or not isinstance(data, DetectionData):
             return
         if any(map(len, data.train.labels)):
-            self._fit_anchors(torch.from_numpy(self._box_sizes(data.train)) * self.settings.image_size)
-
-    def _box_sizes(self, dataset: DetectionDataset) -> np.ndarray[Any, Any]:
-        """Return width and height (n, 2) float32 of all boxes, as shares of the image."""
-        return np.concatenate([labels[:, 3:5] for labels in dataset.labels])
+            self._fit_anchors(torch.from_numpy(data.train.box_sizes_px()))
 
     def _fit_anchors(self, sizes_px: Tensor) -> None:
         """Set the anchors as the settings say, for boxes (n, 2), and log the share that they match."""
@@ -699,10 +694,6 @@ class OrientedDetector(Detector):
     def scores(self, results: Any) -> dict[str, float]:
         """Add the score at an overlap of 0.75, which an error of the angle costs most."""
         return {**super().scores(results), "map75": results.map75}
-
-    def _box_sizes(self, dataset: DetectionDataset) -> np.ndarray[Any, Any]:
-        corners = [points for of_image in dataset.outlines or () for points in of_image]
-        return smallest_rectangles(np.array(corners).reshape(-1, 4, 2))[:, 2:4].astype(np.float32)
 
     def output_parts(self, *outputs: Tensor) -> dict[str, Tensor]:
         """Split the output into boxes in pixels, scores in [0, 1], and angles.
