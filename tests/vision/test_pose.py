@@ -7,6 +7,8 @@ import dataclasses
 import io
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import cv2
 import numpy as np
@@ -29,6 +31,7 @@ from arclight.vision.models.loss import assign, assign_levels, keypoint_loss
 from arclight.vision.models.yolov5 import build_model
 from arclight.vision.results.detections import Detections
 from arclight.vision.results.pose_metrics import PoseMetrics
+from arclight.vision.tasks.deployment import evaluation_of
 from arclight.vision.tasks.detection import PoseData, PoseEstimator
 from arclight.vision.tasks.settings import CornersTask, PoseTask
 
@@ -307,6 +310,30 @@ def test_data_of_other_keypoints_are_refused(tmp_path: Path) -> None:
         Trainer(accelerator="cpu", logger=False, enable_progress_bar=False).validate(
             module, datamodule=PoseData(settings)
         )
+
+
+def test_programs_are_compared_by_the_deviations_they_were_trained_with(tmp_path: Path) -> None:
+    """Keypoints 3 pixels off, and renumbered: right by loose deviations of cyclic ones, wrong by the defaults."""
+    yaml = write_dots(tmp_path, count=1)
+    (tmp_path / "labels/train/0.txt").write_text("0 0.5 0.5 0.5 0.5 0.3 0.5 2 0.7 0.5 2 0.5 0.3 2\n")
+    settings = PoseTask(data=yaml, image_size=96, keypoint_sigmas=(0.9, 0.9, 0.9), cyclic=True, cache_labels=False)
+    module, data = settings.build()
+    assert isinstance(module, PoseEstimator)
+    assert isinstance(data, PoseData)
+
+    def network(images: torch.Tensor) -> torch.Tensor:
+        points = np.array([[0.7, 0.5], [0.5, 0.3], [0.3, 0.5]]) * 96 + 3
+        marks = np.concatenate((points, np.ones((3, 1))), 1).ravel()
+        return torch.tensor([[[48, 48, 48, 48, 0.9, 0.9, *marks]]] * len(images))
+
+    own = module.evaluation(data).scores(network)
+    described = {"task": "pose", "names": ["face"], "model": settings.model, "image_size": 96}
+    program: Any = SimpleNamespace(metadata=described, processing=module.processing, path=Path("pose.onnx"))
+    assert own["keypoint_map50"] == pytest.approx(1)
+    assert evaluation_of(program, yaml).scores(network) == own
+    plain, _ = dataclasses.replace(settings, keypoint_sigmas=(), cyclic=False).build()
+    assert isinstance(plain, PoseEstimator)
+    assert plain.evaluation(data).scores(network)["keypoint_map50"] < 0.9
 
 
 @pytest.mark.slow

@@ -64,6 +64,9 @@ def evaluation_of(program: Program, data: Path | str, split: str = "val") -> Eva
     settings = _TASKS[described["task"]](data=Path(data), model=described["model"], image_size=described["image_size"])
     if isinstance(settings, DetectionTask) and takes_all_for_one(described["names"], read_data_yaml(data).names):
         settings = replace(settings, single_class=True)
+    if isinstance(settings, PoseTask):
+        processing: Any = program.processing
+        settings = replace(settings, keypoint_sigmas=tuple(processing.sigmas), cyclic=processing.cyclic)
     module, loaders = settings.build()
     assert isinstance(module, VisionModule)
     if module.names != list(described["names"]):
