@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import io
+import json
 import xml.etree.ElementTree as ET
 
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 from arclight.fabric.extras import MissingExtraError
 from arclight.vision import Detections
 from arclight.vision.data.image_headers import ImageError
+from arclight.vision.results.masks import Masks, Patch
 from arclight.vision.results.metrics import DetectionMetrics, DetectionResults
 
 cv2 = pytest.importorskip("cv2")
@@ -77,6 +81,36 @@ def test_coco_rows():
     assert first == {"image_id": 7, "category_id": 1, "bbox": [100, 100, 100, 80], "score": 0.75}
     assert second["category_id"] == 90
     assert [row["category_id"] for row in example().to_coco(7)] == [0, 1]
+
+
+def test_coco_rows_have_masks_as_pycocotools_reads_them():
+    """Masks at every edge, one with a hole, one of all pixels and one of none, also as rows of a COCO evaluation."""
+    rle = pytest.importorskip("pycocotools.mask")
+    coco = pytest.importorskip("pycocotools.coco")
+    height, width = 30, 40
+    bits = np.zeros((6, height, width), np.bool_)
+    bits[0, :7, :9], bits[1, 20:, 31:], bits[2, 5:25, 10:30] = True, True, True
+    bits[2, 10:15, 15:20] = False
+    bits[3], bits[5] = True, np.random.default_rng(0).random((height, width)) < 0.5
+    boxes = [(0, 0, 9, 7), (31, 20, 40, 30), (10, 5, 30, 25), (0, 0, 40, 30), (3, 3, 3, 3), (0, 0, 40, 30)]
+    patches = tuple(
+        Patch(left, top, one[top:bottom, left:right])
+        for one, (left, top, right, bottom) in zip(bits, boxes, strict=True)
+    )
+    found = Detections.from_arrays(
+        boxes, np.linspace(0.9, 0.4, 6), [0, 1] * 3, names=NAMES, masks=Masks(patches, (height, width))
+    )
+    rows = found.to_coco(3)
+    for row, one in zip(json.loads(json.dumps(rows)), bits, strict=True):
+        np.testing.assert_array_equal(rle.decode(row["segmentation"]), one)
+        assert row["segmentation"]["counts"] == rle.encode(np.asfortranarray(one.astype(np.uint8)))["counts"].decode()
+    data = coco.COCO()
+    data.dataset = {"images": [{"id": 3, "height": height, "width": width}], "categories": [{"id": 0}, {"id": 1}]}
+    with contextlib.redirect_stdout(io.StringIO()):
+        data.createIndex()
+        loaded = data.loadRes(rows)
+    np.testing.assert_array_equal(loaded.annToMask(loaded.anns[3]), bits[2])
+    assert "segmentation" not in example().to_coco(3)[0]
 
 
 def test_pandas_table_or_a_clear_word():

@@ -251,9 +251,9 @@ class Detections:
         return write_image(path, self.plot())
 
     def to_coco(self, image_id: int, category_ids: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """List the boxes in COCO's results format: image_id, category_id, bbox, score, keypoints.
+        """List the boxes in COCO's results format: image_id, category_id, bbox, score.
 
-        ``bbox`` is (left, top, width, height).
+        ``bbox`` is (left, top, width, height). With masks also segmentation, compressed run lengths; with keypoints keypoints.
         ``category_ids``: the data set's number of each class; the class's own if not given.
         """
         rows = []
@@ -263,6 +263,8 @@ class Detections:
             category = label if category_ids is None else int(category_ids[label])
             bbox = [left, top, right - left, bottom - top]
             rows.append({"image_id": image_id, "category_id": category, "bbox": bbox, "score": score})
+        for row, mask in zip(rows, self.masks.rle if self.masks is not None else ()):
+            row["segmentation"] = mask
         for row, points in zip(rows, self.keypoints if self.keypoints is not None else ()):
             row["keypoints"] = [value for point in points.tolist() for value in (*point, 1.0)[:3]]
         return rows
