@@ -1,4 +1,4 @@
-"""``arclight scan`` with ``--registry`` and ``--follow``: verdicts, the page, tracks, JSON and the exit status."""
+"""``arclight scan`` with ``--registry``, ``--watch`` and ``--follow``: verdicts, the page, tracks, JSON and the exit status."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ cv2 = pytest.importorskip("cv2")
 pytest.importorskip("segno")
 pytest.importorskip("zxingcpp")
 
+from tests.vision.mjpeg import Camera  # noqa: E402
+
 from arclight.cli.arguments import UsageError  # noqa: E402
-from arclight.cli.commands.scan import MISMATCH_STATUS, scan  # noqa: E402
+from arclight.cli.commands import scan as scan_command  # noqa: E402
+from arclight.cli.commands.scan import MISMATCH_STATUS, WatchedCodes, scan  # noqa: E402
 from arclight.vision import qris  # noqa: E402
+from arclight.vision.inputs import image_source, live  # noqa: E402
+from arclight.vision.inputs.memory_images import SourceError  # noqa: E402
+from arclight.vision.qris.reading.scanner import Code  # noqa: E402
 from arclight.vision.qris.scenes.fraud import Pair, draw_pair  # noqa: E402
 from arclight.vision.qris.scenes.motion import draw_clip  # noqa: E402
 from arclight.vision.qris.verification.registry import RegistryError  # noqa: E402
+from arclight.vision.qris.verification.verifier import CheckedCode, Verdict  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +76,8 @@ def test_matches_end_with_status_0(photos: Path) -> None:
 def test_mistakes_are_named_before_anything_is_scanned(photos: Path) -> None:
     with pytest.raises(UsageError, match="--registry FILE"):
         scan([str(photos), "--report", "page.html"])
+    with pytest.raises(UsageError, match="--watch needs --registry FILE"):
+        scan([str(photos), "--watch"])
     with pytest.raises(RegistryError, match="no place has the NMID or name 'ELSEWHERE'"):
         scan([str(photos), "--registry", str(photos.parent / "places.csv"), "--place", "ELSEWHERE"])
     (photos.parent / "places.csv").write_text("name,nmid\nX,Y\n")
@@ -76,14 +85,90 @@ def test_mistakes_are_named_before_anything_is_scanned(photos: Path) -> None:
         scan([str(photos), "--registry", str(photos.parent / "places.csv")])
 
 
+def test_a_photo_that_is_named_twice_is_scanned_twice(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photo, file = str(photos / "monday.png"), photos.parent / "codes.json"
+    assert scan([photo, photo, "--json", str(file)]) == 0
+    assert "2 images, 2 codes found" in " ".join(capsys.readouterr().out.split())
+    assert list(json.loads(file.read_text())) == [photo, f"{photo} (2)"]
+
+
+def write_clip(path: Path, frames: list[np.ndarray]) -> None:
+    height, width = frames[0].shape[:2]
+    video = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 10, (width, height))
+    assert video.isOpened()
+    for frame in frames:
+        video.write(cv2.cvtColor(frame, cv2.COLOR_RGB2BGR))
+    video.release()
+
+
+def test_a_watched_counter_tells_of_a_sticker_once(
+    photos: Path, pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = photos.parent
+    write_clip(root / "counter.avi", [pair.clean.image] * 3 + [pair.forged.image] * 3 + [pair.clean.image])
+    files = ["--json", str(root / "found.json"), "--report", str(root / "page.html")]
+    status = scan([str(root / "counter.avi"), "--registry", str(root / "places.csv"), "--watch", *files])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert status == MISMATCH_STATUS
+    assert "watched: 7 frames, 2 codes: 1 match, 0 unknown, 1 mismatch" in printed
+    found = json.loads((root / "found.json").read_text())
+    assert [(name.rpartition("#")[2], one["verdict"]) for name, one in found.items()] == [
+        ("0", "match"),
+        ("3", "mismatch"),
+    ]
+    assert printed.count("counter.avi#") == 2
+    page = (root / "page.html").read_text()
+    assert page.index("counter.avi#3") < page.index("counter.avi#0")
+
+
+def test_a_watched_code_has_the_verdict_of_most_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(text: str, verdict: Verdict) -> tuple[CheckedCode, ...]:
+        code = Code(((0, 0), (9, 0), (9, 9), (0, 9)), (0, 0, 9, 9), 1.0, text, "qris")
+        return (CheckedCode(code, verdict, 0.5, None, ()),)
+
+    watched = WatchedCodes()
+    told = [
+        watched.update("camera 0", seen("a", verdict)) for verdict in ("unknown", "unknown", "mismatch", "mismatch")
+    ]
+    assert told == [True, False, False, False], "as many frames say otherwise, and not more"
+    assert watched.update("camera 0", seen("a", "mismatch"))
+    assert watched.update("camera 1", seen("a", "unknown")), "another place"
+    assert not watched.update("camera 0", ())
+    assert watched.standing() == {"mismatch": 1, "unknown": 1}
+    monkeypatch.setattr(scan_command, "MAX_WATCHED", 2)
+    assert watched.update("camera 0", seen("b", "match"))
+    assert not watched.update("camera 1", seen("a", "unknown")), "what was seen last is remembered"
+    assert watched.standing() == {"match": 1, "unknown": 1}
+
+
+@pytest.mark.parametrize("mode", ["--watch", "--follow", None])
+def test_a_lost_camera_leaves_what_was_seen(
+    photos: Path, pair: Pair, mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_FIRST_DELAY_S", 0.05)
+    make = image_source.ImageSource.__init__
+    monkeypatch.setattr(
+        image_source.ImageSource, "__init__", lambda self, *a, **o: make(self, *a, **{**o, "reconnect_s": 0.2})
+    )
+    file = photos.parent / "found.json"
+    options = [] if mode == "--follow" else ["--registry", str(photos.parent / "places.csv")]
+    options += [] if mode is None else [mode]
+    picture = cv2.cvtColor(pair.clean.image, cv2.COLOR_RGB2BGR)
+    with Camera(frames=5, once=True, picture=picture) as camera, pytest.raises(SourceError, match="was cut"):
+        scan([camera.address, *options, "--json", str(file)])
+    found = list(json.loads(file.read_text()).values())
+    assert found
+    if mode == "--follow":
+        assert [track["text"] for track in found[0]] == [pair.own.text]
+    else:
+        assert {one["verdict"] for one in found} == {"match"}
+    assert len(found) == 1 or mode is None
+
+
 @pytest.mark.slow
 def test_codes_are_followed_through_a_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clip = draw_clip(np.random.default_rng(6), size=480, frames=6, codes=3)
-    video = cv2.VideoWriter(str(tmp_path / "clip.avi"), cv2.VideoWriter_fourcc(*"MJPG"), 10, (480, 480))
-    assert video.isOpened()
-    for frame in clip:
-        video.write(cv2.cvtColor(frame.image, cv2.COLOR_RGB2BGR))
-    video.release()
+    write_clip(tmp_path / "clip.avi", [frame.image for frame in clip])
     assert scan([str(tmp_path / "clip.avi"), "--follow", "--json", str(tmp_path / "tracks.json")]) == 0
     (tracks,) = json.loads((tmp_path / "tracks.json").read_text()).values()
     truth = {code.content.text for frame in clip for code in frame.codes}

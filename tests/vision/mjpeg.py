@@ -12,10 +12,17 @@ import numpy as np
 
 
 class Camera:
-    """Serves frames of 64 x 48 pixels whose grey level counts up by 4 from 8, modulo 240."""
+    """Serves frames of 64 x 48 pixels whose grey level counts up by 4 from 8, modulo 240, or one ``picture`` (BGR)."""
 
-    def __init__(self, period_s: float = 0.01, frames: int | None = None, *, once: bool = False) -> None:
-        self.period_s, self.frames, self.once = period_s, frames, once
+    def __init__(
+        self,
+        period_s: float = 0.01,
+        frames: int | None = None,
+        *,
+        once: bool = False,
+        picture: np.ndarray | None = None,
+    ) -> None:
+        self.period_s, self.frames, self.once, self.picture = period_s, frames, once, picture
         """Seconds from frame to frame; frames of one connection, without end for None; whether it takes one connection only."""
         self.sent = 0
         self.connections = 0
@@ -49,7 +56,8 @@ class Camera:
         count = 0
         try:
             while not self.cut.is_set() and (self.frames is None or count < self.frames):
-                frame = np.full((48, 64, 3), (8 + 4 * self.sent) % 240, np.uint8)
+                grey = np.full((48, 64, 3), (8 + 4 * self.sent) % 240, np.uint8)
+                frame = grey if self.picture is None else self.picture
                 data = cv2.imencode(".jpg", frame)[1].tobytes()
                 head = b"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n" % len(data)
                 file.write(head + data + b"\r\n")

@@ -1,4 +1,4 @@
-"""Find and read the payment codes in images: ``arclight scan``.
+"""Find and read the payment codes in images, videos and cameras: ``arclight scan``.
 
 `command` calls `scan`. ``vision.qris.reading`` finds and reads codes, ``vision.qris.verification`` judges them. Text of codes is untrusted: it
 is printed by `printable` only. Flags, keys of the JSON and the exit status `MISMATCH_STATUS` stay.
@@ -6,7 +6,9 @@ is printed by `printable` only. Flags, keys of the JSON and the exit status `MIS
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,26 +19,25 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from arclight.vision.inputs.image_source import ImageSource
-    from arclight.vision.qris.verification.verifier import Verification
+    from arclight.vision.inputs.memory_images import SourceError
+    from arclight.vision.qris.verification.verifier import CheckedCode, Verdict, Verification
 
 MISMATCH_STATUS = 3
 """Exit status if a code in a photo does not belong to its place."""
+MAX_WATCHED = 10_000
+"""Most codes whose verdicts are remembered, and most frames that the page and the JSON of a watched camera have: cameras have no end."""
 
 
 def scan(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    if options.runtime is not None and options.program is None:
-        raise UsageError("--runtime is about programs: name a detector with --program")
-    if options.registry is None and (options.report or options.place):
-        raise UsageError("--report and --place need --registry FILE, the places that codes are held against")
-
+    _check_flags(options)
     from arclight.cli.interruption import stopping
     from arclight.vision import qris
     from arclight.vision.inputs.image_source import ImageSource
+    from arclight.vision.inputs.memory_images import SourceError
+    from arclight.vision.results.writers import Names
     from arclight.vision.tasks.processing import load_detector_program
 
-    if options.follow and options.registry is not None:
-        raise UsageError("--follow reads videos and --registry verifies images: give one of them")
     console = console_of()
     verifier = None if options.registry is None else _Verifier(options.registry, options.place, options.report, console)
     detector = None
@@ -48,18 +49,24 @@ def scan(arguments: list[str]) -> int:
     frames = ImageSource(options.source, vid_stride=options.stride)
     if options.follow:
         return follow(frames, detector, options.json, console)
+    if verifier is not None and options.watch:
+        return watch(frames, verifier, detector, options.json, console)
     found: dict[str, Any] = {}
     every: list[dict[str, Any]] = []
+    names, lost = Names(), None
     with stopping(frames.stop):
-        for frame in progressed(frames, len(frames.inputs), "scanning", lambda frame: frame.path):
-            name = frame.name
-            if verifier is not None:
-                found[name] = verifier(name, frame.image, detector)
-                every += [one["code"] for one in found[name]["checked"]] + found[name]["others"]
-            else:
-                found[name] = [code.to_json() for code in qris.scan(frame.image, detector)]
-                console.print(listing(name, found[name]))
-                every += found[name]
+        try:
+            for frame in progressed(frames, len(frames.inputs), "scanning", lambda frame: frame.path):
+                name, _ = names.of(frame.path, frame.index)
+                if verifier is not None:
+                    found[name] = verifier(name, frame.image, detector)
+                    every += [one["code"] for one in found[name]["checked"]] + found[name]["others"]
+                else:
+                    found[name] = [code.to_json() for code in qris.scan(frame.image, detector)]
+                    console.print(listing(name, found[name]))
+                    every += found[name]
+        except SourceError as error:
+            lost = error  # what was found before is kept
     read = [code for code in every if code["text"] is not None]
     payments = [code for code in every if code["kind"] == "qris"]
     summary = (
@@ -68,9 +75,30 @@ def scan(arguments: list[str]) -> int:
     )
     console.print(summary, highlight=False)
     write_json(options.json, found, escaped=False)
-    if verifier is not None and verifier.finish():
-        return MISMATCH_STATUS
-    return int(not found)  # all were skipped
+    return _status(lost, verifier is not None and verifier.finish(), found)
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    """Raise UsageError for flags that need another, or contradict each other."""
+    if options.runtime is not None and options.program is None:
+        raise UsageError("--runtime is about programs: name a detector with --program")
+    if options.registry is None and (options.report or options.place):
+        raise UsageError("--report and --place need --registry FILE, the places that codes are held against")
+    if options.registry is None and options.watch:
+        raise UsageError(
+            "--watch needs --registry FILE, the places that codes are held against; --follow reads codes without one"
+        )
+    if options.follow and options.registry is not None:
+        raise UsageError(
+            "--follow reads videos and --registry verifies images: give one of them, or --watch in place of --follow"
+        )
+
+
+def _status(lost: SourceError | None, mismatch: bool, found: Any) -> int:
+    """Return the exit status, once all is written; raise what ended the last stream."""
+    if lost is not None:
+        raise lost
+    return MISMATCH_STATUS if mismatch else int(not found)  # all were skipped
 
 
 def _parser() -> Parser:
@@ -80,7 +108,10 @@ def _parser() -> Parser:
         f"registered places (status {MISMATCH_STATUS} if one is not).",
     )
     parser.add_argument(
-        "source", nargs="+", metavar="SOURCE", help="an image, a folder, a pattern such as 'a/*.jpg', or a video"
+        "source",
+        nargs="+",
+        metavar="SOURCE",
+        help="an image, a folder, a pattern such as 'a/*.jpg', a video, the number of a camera, or an address (rtsp://, http://)",
     )
     parser.add_argument(
         "--program",
@@ -109,6 +140,12 @@ def _parser() -> Parser:
         action="store_true",
         help="follow codes through the frames of videos and read each from several frames together",
     )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="verify the codes that cameras and videos show (--registry): a frame is printed, and kept for --report and --json, when a "
+        "code is new or its verdict, that of most of its frames, changes; ctrl-C ends it",
+    )
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="use every N-th frame of a video")
     return parser
 
@@ -119,14 +156,21 @@ def follow(frames: ImageSource, detector: Any, json_file: Path | None, console: 
     from rich.tree import Tree
 
     from arclight.cli.interruption import stopping
+    from arclight.vision.inputs.memory_images import SourceError
     from arclight.vision.qris.reading.video import VideoScanner
+    from arclight.vision.results.writers import Names
 
     scanners: dict[str, VideoScanner] = {}
-    with stopping(frames.stop):  # cameras have no end: what was read until ctrl-C is written
-        for frame in progressed(frames, len(frames.inputs), "following", lambda frame: frame.path):
-            scanner = scanners.setdefault(frame.path, VideoScanner(detector))
-            if min(frame.image.shape[:2]) >= 8:
-                scanner.add(frame.image)
+    names, lost = Names(), None
+    with stopping(frames.stop):  # cameras have no end: what was read until ctrl-C, or until they were lost, is written
+        try:
+            for frame in progressed(frames, len(frames.inputs), "following", lambda frame: frame.path):
+                name = names.of(frame.path, frame.index)[0].removesuffix(f"#{frame.index}")
+                scanner = scanners.setdefault(name, VideoScanner(detector))
+                if min(frame.image.shape[:2]) >= 8:
+                    scanner.add(frame.image)
+        except SourceError as error:
+            lost = error
     for path, scanner in scanners.items():
         tree = Tree(Text(printable(path), style="bold"))
         for track in scanner.tracks:
@@ -140,7 +184,68 @@ def follow(frames: ImageSource, detector: Any, json_file: Path | None, console: 
     read = sum(track["text"] is not None for track in every)
     console.print(f"{len(tracks)} videos, {len(every)} codes followed, {read} read", highlight=False)
     write_json(json_file, tracks, escaped=False)
-    return int(not tracks)
+    return _status(lost, False, tracks)
+
+
+def watch(frames: ImageSource, verifier: _Verifier, detector: Any, json_file: Path | None, console: Console) -> int:
+    """Verify the frames of cameras and videos, and print those that say something new of a code."""
+    from arclight.cli.interruption import stopping
+    from arclight.vision.inputs.memory_images import SourceError
+    from arclight.vision.results.writers import Names
+
+    watched, found, count = WatchedCodes(), dict[str, Any](), 0
+    names, lost = Names(), None
+    with stopping(frames.stop):
+        try:
+            for frame in frames:
+                name, _ = names.of(frame.path, frame.index)
+                verification = verifier.verify(frame.image, detector)
+                count += 1
+                if not watched.update(frame.path, verification.checked):
+                    continue
+                console.print(verdicts(name, verification))
+                if len(found) < MAX_WATCHED:
+                    verifier.keep(name, frame.image, verification)
+                    found[name] = verification.to_json()
+        except SourceError as error:
+            lost = error  # what was seen before is kept
+    standing = watched.standing()
+    listed = ", ".join(f"{standing[verdict]} {verdict}" for verdict in _STYLES)
+    console.print(f"watched: {count} frames, {standing.total()} codes: {listed}", highlight=False)
+    write_json(json_file, found, escaped=False)
+    verifier.write()
+    return _status(lost, standing["mismatch"] > 0, count)
+
+
+class WatchedCodes:
+    """Verdicts on each code that cameras show: of all its frames, the one that most gave.
+
+    One frame may be blurred, or show a hand beside a code. At most `MAX_WATCHED` codes are remembered, those seen last.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], Counter[Verdict]] = {}
+        self._standing: dict[tuple[str, str], Verdict] = {}
+
+    def update(self, source: str, checked: tuple[CheckedCode, ...]) -> bool:
+        """Add the codes of a frame; return True if one of them is new, or has another verdict now."""
+        news = False
+        for one in checked:
+            key = (source, one.code.text or "")
+            counts = self._counts[key] = self._counts.pop(key, Counter())  # the last in order is the one seen last
+            counts[one.verdict] += 1
+            before = self._standing.get(key)
+            verdict = max(counts, key=lambda verdict: (counts[verdict], verdict == before))
+            news = news or verdict != before
+            self._standing[key] = verdict
+        while len(self._counts) > MAX_WATCHED:
+            oldest = next(iter(self._counts))
+            del self._counts[oldest], self._standing[oldest]
+        return news
+
+    def standing(self) -> Counter[Verdict]:
+        """Count the codes by verdict."""
+        return Counter(self._standing.values())
 
 
 class _Verifier:
@@ -157,26 +262,37 @@ class _Verifier:
         self.found: list[Verification] = []
 
     def __call__(self, name: str, image: Any, detector: Any) -> dict[str, Any]:
-        from arclight.vision.qris import verify
-
-        verification = verify(image, self.registry, place=self.place, detector=detector)
+        verification = self.verify(image, detector)
         self.found.append(verification)
         self.console.print(verdicts(name, verification))
+        self.keep(name, image, verification)
+        return verification.to_json()
+
+    def verify(self, image: Any, detector: Any) -> Verification:
+        from arclight.vision.qris import verify
+
+        return verify(image, self.registry, place=self.place, detector=detector)
+
+    def keep(self, name: str, image: Any, verification: Verification) -> None:
+        """Add an image to the report, if one is wanted."""
         if self.report is not None:
             self.report.add(name, image, verification)
-        return verification.to_json()
 
     def finish(self) -> bool:
         """Print the counts and write the report; return whether there was a mismatch."""
         from arclight.vision.qris.verification.report import listed
 
         self.console.print(f"verified: {listed(self.found)}", highlight=False)
-        if self.report is not None and self.file is not None:
-            self.console.print(f"report: {self.report.write(self.file)}", highlight=False, soft_wrap=True)
+        self.write()
         return any(one.verdict == "mismatch" for one in self.found)
 
+    def write(self) -> None:
+        """Write the report, if one is wanted."""
+        if self.report is not None and self.file is not None:
+            self.console.print(f"report: {self.report.write(self.file)}", highlight=False, soft_wrap=True)
 
-_STYLES = {"match": "green", "unknown": "yellow", "mismatch": "bold red"}
+
+_STYLES: dict[Verdict, str] = {"match": "green", "unknown": "yellow", "mismatch": "bold red"}
 
 
 def verdicts(name: str, verification: Verification) -> RenderableType:
