@@ -92,6 +92,30 @@ def test_a_photo_that_is_named_twice_is_scanned_twice(photos: Path, capsys: pyte
     assert list(json.loads(file.read_text())) == [photo, f"{photo} (2)"]
 
 
+def test_a_bar_code_is_named_beside_the_payment_code(
+    photos: Path, pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zxingcpp = pytest.importorskip("zxingcpp")
+    made = zxingcpp.create_barcode("899123456789", zxingcpp.BarcodeFormat.EAN13)
+    bars = np.pad(
+        np.array(zxingcpp.write_barcode_to_image(made, scale=2, add_quiet_zones=True)), 20, constant_values=255
+    )
+    picture = np.full(
+        (pair.clean.image.shape[0] + bars.shape[0], max(bars.shape[1], pair.clean.image.shape[1]), 3), 255, np.uint8
+    )
+    picture[: pair.clean.image.shape[0], : pair.clean.image.shape[1]] = pair.clean.image
+    picture[-bars.shape[0] :, : bars.shape[1]] = bars[:, :, None]
+    photo, file = str(photos / "shelf.png"), photos.parent / "codes.json"
+    cv2.imwrite(photo, cv2.cvtColor(picture, cv2.COLOR_RGB2BGR))
+    assert scan([photo, "--json", str(file)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "EAN13 confidence 1.00" in printed
+    assert "2 codes found, 2 read, 1 are payment codes (QRIS)" in printed
+    payment, other = json.loads(file.read_text())[photo]
+    assert (payment["text"], payment["kind"]) == (pair.own.text, "qris")
+    assert (other["symbology"], other["kind"], other["text"]) == ("EAN13", "other", "8991234567891")
+
+
 def write_clip(path: Path, frames: list[np.ndarray]) -> None:
     height, width = frames[0].shape[:2]
     video = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 10, (width, height))

@@ -52,6 +52,14 @@ def placed(text: str | bytes, quad: object, shape: tuple[int, int] = (480, 640),
     return canvas
 
 
+def framed_symbol(symbology: str, text: str) -> np.ndarray:
+    """An RGB picture of a symbol by zxing-cpp's writer, on white, with room around it."""
+    zxingcpp = pytest.importorskip("zxingcpp")
+    made = zxingcpp.create_barcode(text, getattr(zxingcpp.BarcodeFormat, symbology))
+    grey = np.array(zxingcpp.write_barcode_to_image(made, scale=3, add_quiet_zones=True))
+    return np.repeat(np.pad(grey, 60, constant_values=255)[:, :, None], 3, 2)
+
+
 def finder(*boxes: tuple[float, float, float, float], confidence: float = 0.9) -> Callable[[np.ndarray], Detections]:
     """A detector that always sees these boxes."""
     return lambda image: Detections(
@@ -745,3 +753,38 @@ def test_the_same_grid_found_twice_and_grids_far_behind_are_no_rivals() -> None:
     other, behind = Grid(2, square, 0.79), Grid(1, square + 30, 0.6)
     assert rivals([best, again, moved, other, behind]) == [best, moved, other]
     assert rivals([]) == []
+
+
+# ------------------------------------------------------------------------------------------------- other symbologies
+
+
+@pytest.mark.parametrize(
+    ("symbology", "text"),
+    [
+        ("EAN13", "8991234567891"),
+        ("Code128", "SN-0042"),
+        ("DataMatrix", "LOT 42"),
+        ("Aztec", "BOARDING"),
+        ("PDF417", "a licence"),
+        ("DataMatrix", QRIS),
+    ],
+)
+def test_other_symbologies_are_named_and_pay_nobody(symbology: str, text: str) -> None:
+    picture = framed_symbol(symbology, text)
+    (code,) = scanner.other_symbols(picture)
+    assert (code.symbology, code.text, code.kind, code.payload, code.problems) == (symbology, text, "other", None, ())
+    assert code.to_json()["symbology"] == symbology
+    height, width = picture.shape[:2]
+    left, top, right, bottom = code.box_xyxy_px
+    assert 40 <= left < right <= width - 40
+    assert 0 <= top < bottom <= height
+    assert scan(picture) == []
+
+
+def test_a_qr_code_has_no_other_symbology() -> None:
+    picture = placed(QRIS, [[100, 100], [400, 100], [400, 400], [100, 400]])
+    assert scanner.other_symbols(picture) == []
+    assert scanner.other_symbols(picture[:4, :4]) == []
+    assert "symbology" not in scan(picture)[0].to_json()
+    with pytest.raises(ValueError, match="uint8"):
+        scanner.other_symbols(picture.astype(np.float32))

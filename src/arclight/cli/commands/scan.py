@@ -35,6 +35,7 @@ def scan(arguments: list[str]) -> int:
     from arclight.vision import qris
     from arclight.vision.inputs.image_source import ImageSource
     from arclight.vision.inputs.memory_images import SourceError
+    from arclight.vision.qris.reading.scanner import other_symbols
     from arclight.vision.results.writers import Names
     from arclight.vision.tasks.processing import load_detector_program
 
@@ -62,7 +63,8 @@ def scan(arguments: list[str]) -> int:
                     found[name] = verifier(name, frame.image, detector)
                     every += [one["code"] for one in found[name]["checked"]] + found[name]["others"]
                 else:
-                    found[name] = [code.to_json() for code in qris.scan(frame.image, detector)]
+                    codes = qris.scan(frame.image, detector) + other_symbols(frame.image)
+                    found[name] = [code.to_json() for code in codes]
                     console.print(listing(name, found[name]))
                     every += found[name]
         except SourceError as error:
@@ -322,7 +324,7 @@ def listing(name: str, codes: list[dict[str, Any]]) -> RenderableType:
     if not codes:
         tree.add(Text("no code", style="dim"))
     for code in codes:
-        kind = "not readable" if code["text"] is None else str(code["kind"])
+        kind = "not readable" if code["text"] is None else str(code.get("symbology", code["kind"]))
         at = ", ".join(f"{value:.0f}" for value in code["box_xyxy_px"])
         branch = tree.add(Text.assemble((kind, "bold"), f"  confidence {code['confidence']:.2f} at {at}"))
         for field, value in (code["payload"] or {}).items():

@@ -33,6 +33,8 @@ Grey = npt.NDArray[np.uint8]
 
 MAX_UPSCALED_SIDE = 1600
 """Longest side of an enlarged picture, pixels: beyond it enlarging costs much and reads nothing more."""
+OTHER_SYMBOLOGIES = ("Aztec", "Code128", "Code93", "DataMatrix", "EAN13", "EAN8", "MaxiCode", "PDF417", "UPCA", "UPCE")
+"""Symbologies beside QR codes that `read_other_symbols` names, as zxing-cpp calls them."""
 MIN_PX_PER_MODULE = 1.05
 """Fewest pixels per module at which laying a grid still reads something."""
 
@@ -79,8 +81,19 @@ def _zxing(image: Image, **options: Any) -> list[Any]:
     options.setdefault("formats", zxingcpp.BarcodeFormat.QRCode)
     codes = zxingcpp.read_barcodes(grey, text_mode=zxingcpp.TextMode.Plain, **options)
     return [
-        code for code in codes if options.get("return_errors") or (code.valid and code.extra.get("Version") != "M1")
+        code
+        for code in codes
+        if options.get("return_errors") or (code.valid and (code.extra or {}).get("Version") != "M1")
     ]
+
+
+def read_other_symbols(image: Image) -> list[tuple[str, DecodedCode]]:
+    """Read the symbols of a whole picture (grey or RGB) that are no QR codes, each behind the name of its symbology.
+
+    Symbologies that detect hardly any error (Codabar, Code 39, ITF) are left out: stripes of a photo pass for them.
+    """
+    formats = [getattr(zxingcpp.BarcodeFormat, name) for name in OTHER_SYMBOLOGIES]
+    return [(code.format.name, _read(code)) for code in _zxing(image, formats=formats)]
 
 
 def _read(code: Any) -> DecodedCode:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from arclight.vision.qris.reading.decode import (
     is_large_enough,
     read_grid,
     read_near,
+    read_other_symbols,
     read_view,
     read_zxing,
     sharpened,
@@ -89,10 +90,13 @@ class Code:
     kind: Kind = "other"
     payload: Payload | None = None
     problems: tuple[str, ...] = field(default=())
+    symbology: str | None = None
+    """Name of the symbology of what is no QR code, such as EAN13: see `other_symbols`."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain dictionaries, lists, numbers and text."""
-        return {
+        """Return plain dictionaries, lists, numbers and text; ``symbology`` only of what is no QR code."""
+        named = {} if self.symbology is None else {"symbology": self.symbology}
+        return named | {
             "corners_px": [list(point) for point in self.corners_px],
             "box_xyxy_px": list(self.box_xyxy_px),
             "confidence": self.confidence,
@@ -135,6 +139,23 @@ def scan(image: Image, detector: DetectFn | None = None, *, stop: StopFn = never
     if not stop() and (not boxes or not all(_is_read(box, found) for box in boxes)):
         found = _merged(found, _read_enlarged(grey))
     return _codes(_read_grids(grey, boxes, found, stop), boxes)
+
+
+def other_symbols(image: Image) -> list[Code]:
+    """Read the symbols of ``image`` (H, W, 3) or (H, W), uint8, that are no QR codes: bar codes, Data Matrix, Aztec and others.
+
+    They are no payment codes, whatever they say, and their ``symbology`` is named. The whole picture is read once, plainly. Raises ValueError for
+    an array that is no such image.
+    """
+    grey = as_grey(image)
+    if min(grey.shape) < 8:
+        return []
+    return [_other(name, read) for name, read in read_other_symbols(grey)]
+
+
+def _other(symbology: str, read: DecodedCode) -> Code:
+    plain = code_of(read, None)
+    return replace(plain, kind="other", payload=None, problems=(), symbology=symbology)
 
 
 def read_views(
