@@ -81,6 +81,10 @@ def test_the_three_forms_are_equivalent(write: Write) -> None:
             r"row 3: name 'KOPI PAGI' contradicts 'KOPI SENJA' .*row 1",
         ),
         ([GOOD, GOOD | {"city": "MEDAN", "terminal": "A02"}], r"row 2: city 'MEDAN' contradicts 'BANDUNG'"),
+        (
+            [GOOD | {"city": None}, GOOD | {"terminal": "A02"}, GOOD | {"city": "MEDAN", "terminal": "A03"}],
+            r"row 3: city 'MEDAN' contradicts 'BANDUNG' of the same NMID \(.*row 2\)",
+        ),
         ([OTHER, GOOD | {"pan": OTHER["pan"]}], r"row 2: PAN 936000091000000001 is that of ID1020099999999 as well"),
         ([GOOD, GOOD], r"row 2: repeats .*row 1"),
         ([GOOD | {"pan": 0}], r"row 1: pan: expected 8 to 19 digits, found 0"),
@@ -131,6 +135,8 @@ def test_a_place_is_found_by_its_number_or_its_name(write: Write) -> None:
     table = Registry.read(write("a.json", [GOOD, GOOD | {"terminal": "A02"}, OTHER]))
     assert {place.terminal for place in table.named("ID1020012345678")} == {None, "A02"}
     assert table.named("kopi senja") == table.of_nmid("ID1020012345678")
+    for accented in ("K\u00f6pi S\u00e9nja", "Ko\u0308pi Se\u0301nja", "\uff2bOPI SENJA"):
+        assert table.of_name(accented) == table.of_nmid("ID1020012345678"), "a sticker's name may look like a place's"
     with pytest.raises(RegistryError, match="no place has the NMID or name 'KOPI'"):
         table.named("KOPI")
 

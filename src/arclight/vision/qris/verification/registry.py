@@ -13,6 +13,7 @@ import io
 import json
 import re
 import tomllib
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -165,8 +166,8 @@ class Registry:
 
 
 def letters(text: str) -> str:
-    """Normalise a name to its letters and digits, in upper case, for comparison."""
-    return "".join(c for c in text.upper() if c.isalnum())
+    """Normalise a name to its letters and digits, in upper case and without accents, for comparison."""
+    return "".join(c for c in unicodedata.normalize("NFKD", text.upper()) if c.isalnum())
 
 
 def _grouped(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
@@ -284,14 +285,15 @@ def _is_file(path: Path) -> bool:
 
 def _contradictions(places: list[tuple[str, Place]]) -> Iterator[str]:
     """Yield pairs of rows that cannot both be true, or say the same twice."""
-    first_of_nmid: dict[str, tuple[str, Place]] = {}
+    first_with: dict[tuple[str, str], tuple[str, Place]] = {}
     first_of_pan: dict[str, tuple[str, Place]] = {}
     first_of_row: dict[tuple[Any, ...], str] = {}
     for where, place in places:
-        other, known = first_of_nmid.setdefault(place.nmid, (where, place))
         for field in ("name", "city"):
-            here, there = getattr(place, field), getattr(known, field)
-            if here and there and letters(here) != letters(there):
+            if not (here := getattr(place, field)):
+                continue
+            other, known = first_with.setdefault((field, place.nmid), (where, place))
+            if letters(here) != letters(there := getattr(known, field)):
                 yield f"{where}: {field} {here!r} contradicts {there!r} of the same NMID ({other})"
         if place.pan:
             other, known = first_of_pan.setdefault(place.pan, (where, place))
