@@ -467,6 +467,20 @@ def test_boxes_of_several_runs_suppress_those_of_other_classes_if_asked(
         assert [one["label"] for one in json.loads(Path("found.json").read_text())["a.png"]] == labels
 
 
+def test_boxes_that_suppress_none_refuse_an_option_of_their_suppression(
+    run: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of arc-n to arc-x, which predict each object once."""
+    from arclight.vision import Detector
+
+    cv2.imwrite("a.png", np.zeros((40, 40, 3), np.uint8))
+    monkeypatch.setattr(Detector, "one_to_one", True)
+    status, _, err = typed(f"predict {run} a.png --agnostic-nms")
+    assert (status, err.startswith("arclight: --agnostic-nms: this network predicts each object once")) == (2, True)
+    for words in ("--iou 0.5", "--slice 20", "--augment"):
+        assert typed(f"predict {run} a.png --agnostic-nms {words}")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -477,6 +491,7 @@ def test_boxes_of_several_runs_suppress_those_of_other_classes_if_asked(
         ("--track sort", "argument --track: invalid choice: 'sort'"),
         ("--slice 0", "argument --slice: 0 is not 1 or more"),
         ("--slice 9 --overlap 1", "argument --overlap: 1 is not in [0, 1)"),
+        ("--overlap 0.5", "--overlap is that of slices: give their size, too, as --slice 320"),
         ("--max-frames 0", "argument --max-frames: 0 is not 1 or more"),
     ],
 )  # fmt: skip

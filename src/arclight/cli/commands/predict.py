@@ -54,9 +54,7 @@ def predict(arguments: list[str]) -> int:
             "--prompt needs the run or the program of a language model first, as in: arclight predict runs/lm-debug/1 --prompt TEXT"
         )
     options = _parser().parse_args(arguments)
-    for flag in ("trust", "runtime"):
-        if getattr(options, flag) is not None and options.program is None:
-            raise UsageError(f"--{flag} is about programs, and a run is none: name a program with --program")
+    _check_flags(options)
     counting = TrackCounting.from_options(options)
     options.doubt, thresholds = doubt_of(options)
     detect, sources, confidence, names = finder(options)
@@ -100,6 +98,15 @@ def predict(arguments: list[str]) -> int:
     if interrupts and not source.live:  # which are ended so
         raise KeyboardInterrupt("the files hold what was found until then")
     return int(not counts["images"])  # all were skipped
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    """Raise UsageError for a flag that would do nothing without another."""
+    for flag in ("trust", "runtime"):
+        if getattr(options, flag) is not None and options.program is None:
+            raise UsageError(f"--{flag} is about programs, and a run is none: name a program with --program")
+    if options.overlap is not None and options.slice is None:
+        raise UsageError("--overlap is that of slices: give their size, too, as --slice 320")
 
 
 def predictions(
@@ -282,7 +289,7 @@ def _add_inference_options(parser: Parser) -> None:
         help="look at overlapping slices of this many pixels, too, for small objects",
     )
     parser.add_argument(
-        "--overlap", type=_overlap, default=0.2, metavar="P", help="share of a slice that overlaps the next"
+        "--overlap", type=_overlap, metavar="P", help="share of a slice that overlaps the next (default: 0.2)"
     )
     parser.add_argument(
         "--augment", action="store_true", help="look at a smaller and a mirrored copy of each image, too"
@@ -457,6 +464,8 @@ class _Member:
     head: str
     names: list[str]
     confidence: float
+    suppresses: bool
+    """Whether its boxes suppress each other (NMS)."""
 
 
 def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
@@ -470,6 +479,10 @@ def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
         "--uncertain": options.uncertain is not None, "--save-labels": options.save_labels is not None,
     }  # fmt: skip
     heads = {member.head for member in members}
+    if options.agnostic_nms and "classify" not in heads and not (members[0].suppresses or any(again.values())):
+        raise UsageError(
+            "--agnostic-nms: this network predicts each object once, and its boxes suppress none: leave it out, or give --iou, too"
+        )
     if "classify" in heads and (flags := [flag for flag, given in (boxes | again).items() if given]):
         raise UsageError(f"{flags[0]}: that is for boxes, and a classifier finds none: leave it out")
     for head, part in (("segment", "masks"), ("pose", "keypoints"), ("corners", "corners"), ("obb", "angles")):
@@ -488,7 +501,10 @@ def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:
     detect = detectors[0] if len(detectors) == 1 else ensemble(detectors, agnostic=options.agnostic_nms)
     if options.augment:
         detect = augmented(detect, **_suppression(options))
-    return detect if options.slice is None else sliced(detect, options.slice, options.overlap, **_suppression(options))
+    if options.slice is None:
+        return detect
+    overlap = 0.2 if options.overlap is None else options.overlap
+    return sliced(detect, options.slice, overlap, **_suppression(options))
 
 
 def _suppression(options: argparse.Namespace) -> dict[str, Any]:
@@ -533,7 +549,8 @@ def _program(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list
     runtime_said(program, options.runtime)
     head, names = program.metadata["task"], program.metadata["names"]
     processing, confidence = _wanted(options, program.processing, head)
-    return [_Member(program.with_processing(processing).predict, head, names, confidence)], options.source
+    suppresses = getattr(processing, "iou_threshold", None) is not None
+    return [_Member(program.with_processing(processing).predict, head, names, confidence, suppresses)], options.source
 
 
 def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_Member], list[str]]:
@@ -563,7 +580,8 @@ def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_M
         predict: Detect = functools.partial(detector.predict, processing=processing)
         if options.sizes is not None and isinstance(detector, Detector) and detector.head == "detect":
             predict = multi_scale(detector, options.sizes, processing, **_suppression(options))
-        members.append(_Member(predict, detector.head, detector.names, confidence))
+        suppresses = getattr(processing, "iou_threshold", None) is not None
+        members.append(_Member(predict, detector.head, detector.names, confidence, suppresses))
         options.heated = functools.partial(_heated, detector, confidence)
     if options.heatmap is not None and len(members) > 1:
         raise UsageError(f"--heatmap is of one network, and these are {len(members)}: name one run")

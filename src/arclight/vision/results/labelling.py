@@ -31,7 +31,7 @@ def uncertainty(found: Detections) -> float:
     """
     p = found.boxes.conf.astype(np.float64)
     p = p[p >= DOUBT_FLOOR].clip(1e-9, 1 - 1e-9)
-    return float(-(p * np.log2(p) + (1 - p) * np.log2(1 - p)).sum())
+    return float((p * -np.log2(p) - (1 - p) * np.log2(1 - p)).sum())
 
 
 class MostUncertain(PlainWriter):
