@@ -311,6 +311,25 @@ def test_an_image_of_another_size_than_its_annotations_is_left_out(tmp_path: Pat
     assert "says 100 x 80 pixels, the image has 80 x 100" in found.skipped[0].reason
 
 
+def test_one_folder_of_images_serves_the_files_of_several_splits(tmp_path: Path) -> None:
+    """As the layout of COCO itself is: train2017 and val2017, each with images of the same names."""
+    for split, width in (("train", 60), ("val", 90)):
+        write_image(tmp_path / f"pictures/{split}2017/0.jpg", width, 80)
+        document = {
+            "images": [{"id": 1, "file_name": "0.jpg", "width": width, "height": 80}],
+            "annotations": [{"image_id": 1, "category_id": 0, "bbox": [1, 1, 8, 8]}],
+            "categories": [{"id": 0, "name": "thing"}],
+        }
+        (tmp_path / "annotations").mkdir(exist_ok=True)
+        (tmp_path / f"annotations/instances_{split}2017.json").write_text(json.dumps(document))
+    found = read_coco(tmp_path / "annotations", images=tmp_path / "pictures")
+    assert {split: [image.width for image in images] for split, images in found.splits.items()} == {
+        "train": [60],
+        "val": [90],
+    }
+    assert not found.skipped
+
+
 def test_splits_are_found_by_names_of_files_and_folders(tmp_path: Path) -> None:
     names = {
         "instances_train2017.json": "train",

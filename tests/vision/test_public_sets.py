@@ -51,3 +51,5 @@ def test_names_are_found_in_any_case_and_near_ones_are_suggested() -> None:
     assert find_public_set("VISDRONE").name == "VisDrone"
     with pytest.raises(DatasetError, match="did you mean coco128"):
         find_public_set("coco12")
+    with pytest.raises(DatasetError, match=r"^zzz is not described here\. There are Argoverse"):
+        find_public_set("zzz")

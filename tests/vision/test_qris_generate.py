@@ -124,6 +124,8 @@ def test_invalid_requests_are_refused_and_keep_existing_files(tmp_path: Path) ->
     for count, size, share in ((0, 640, 0.2), (5, 32, 0.2), (5, 640, 1.0)):
         with pytest.raises(GenerateError, match="count >= 1"):
             generate(tmp_path / "bad", count, size=size, val_share=share)
+    with pytest.raises(GenerateError, match="seed = -4: give 0 or more"):
+        generate(tmp_path / "bad", 3, seed=-4)
     assert not (tmp_path / "bad").exists()
 
 

@@ -105,6 +105,6 @@ def find_public_set(name: str) -> PublicSet:
     known = {known.lower(): found for known, found in public_sets().items()}
     if name.lower() not in known:
         near = difflib.get_close_matches(name.lower(), known, n=1)
-        meant = f"; did you mean {known[near[0]].name}?" if near else ""
+        meant = f"; did you mean {known[near[0]].name}?" if near else "."
         raise DatasetError(f"{name} is not described here{meant} There are {', '.join(public_sets())}")
     return known[name.lower()]

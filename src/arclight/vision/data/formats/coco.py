@@ -77,7 +77,8 @@ def read_coco(
     """Read a COCO file, or a folder of them, one per split (instances_val2017.json).
 
     A file whose name has no split is train.
-    images: the folder that names of images are relative to; searched around the file where not given. masks: trace outlines of
+    images: the folder that names of images are relative to, or that has such a folder of each split; searched around the
+    file where not given. masks: trace outlines of
     run-length masks, too. keep_crowds: take crowds for objects. keypoints: read keypoints; without it they are counted as passed
     over. Class ids may have gaps: classes are numbered in their order, and ids of one name are one class.
 
@@ -179,7 +180,7 @@ class _Reader:
         names = [
             safe_name(entry.get("file_name"), f"{self.file}: images[{i}]") for i, entry in enumerate(document["images"])
         ]
-        folders = [folder] if folder is not None else self._folders(names)
+        folders = self._folders(names) if folder is None else [folder, *(folder / part for part in self._parts())]
         found: dict[int, tuple[Path, PurePosixPath, int, int]] = {}
         for place, (entry, name) in enumerate(zip(document["images"], names)):
             number = entry.get("id")
@@ -207,16 +208,20 @@ class _Reader:
 
         They are beside or above the file, in `images`, or named after the last word of the file's name.
         """
-        word = self.file.stem.rpartition("_")[2]
         above = [self.file.parent, self.file.parent.parent]
         inner = [top / "images" for top in above]
         places = [
             *above,
             *inner,
-            *(top / part for top in (*above, *inner) for part in (word, split_of(self.file) or word)),
+            *(top / part for top in (*above, *inner) for part in self._parts()),
         ]
         having = [place for place in dict.fromkeys(places) if any((place / name).is_file() for name in names[:20])]
         return having or [self.file.parent]
+
+    def _parts(self) -> tuple[str, str]:
+        """Return the names that the folder of the file's split may have, such as val2017 and val."""
+        word = self.file.stem.rpartition("_")[2]
+        return word, split_of(self.file) or word
 
     def _objects(
         self, document: dict[str, Any], images: Mapping[int, tuple[Path, PurePosixPath, int, int]], listed: set[int]

@@ -85,6 +85,8 @@ def generate(
     out = Path(out)
     if count < 1 or size < 64 or not 0 <= val_share < 1:
         raise GenerateError(f"need count >= 1, size >= 64 and 0 <= val_share < 1; got {count}, {size} and {val_share}")
+    if seed < 0:
+        raise GenerateError(f"seed = {seed}: give 0 or more")
     if corners and rotated:
         raise GenerateError("corners and rotated are two kinds of labels: leave one of them out")
     if merchants is not None and not 1 <= merchants <= count:
