@@ -74,6 +74,14 @@ def count(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    """Read a seed, a whole number of 0 or more, as the ``type`` of an argument."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return value
+
+
 USUAL_NAMES = {
     "device": "accelerator", "gpus": "devices", "epochs": "max_epochs", "steps": "max_steps", "batch": "batch_size",
     "learning_rate": "lr", "img": "image_size", "imgsz": "image_size", "model_name": "model",

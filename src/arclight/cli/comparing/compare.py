@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from arclight.cli.arguments import Parser, UsageError, add_trust, check_writable, count, runtimes, write_json
+from arclight.cli.arguments import Parser, UsageError, add_trust, check_writable, count, runtimes, seed, write_json
 from arclight.cli.comparing.candidates import Candidate, check_comparable, evaluation, open_candidate
 from arclight.cli.runs import is_program
 from arclight.cli.style import working
@@ -132,7 +132,7 @@ def _parser() -> Parser:
         "--resamples", type=count, default=1000, metavar="N", help="bootstrap samples for intervals of detectors (default: %(default)s)"
     )  # fmt: skip
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the bootstrap samples (default: %(default)s)"
+        "--seed", type=seed, default=0, metavar="N", help="of the bootstrap samples (default: %(default)s)"
     )
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write a page of the comparison of detectors to this file"
