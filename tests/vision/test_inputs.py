@@ -95,6 +95,22 @@ def test_pil_images_of_all_modes_become_rgb(kind: str, rgb: tuple[int, ...]) -> 
     assert first(ImageSource(pil(kind)))[0, 0].tolist() == list(rgb)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [
+        (np.full((4, 4), 0.5, np.float32), "mode F holds 0.5 to 0.5, which have no 8-bit meaning"),
+        (np.array([[0, 65536]], np.int32), "mode I holds 0 to 65536"),
+        (np.array([[-1, 5]], np.int32), "mode I holds -1 to 5"),
+    ],
+)
+def test_pil_images_of_numbers_without_a_meaning_are_named(numbers: np.ndarray, reason: str) -> None:
+    """Floats in [0, 1] became black."""
+    source = ImageSource([PILImage.fromarray(numbers), solid(5, 5, 5)])
+    assert [frame.name for frame in source] == ["array 1"]
+    assert reason in source.skipped[0].reason
+    assert first(ImageSource(PILImage.fromarray(np.full((4, 4), 0x4000, np.int32))))[0, 0].tolist() == [64] * 3
+
+
 def test_pil_images_are_turned_and_animations_stand_still(tmp_path: Path) -> None:
     exif = PILImage.Exif()
     exif[0x0112] = 6

@@ -72,7 +72,8 @@ def tensor_images(tensor: Any) -> list[Image]:
 def pil_image(image: Any, max_pixels: int) -> Image:
     """Convert a PIL image to RGB, turned by its EXIF, on white where it is transparent.
 
-    Of an animation it is the picture that the image stands at. Raises ImageError if it cannot be read.
+    Of an animation it is the picture that the image stands at. Raises ImageError if it cannot be read, and for numbers that
+    are neither of 8 nor of 16 bits, as of a file that has such.
     """
     from PIL import ImageOps
 
@@ -86,9 +87,14 @@ def pil_image(image: Any, max_pixels: int) -> Image:
         raise ImageError(f"PIL image of {width} x {height} pixels: it has no area")
     try:
         upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I;16") or upright.mode == "I":
-            grey = (np.asarray(upright).clip(0, 65535).astype(np.uint16) >> 8).astype(np.uint8)
-            return checked_array(grey)
+        if upright.mode.startswith("I;16") or upright.mode in ("I", "F"):
+            numbers = np.asarray(upright)
+            low, high = numbers.min(), numbers.max()
+            if upright.mode == "F" or low < 0 or high > 65535:
+                raise ImageError(
+                    f"PIL image of mode {upright.mode} holds {low:g} to {high:g}, which have no 8-bit meaning of their own: convert it to L or RGB"
+                )
+            return checked_array((numbers.astype(np.uint16) >> 8).astype(np.uint8))
         if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
             rgba = np.asarray(upright.convert("RGBA")).astype(np.uint16)
             alpha = rgba[..., 3:]
