@@ -274,6 +274,10 @@ def test_batch_norms_are_folded_after_the_switch_of_modes_of_torchao(bias: bool)
     expected = prepared(X)
     batch_norm.fold(prepared)
     torch.testing.assert_close(prepared(X), expected)
-    operators = [str(node.target) for node in pt2e.convert(prepared, fold=True).graph.nodes]
+    converted = pt2e.convert(prepared, fold=True)
+    operators = [str(node.target) for node in converted.graph.nodes]
     assert operators.count("aten.conv2d.default") == 1
     assert not {"aten.batch_norm.default", "aten.div.Tensor"} & set(operators)
+    before = {name: value.clone() for name, value in converted.named_buffers()}
+    converted(X)
+    torch.testing.assert_close(dict(converted.named_buffers()), before)  # batches are not counted any more

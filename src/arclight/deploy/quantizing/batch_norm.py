@@ -205,7 +205,10 @@ def _compose(graph: GraphModule, norm: Node) -> None:
 
 
 def fold(graph: GraphModule) -> None:
-    """Fold batch norms of a trained graph, fused or not, into layers' weights and biases."""
+    """Fold batch norms of a trained graph, fused or not, into layers' weights and biases.
+
+    Batch norms that use running statistics no longer count batches, those that are left in the graph neither.
+    """
     layers = {node.name: node for node in graph.graph.nodes}
     stored = constant_sources(graph)
     for norm in list(graph.graph.nodes):
@@ -221,8 +224,26 @@ def fold(graph: GraphModule) -> None:
         elif (plain := _layer_before(norm, stored)) is not None:
             weight, bias = (*plain.args, None)[1:3]
             _fold(graph, plain, norm, weight, weight, bias)  # type: ignore[arg-type]
+    _erase_counters(graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
+
+
+def _erase_counters(graph: GraphModule) -> None:
+    """Erase the counts of batches, except those of batch norms that still use the batch's statistics.
+
+    They write into a buffer, so nothing takes them for dead code.
+    """
+    norms = graph.graph.find_nodes(op="call_function", target=aten.batch_norm.default)
+    moving = {str(norm.args[3].target).rpartition(".")[0] for norm in norms if norm.args[TRAINING] and norm.args[3]}
+    for node in graph.graph.find_nodes(op="call_function", target=aten.add_.Tensor):
+        if _is_counter(node) and str(node.args[0].target).rpartition(".")[0] not in moving:
+            graph.graph.erase_node(node)
+
+
+def _is_counter(node: Node) -> bool:
+    """Return True for the addition by which a batch norm in training mode counts batches."""
+    return node.target is aten.add_.Tensor and str(node.args[0].target).endswith("num_batches_tracked")  # type: ignore[union-attr]
 
 
 def _fold(graph: GraphModule, layer: Node, norm: Node, weight: Node, scaled: Node, bias: Node | None) -> None:
@@ -304,7 +325,7 @@ def use_batch_statistics(graph: GraphModule, enabled: bool) -> None:
     for node in graph.graph.nodes:
         if node.target is aten.batch_norm.default and node.meta.setdefault(TRAINED, node.args[TRAINING]):
             node.update_arg(TRAINING, enabled)
-        if node.target is aten.add_.Tensor and str(node.args[0].target).endswith("num_batches_tracked"):
+        if _is_counter(node):
             node.update_arg(1, 1 if enabled else 0)
     graph.recompile()
 
