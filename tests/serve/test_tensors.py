@@ -14,12 +14,14 @@ import numpy as np
 import onnx
 import psutil
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.serve.conftest import LOOPBACK, running
+from tests.serve.programs import Affine
 
 from arclight import cli
-from arclight.deploy import Program
+from arclight.deploy import Program, export
 from arclight.fabric.serving.listening import reserve_address
 from arclight.serve import Limits, models
 from arclight.serve.admission import LatencyWindow, Refusal
@@ -183,6 +185,19 @@ def test_models_are_described_and_unknown_ones_are_404(two):
     assert infer(two, b"{}", model="none").json() == {
         "error": "There is no model 'none' here; there are codes, affine."
     }
+
+
+@pytest.mark.parametrize(
+    ("file", "format", "runtime", "platform"),
+    [
+        ("a.onnx", None, None, "onnxruntime_onnx"), ("a.onnx", None, "openvino", "openvino_onnx"),
+        ("a", "openvino", None, "openvino_ir"),
+    ],
+)  # fmt: skip
+def test_the_platform_of_a_model_names_its_runtime_and_format(file, format, runtime, platform, tmp_path):
+    export(Affine(), tmp_path / file, format=format, example_inputs=torch.rand(2, 3))
+    program = Program.load(tmp_path / file, runtime=runtime)
+    assert tensors.described(program, "1", "m")["platform"] == platform
 
 
 def test_answers_are_counted_by_model(two):

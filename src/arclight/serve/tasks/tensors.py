@@ -34,6 +34,8 @@ _ELEMENTS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {in
 QUIET: Any = {"over": "ignore"}
 """Arguments of the ``np.errstate`` that callers of `decode` set, once for all requests of a batch."""
 _WIDEST: dict[str, type] = {"b": np.bool_, "i": np.int64, "u": np.uint64}
+_FORMATS = {"openvino": "ir"}
+"""Formats whose name in a platform, ``RUNTIME_FORMAT``, is not ours: OpenVINO calls its own the intermediate representation."""
 JSON_SIZE = "Inference-Header-Content-Length"
 """Header that gives the number of bytes of JSON before the binary tensors."""
 
@@ -51,7 +53,7 @@ def described(program: Program, version: str, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "versions": [version],
-        "platform": f"{program.runtime}_onnx",
+        "platform": f"{program.runtime}_{_FORMATS.get(program.format, program.format)}",
         "inputs": [_described(spec) for spec in program.inputs],
         "outputs": [_described(spec) for spec in program.outputs],
     }
