@@ -7,6 +7,8 @@ import json
 import select
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -103,6 +105,20 @@ def test_hostile_input_is_refused_in_one_sentence_and_the_next_request_works(ser
     assert answer.status_code == status
     assert_one_sentence(answer.json())
     assert memory.peak < 150 * MB
+
+
+def test_malformed_forms_are_answered_and_not_printed():
+    script = """
+from arclight.serve.admission import Refusal, image_bytes
+part = b'--x\\r\\nContent-Transfer-Encoding: zz\\r\\nContent-Disposition: form-data; name="file"; filename=a\\r\\n\\r\\nA\\r\\n--x--'
+for body, kind in ((b"no form", "; boundary=x"), (b"--x\\r\\na b\\r\\n", "; boundary=x"), (b"--x", ""), (part, "; boundary=x")):
+    try:
+        print(image_bytes(body, "multipart/form-data" + kind))
+    except Refusal as refusal:
+        print(refusal.status)
+"""
+    found = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120)
+    assert (found.stdout.split(), found.stderr) == (["400", "400", "400", "b'A'"], "")
 
 
 @pytest.mark.parametrize("framing", ["content-length", "chunked"])

@@ -8,6 +8,7 @@ stay.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import Counter, deque
@@ -214,6 +215,8 @@ def image_bytes(body: bytes, content_type: str, field: str = "file") -> bytes:
 
 
 MAX_FORM_PARTS = 16
+# a client's mistakes are answered; without a handler, Python would print the parser's warnings of them
+logging.getLogger("python_multipart").addHandler(logging.NullHandler())
 
 
 def file_field(body: bytes, content_type: str, field: str) -> bytes:
