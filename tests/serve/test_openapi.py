@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 from tests.serve.conftest import LOOPBACK, Server
 
 from arclight.serve import create_app
@@ -67,6 +68,16 @@ def test_another_method_is_refused_with_those_that_there_are(all_tasks: Server) 
         other = "GET" if method == "post" else "POST"
         answer = httpx.request(other, all_tasks.url + path.replace("{model}", "affine"), **LOOPBACK)
         assert (answer.status_code, answer.headers["allow"]) == (405, method.upper()), path
+
+
+def test_a_path_with_nothing_at_it_is_not_found_by_any_method() -> None:
+    client = TestClient(create_app(lambda image: None, limits=Limits()), base_url="http://localhost")  # type: ignore[arg-type, return-value]
+    for path in ("/detect/", "/v2/models/", "/samples", "/none.js"):
+        for method in ("GET", "POST", "DELETE"):
+            answer = client.request(method, path)
+            assert answer.status_code == 404, (method, path)
+            assert answer.json()["error"].startswith("There is nothing at this address"), (method, path)
+    assert [client.post(path).status_code for path in ("/", "/app.js")] == [405, 405]
 
 
 def test_without_models_of_a_kind_the_document_names_none() -> None:

@@ -217,7 +217,7 @@ class Application(FastAPI):
         self._names = names
         self.add_middleware(front.around)
         # no route: it would answer other methods of the API's paths, too, as if there were none
-        self.router.default = StaticFiles(directory=PAGE, html=True)
+        self.router.default = Page(directory=PAGE, html=True)
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document, with the names of the models."""
@@ -234,6 +234,15 @@ class Application(FastAPI):
     def take(self, scope: Scope, body: bytes, by_task: Callable[[ASGIApp], None]) -> bool:
         """Answer a quick request for tensors without a task; see `protocol.Take`."""
         return len(self.user_middleware) == 1 and self.front.take(scope, body, by_task)
+
+
+class Page(StaticFiles):
+    """The files of the page; without a file at a path, every method gets a 404."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        if scope["method"] not in ("GET", "HEAD"):
+            await super().get_response(path, {**scope, "method": "GET"})  # raises 404 before the 405
+        return await super().get_response(path, scope)
 
 
 def add_server_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
