@@ -78,6 +78,18 @@ def test_models_in_other_types_stand_beside_their_programs(
         benchmark({"program": program}, torch.ones(2, 4, dtype=torch.int64), rounds=1)
 
 
+def test_models_of_different_types_are_not_timed_on_the_same_inputs() -> None:
+    models = {str(dtype)[6:]: nn.Linear(4, 3).to(dtype) for dtype in (torch.bfloat16, torch.float64)}
+    message = (
+        "{} cannot be timed on these inputs: they are {}, and its weights are {}; give inputs and models of one type"
+    )
+    for given, refused in (("float64", "bfloat16"), ("bfloat16", "float64")):
+        x = torch.randn(2, 4).to(getattr(torch, given))
+        with pytest.raises(ProgramError, match=message.format(refused, given, refused)):
+            benchmark(models, x, rounds=1)
+        assert len(benchmark({given: models[given]}, x, rounds=1).rows) == 1
+
+
 def test_models_and_programs_side_by_side(images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compare_here(monkeypatch, rounds=1)
     layers = nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1)

@@ -255,9 +255,10 @@ def _rows(
     }
     with _torch_threads(threads), torch.inference_mode():
         calls = {name: _call(name, program, tensors, threads) for name, program in programs.items()}
-        for call in calls.values():
-            for _ in range(WARM_UP):
-                call()
+        for name, call in calls.items():
+            with _type_named(name, programs[name], tensors):
+                for _ in range(WARM_UP):
+                    call()
         times = np.array([[_timed(call) for call in calls.values()] for _ in range(rounds)])  # (rounds, programs, 2)
     wall, cpu = times[..., 0] * 1e3, times[..., 1] * 1e3
     speedup = wall[:, :1] / wall
@@ -280,6 +281,24 @@ def _rows(
             build_s=_build_s(program),
             **_cost(cost),
         )
+
+
+@contextmanager
+def _type_named(name: str, program: Callable[..., Any], tensors: Inputs) -> Iterator[None]:
+    """Raise ProgramError in place of torch's error for inputs in another type than the weights of a model."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(program, nn.Module):
+            raise
+        given = {value.dtype for value in tensors if value.is_floating_point()}
+        weights = {value.dtype for value in program.parameters() if value.is_floating_point()}
+        if not weights or given <= weights:
+            raise
+        named = [", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types)) for types in (given, weights)]
+        raise ProgramError(
+            f"{name} cannot be timed on these inputs: they are {named[0]}, and its weights are {named[1]}; give inputs and models of one type"
+        ) from error
 
 
 def _build_s(program: Callable[..., Any]) -> float | None:
