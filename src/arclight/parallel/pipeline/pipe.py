@@ -43,9 +43,11 @@ Policy = Callable[[CallGraph, int], Sequence[int]]
 class StageModule(NamePreservingStage):
     """One stage of a model: its parameters under their original names, its part of the forward."""
 
-    def __init__(self, root: nn.Module, cuts: StageAssignment, number: int, home: torch.device | None = None) -> None:
-        super().__init__(StageInfo(number, cuts.values_into(number), cuts.values_into(number + 1)))
-        self._sliced = SlicedModule(root, None, cuts, [number], self, home)
+    def __init__(
+        self, root: nn.Module, assignment: StageAssignment, number: int, home: torch.device | None = None
+    ) -> None:
+        super().__init__(StageInfo(number, assignment.values_into(number), assignment.values_into(number + 1)))
+        self._sliced = SlicedModule(root, None, assignment, [number], self, home)
         self.training = root.training
 
     def forward(self, *received: Tensor, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -103,7 +105,7 @@ class Pipe:
 
     def __init__(
         self,
-        cuts: StageAssignment,
+        assignment: StageAssignment,
         stages: Sequence[StageModule | TracedStage],
         names: Mapping[str, str],
         model: nn.Module,
@@ -113,8 +115,8 @@ class Pipe:
         model: only its tree is kept, not what it holds.
         """
         self._model = meta_skeleton(model)
-        self.graph, self.cuts, self.stages = cuts.graph, cuts.first_calls, list(stages)
-        self.shared: dict[str, tuple[int, ...]] = cuts.shared
+        self.graph, self.cuts, self.stages = assignment.graph, assignment.first_calls, list(stages)
+        self.shared: dict[str, tuple[int, ...]] = assignment.shared
         """Stages of each parameter that several have, by its first name: their gradients must be summed."""
         self._names = dict(names)
         self._paths = {name.rsplit(".", n)[0] for name in names for n in range(1, name.count(".") + 1)}
@@ -261,10 +263,10 @@ def split(
         try:
             graph = capture_call_graph(model, None, args, kwargs, at or ())
             _refuse_few(graph, stages or 0)
-            cuts = cut(graph, lambda: predict(model, graph, (args, kwargs)))
+            assignment = cut(graph, lambda: predict(model, graph, (args, kwargs)))
             home = _home(args, kwargs)
-            parts = [StageModule(model, cuts, number, home) for number in range(len(cuts.first_calls))]
-            return Pipe(cuts, parts, names, model)
+            parts = [StageModule(model, assignment, number, home) for number in range(len(assignment.first_calls))]
+            return Pipe(assignment, parts, names, model)
         except DataDependentError as error:
             if frontend == "slice":
                 raise
@@ -298,14 +300,14 @@ def _traced(
             received = [len(stage_info_of(stage).receives) for stage in alike]
             return predict_stages(alike, received, model, graph, (args, kwargs))
 
-        cuts = cut(graph, find, narrow(graph))
+        assignment = cut(graph, find, narrow(graph))
     except PlanError as error:
         if reason is None:
             raise
         raise PlanError(f"{reason}. Nor can the model be traced: {error}") from error
     if reason is not None:
         rank_zero_warn(f"the model is cut as a traced graph, for shapes and mode of the example only: {reason}")
-    return Pipe(cuts, traced.stages(cuts), names, model)
+    return Pipe(assignment, traced.stages(assignment), names, model)
 
 
 def default_cuts(

@@ -159,11 +159,13 @@ def test_a_function_of_a_module_is_cut_in_place(own: list[int]) -> None:
     batch = (floats(5, 4), torch.randint(0, 3, (5,)))
     whole = copy.deepcopy(module)
     graph = capture_call_graph(module, module.training_step, (batch, 0), {})
-    cuts = StageAssignment.cut(graph, [0, 2, 3])
+    assignment = StageAssignment.cut(graph, [0, 2, 3])
     assert [call.name for call in graph.calls] == ["body.0", "body.2", "body.4", "head"]
     others = [copy.deepcopy(module) for _ in range(3)]
-    everyone = [SlicedModule(other, other.training_step, cuts, [number], other) for number, other in enumerate(others)]
-    sliced = SlicedModule(module, module.training_step, cuts, own, module)
+    everyone = [
+        SlicedModule(other, other.training_step, assignment, [number], other) for number, other in enumerate(others)
+    ]
+    sliced = SlicedModule(module, module.training_step, assignment, own, module)
     names = {0: ["body.0.bias", "body.0.weight", "body.2.bias", "body.2.weight"], 1: ["body.4.bias", "body.4.weight"],
              2: ["head.bias", "head.weight", "scale"]}  # fmt: skip
     assert sorted(name for name, _ in module.named_parameters()) == sorted(n for number in own for n in names[number])

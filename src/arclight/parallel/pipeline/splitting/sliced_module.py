@@ -54,7 +54,7 @@ class SlicedModule:
     """
 
     def __init__(
-        self, root: nn.Module, function: str | Callable[..., Any] | None, cuts: StageAssignment, own: Sequence[int], holder: nn.Module,
+        self, root: nn.Module, function: str | Callable[..., Any] | None, assignment: StageAssignment, own: Sequence[int], holder: nn.Module,
         home: torch.device | None = None,
     ) -> None:  # fmt: skip
         """Initialise the sliced module.
@@ -62,9 +62,9 @@ class SlicedModule:
         function: as for `capture_call_graph`. own: numbers of this process's stages. home: where what is on the meta
         device will be.
         """
-        self.cuts, self.own = cuts, tuple(own)
+        self.assignment, self.own = assignment, tuple(own)
         self.holder, self.in_place = holder, holder is root
-        self.units = {call.name for call in cuts.graph.calls}
+        self.units = {call.name for call in assignment.graph.calls}
         self.names, _ = parameter_names(root)
         self.output_specs = OutputSpecs(root, self.units, home)
         self._function = bind_function(function, root)
@@ -85,15 +85,15 @@ class SlicedModule:
     # -- building --------------------------------------------------------------------------------------------------
 
     def _called(self, number: int) -> set[str]:
-        begin, end = self.cuts.range(number)
-        return {call.name for call in self.cuts.graph.calls[begin:end]}
+        begin, end = self.assignment.range(number)
+        return {call.name for call in self.assignment.graph.calls[begin:end]}
 
     def _view(self, root: nn.Module) -> nn.Module:
         """Build this process's view of the model.
 
         It has whole parts that it calls, and of others what it uses.
         """
-        needed = set().union(*(self.cuts.parameters(number) for number in self.own))
+        needed = set().union(*(self.assignment.parameters(number) for number in self.own))
         called = set().union(*(self._called(number) for number in self.own))
         whole = {module for path, module in walk(root) if path in called}
 
@@ -136,13 +136,13 @@ class SlicedModule:
         self.borrowed += [_join(path, name) for name in persistent]
         module._non_persistent_buffers_set.update(persistent)
         for name, buffer in module._buffers.items():
-            if buffer is not None and _join(path, name) in self.cuts.graph.buffers:
+            if buffer is not None and _join(path, name) in self.assignment.graph.buffers:
                 module._buffers[name] = buffer.clone()
 
     def _tree(self, root: nn.Module, view: nn.Module, number: int) -> StageModuleTree:
-        stage = StageInterpreter(self.cuts, number, self.output_specs)
+        stage = StageInterpreter(self.assignment, number, self.output_specs)
         tree = StageModuleTree(stage)
-        mine, sent = self.cuts.parameters(number), self.cuts.received_parameters(number)
+        mine, sent = self.assignment.parameters(number), self.assignment.received_parameters(number)
         called = self._called(number)
 
         def visible(path: str) -> nn.Module | None:
@@ -218,7 +218,7 @@ class SlicedModule:
         Returns a tuple of what it sends, or on the last stage the result. Raises PlanError if the code takes another
         way than for the example, or needs what no stage sends.
         """
-        if self.cuts.graph.writes_arguments:
+        if self.assignment.graph.writes_arguments:
             args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
         tree = self._trees[stage]
         interpreter = tree.stage
@@ -244,9 +244,9 @@ class SlicedModule:
                 self._host.__dict__.update(members)
             if ended:
                 return tuple(self._sent(tree, value, run) for value in interpreter.sends)
-        if run.next < len(self.cuts.graph.calls):
+        if run.next < len(self.assignment.graph.calls):
             raise PlanError(
-                f"the model made {run.next} calls of its parts, and {len(self.cuts.graph.calls)} for the example arguments"
+                f"the model made {run.next} calls of its parts, and {len(self.assignment.graph.calls)} for the example arguments"
             )
         lacking = next(placeholders_in(tree_flatten(result)[0], 3), None)
         if lacking is not None:
@@ -272,13 +272,13 @@ class SlicedModule:
 
     def _sent(self, tree: StageModuleTree, value: Value, run: StageRun) -> Any:
         if value.call == PARAMETER_CALL and value not in run.received:
-            name = self.cuts.transmitted[value.leaf]
+            name = self.assignment.transmitted[value.leaf]
             tensor: Any = self.holder.get_parameter(name)
         else:
             tensor = run.kept[value] if value.call >= run.begin else run.received[value]
         if not isinstance(tensor, Tensor):
             raise PlanError(
-                f"{self.cuts.graph.calls[value.call].name} returned {tensor!r} where it returned a tensor for the example: "
+                f"{self.assignment.graph.calls[value.call].name} returned {tensor!r} where it returned a tensor for the example: "
                 "return values of the same kind for every batch"
             )
         return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor

@@ -65,12 +65,12 @@ def _by_call(values: Sequence[Value]) -> dict[int, list[Value]]:
 class StageInterpreter:
     """Takes the calls in the tree of one stage."""
 
-    def __init__(self, cuts: StageAssignment, number: int, output_specs: OutputSpecs) -> None:
-        self.cuts, self.number, self.output_specs = cuts, number, output_specs
-        self.begin, self.end = cuts.range(number)
-        graph = cuts.graph
+    def __init__(self, assignment: StageAssignment, number: int, output_specs: OutputSpecs) -> None:
+        self.assignment, self.number, self.output_specs = assignment, number, output_specs
+        self.begin, self.end = assignment.range(number)
+        graph = assignment.graph
         self.changed = graph.rewritten.union(*(call.modifies for call in graph.calls))
-        self.receives, self.sends = cuts.values_into(number), cuts.values_into(number + 1)
+        self.receives, self.sends = assignment.values_into(number), assignment.values_into(number + 1)
         self.received = _by_call(self.receives)
         self.sent = _by_call(self.sends)
         self.received_of: dict[int, list[Value]] = {}
@@ -90,7 +90,7 @@ class StageInterpreter:
             return parent._modules[name](*args, **kwargs)  # type: ignore[misc]  # a checkpoint around it computes it again
         if run.differentiated and not torch.is_grad_enabled():
             _refuse_reentrant(path)
-        number, calls = run.next, self.cuts.graph.calls
+        number, calls = run.next, self.assignment.graph.calls
         if number >= len(calls) or calls[number].name != path:
             expected = calls[number].name if number < len(calls) else "none"
             raise PlanError(

@@ -142,20 +142,20 @@ class PipelinedSteps:
         self.topology, self.options = topology, options
         self.broadcaster = OutputBroadcaster(topology.group, topology.owner(topology.stages - 1), topology.device)
         self.last = topology.stages - 1 in topology.own
-        cuts = StageAssignment.cut(graph, tuple(begins))
+        assignment = StageAssignment.cut(graph, tuple(begins))
         if graph.repeated and len(topology.own) > 1:
             raise PlanError(
                 f"{min(graph.repeated)} is changed between parts of the model, by each of the {len(topology.own)} stages of a process once: change it "
                 "after the last part was called, or choose a schedule with one stage for each process (1F1B)"
             )
         for number in range(self.topology.stages):
-            for call in graph.calls[slice(*cuts.range(number))]:
+            for call in graph.calls[slice(*assignment.range(number))]:
                 self._calls.setdefault(call.name, []).append(number)
-        self.stages_of, self.shared = cuts.users, cuts.shared
+        self.stages_of, self.shared = assignment.users, assignment.shared
         parts = tuple(f"{call.name}." for call in graph.calls)
         self.everybodys = frozenset(name for name, _ in self.module.named_buffers() if not name.startswith(parts))
         with self._undisturbed():
-            sliced = self._sliced[step.__name__] = self._cut(step, cuts)
+            sliced = self._sliced[step.__name__] = self._cut(step, assignment)
         if self.last:  # saves what belongs to no part, as it is the one that has seen whole steps
             for path, _, name in (whole.rpartition(".") for whole in sliced.borrowed):
                 self.module.get_submodule(path)._non_persistent_buffers_set.discard(name)
@@ -219,11 +219,11 @@ class PipelinedSteps:
         with self.skeleton.whole():
             graph = self._observe(step, micro_batch.args, micro_batch.kwargs)
             graph = graph.keeping(name for name, _ in self.module.named_parameters())
-            cuts = StageAssignment.cut(graph, self._following_cuts(name, graph))
-            self._sliced[name] = self._cut(step, cuts)
+            assignment = StageAssignment.cut(graph, self._following_cuts(name, graph))
+            self._sliced[name] = self._cut(step, assignment)
 
-    def _cut(self, step: Step, cuts: StageAssignment) -> SlicedModule:
-        return SlicedModule(self.module, step, cuts, self.topology.own, self.module, self.device)
+    def _cut(self, step: Step, assignment: StageAssignment) -> SlicedModule:
+        return SlicedModule(self.module, step, assignment, self.topology.own, self.module, self.device)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:

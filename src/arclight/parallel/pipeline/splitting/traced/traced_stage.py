@@ -150,15 +150,15 @@ class TracedModel:
                     f"no stage can begin with {name}: {reasons[0]}, and that is within one stage. Cut elsewhere"
                 )
 
-    def stages(self, cuts: StageAssignment | Sequence[int]) -> list[TracedStage]:
-        """Return the stages of ``cuts``, which share the model's live parameters.
+    def stages(self, assignment: StageAssignment | Sequence[int]) -> list[TracedStage]:
+        """Return the stages of ``assignment``, which share the model's live parameters.
 
-        Instead of cuts, the first call of each stage may be given; the first is 0.
+        Instead of an assignment, the first call of each stage may be given; the first is 0.
         """
-        if not isinstance(cuts, StageAssignment):
-            cuts = StageAssignment.cut(self.graph, cuts)
-        programs = [self._program(cuts, number) for number in range(len(cuts.first_calls))]
-        owned = [cuts.parameters(number) | set(program.states) for number, program in enumerate(programs)]
+        if not isinstance(assignment, StageAssignment):
+            assignment = StageAssignment.cut(self.graph, assignment)
+        programs = [self._program(assignment, number) for number in range(len(assignment.first_calls))]
+        owned = [assignment.parameters(number) | set(program.states) for number, program in enumerate(programs)]
         self._place_unused(owned)
         names, frame = self.exported.first, self.exported.frame
         return [
@@ -175,23 +175,23 @@ class TracedModel:
                 beside = (n for n, names in enumerate(owned) if any(o.rpartition(".")[0] == module for o in names))
                 owned[next(beside, 0)].add(name)
 
-    def _program(self, cuts: StageAssignment, number: int) -> _Program:
+    def _program(self, assignment: StageAssignment, number: int) -> _Program:
         """Return the graph of one stage, and what goes into it."""
         exported, calls = self.exported, self.calls
-        last = number == len(cuts.first_calls) - 1
-        receives, sends = cuts.values_into(number), cuts.values_into(number + 1)
+        last = number == len(assignment.first_calls) - 1
+        receives, sends = assignment.values_into(number), assignment.values_into(number + 1)
         results = [leaf for leaf in exported.results if isinstance(leaf, fx.Node)] if last else []
         graph, given, arrived = fx.Graph(), dict[fx.Node, fx.Node](), dict[Value, fx.Node]()
         for value in receives:
             arrived[value] = graph.placeholder(
                 f"received_{value.leaf}" if value.call == PARAMETER_CALL else str(calls.nodes[value])
             )
-            given |= dict.fromkeys(self._nodes(cuts, value), arrived[value])
-        begin, end = cuts.range(number)
+            given |= dict.fromkeys(self._nodes(assignment, value), arrived[value])
+        begin, end = assignment.range(number)
         members = {node for part in calls.members[begin:end] for node in part}
         wanted = members | self._glue_for(members, {node for node in results if node not in given})
         used = {before for node in wanted for before in node.all_input_nodes} | set(results)
-        used.update(node for value in sends if value.call == PARAMETER_CALL for node in self._nodes(cuts, value))
+        used.update(node for value in sends if value.call == PARAMETER_CALL for node in self._nodes(assignment, value))
         sources: dict[str, list[fx.Node]] = {}
         for kind in ("inputs", "states", "constants"):
             sources[kind] = [node for node in getattr(exported, kind) if node in used and node not in given]
@@ -200,7 +200,7 @@ class TracedModel:
             if node in wanted:
                 given[node] = graph.node_copy(node, given.__getitem__)
         out = [given[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in exported.results] if last else [
-            arrived[value] if value in arrived else given[self._nodes(cuts, value)[0]] for value in sends
+            arrived[value] if value in arrived else given[self._nodes(assignment, value)[0]] for value in sends
         ]  # fmt: skip
         graph.output(tuple(out))
         return _Program(
@@ -211,11 +211,11 @@ class TracedModel:
             exported.result_spec if last else None,
         )  # fmt: skip
 
-    def _nodes(self, cuts: StageAssignment, value: Value) -> list[fx.Node]:
+    def _nodes(self, assignment: StageAssignment, value: Value) -> list[fx.Node]:
         """Find a value in the whole graph: a result, or all nodes of a transmitted parameter."""
         if value.call != PARAMETER_CALL:
             return [self.calls.nodes[value]]
-        return [node for node, name in self.exported.states.items() if name == cuts.transmitted[value.leaf]]
+        return [node for node, name in self.exported.states.items() if name == assignment.transmitted[value.leaf]]
 
     def _glue_for(self, members: set[fx.Node], results: set[fx.Node]) -> set[fx.Node]:
         """Collect what belongs to no call and these operations need, with all that writes to it."""
