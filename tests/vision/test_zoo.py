@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from arclight.vision import build_model, fuse
+from arclight.vision.models import blocks
 from arclight.vision.models.anchors import best_possible_recall, fit_anchors
+from arclight.vision.models.blocks import concatenate
 
 # name: as trained with 80 classes, folded with 80 classes, as trained with 1, folded with 1 (published sizes)
 SIZES = {
@@ -144,6 +146,35 @@ def test_channels_last_gives_the_same_boxes():
         model.to(memory_format=torch.channels_last)
         torch.testing.assert_close(model(images.to(memory_format=torch.channels_last)), plain, rtol=1e-4, atol=1e-4)
         assert fuse(model)(images).shape == plain.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_concatenated_maps_have_the_gradients_of_slices_without_gaps(dtype):
+    numbers = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, channels, 4, 6, generator=numbers).to(dtype) for channels in (16, 3, 8)]
+    maps = [part.contiguous(memory_format=torch.channels_last).requires_grad_() for part in parts[:2]]
+    maps.append(parts[2].contiguous(memory_format=torch.channels_last))  # a frozen layer's
+    joined, plain = concatenate(maps), torch.cat(maps, dim=1)
+    assert torch.equal(joined, plain)
+    assert joined.is_contiguous(memory_format=torch.channels_last)
+    gradient = torch.randn(2, 27, 4, 6, generator=numbers).to(dtype).contiguous(memory_format=torch.channels_last)
+    found, sliced = (torch.autograd.grad(one, maps[:2], gradient) for one in (joined, plain))
+    assert all(map(torch.equal, found, sliced))
+    assert all(one.is_contiguous(memory_format=torch.channels_last) for one in found)
+    assert not any(one.is_contiguous(memory_format=torch.channels_last) for one in sliced)
+
+
+def test_a_step_in_channels_last_has_the_gradients_of_plain_concatenation(monkeypatch):
+    def gradients():
+        model = small().train().double().to(memory_format=torch.channels_last)
+        raw = model(images.to(memory_format=torch.channels_last))
+        return torch.autograd.grad(sum(level.sigmoid().mean() for level in raw), list(model.parameters()))
+
+    images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = gradients()
+    monkeypatch.setattr(blocks, "concatenate", lambda maps: torch.cat(list(maps), dim=1))
+    for own, plain in zip(found, gradients(), strict=True):
+        torch.testing.assert_close(own, plain, rtol=1e-9, atol=1e-15)
 
 
 def test_boxes_are_float32_under_autocast_and_close_to_full_precision():

@@ -9,6 +9,7 @@ so must `BN_EPS` and `BN_MOMENTUM`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,32 @@ from torch import Tensor, nn
 BN_EPS, BN_MOMENTUM = 1e-3, 0.03  # part of the architecture: weights trained with other values give other outputs
 
 Activation = Callable[[], nn.Module]
+
+
+class _Concatenate(torch.autograd.Function):
+    """Concatenate maps along channels; copy their gradients out of the joint one."""
+
+    @staticmethod
+    def forward(ctx: Any, *maps: Tensor) -> Tensor:
+        ctx.channels = [own.shape[1] for own in maps]
+        return torch.cat(maps, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        parts = zip(gradient.split(ctx.channels, dim=1), ctx.needs_input_grad, strict=True)
+        return tuple(part.clone() if needed else None for part, needed in parts)
+
+
+def concatenate(maps: Sequence[Tensor]) -> Tensor:
+    """Concatenate feature maps (N, C_i, H, W) along channels.
+
+    In channels_last a map's slice of the joint gradient has gaps at each pixel, which the backward kernels of activations take several times
+    as long to read as it takes to close them.
+    """
+    last = maps[0].is_contiguous(memory_format=torch.channels_last)
+    if last and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # graphs have the plain operator
+        return _Concatenate.apply(*maps)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.cat(list(maps), dim=1)
 
 
 class ConvBNAct(nn.Module):
@@ -68,7 +95,7 @@ class C3(nn.Module):
         return nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, 1.0, act) for _ in range(repeats)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), dim=1))  # type: ignore[no-any-return]
+        return self.cv3(concatenate((self.m(self.cv1(x)), self.cv2(x))))  # type: ignore[no-any-return]
 
 
 class GhostConv(nn.Module):
@@ -82,7 +109,7 @@ class GhostConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.cv1(x)
-        return torch.cat((y, self.cv2(y)), dim=1)
+        return concatenate((y, self.cv2(y)))
 
 
 class GhostBottleneck(nn.Module):
@@ -162,7 +189,7 @@ class SPP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.cv1(x)
-        return self.cv2(torch.cat([x, *(pool(x) for pool in self.m)], dim=1))  # type: ignore[no-any-return]
+        return self.cv2(concatenate([x, *(pool(x) for pool in self.m)]))  # type: ignore[no-any-return]
 
 
 class SPPF(nn.Module):
@@ -179,11 +206,11 @@ class SPPF(nn.Module):
         levels = [self.cv1(x)]
         for _ in range(3):
             levels.append(self.m(levels[-1]))
-        return self.cv2(torch.cat(levels, dim=1))  # type: ignore[no-any-return]
+        return self.cv2(concatenate(levels))  # type: ignore[no-any-return]
 
 
 class Concat(nn.Module):
     """Join feature maps of the same size along channels."""
 
     def forward(self, maps: list[Tensor]) -> Tensor:
-        return torch.cat(maps, dim=1)
+        return concatenate(maps)
