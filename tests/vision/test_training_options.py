@@ -103,6 +103,17 @@ def test_a_memory_format_that_is_set_takes_precedence_over_that_of_the_checkpoin
     assert measured.memory_format is torch.channels_last
 
 
+@pytest.mark.parametrize("name", ["auto", "contiguous", "channels_last"])
+def test_images_are_floats_in_the_memory_format(name: str) -> None:
+    made = detector(memory_format=name)
+    images = torch.randint(0, 256, (2, 3, 64, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    before = images.clone()
+    floats = made.prepare(images)
+    assert torch.equal(floats, images.float() / 255)
+    assert torch.equal(images, before)
+    assert floats.is_contiguous(memory_format=made.memory_format or torch.contiguous_format)
+
+
 def test_a_checkpoint_from_before_any_fit_leaves_the_memory_format_to_be_measured() -> None:
     for own, kept in (("auto", {}), ("contiguous", {"memory_format": "contiguous"})):
         checkpoint: dict[str, Any] = {}

@@ -512,8 +512,9 @@ class VisionModule(Module, abc.ABC):
 
     def prepare(self, images: Tensor) -> Tensor:
         """Convert bytes (N, 3, S, S) to floats in [0, 1], in the module's memory format."""
-        floats = images.to(torch.float32).div_(255)
-        return floats.contiguous(memory_format=self.memory_format) if self.memory_format is not None else floats
+        if self.memory_format is not None:  # reordered as bytes, which are a quarter of the floats
+            images = images.contiguous(memory_format=self.memory_format)
+        return images.to(torch.float32).div_(255)
 
     def part_of_batch(self, batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
         """Return images ``start`` to ``stop`` of a batch, with their targets."""
