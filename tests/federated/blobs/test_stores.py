@@ -14,7 +14,7 @@ from arclight.federated.blobs.object_store import MirroredStore, ObjectStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.errors import BlobError
 
-BYTES = bytes(range(256)) * 9000 + b"the end"  # more than two pieces, and no whole number of them
+BYTES = bytes(range(256)) * 9000 + b"the end"  # more than two chunks, and no whole number of them
 
 
 def named(content: bytes) -> str:

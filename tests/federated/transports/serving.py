@@ -62,7 +62,7 @@ class Serving:
 class Line:
     """A TCP connection after the other to ``port``, through here: counted, slowed, cut and falsified.
 
-    up, down: bytes that went to the server, and back. rate: bytes a second, both ways together. change: what becomes of a piece,
+    up, down: bytes that went to the server, and back. rate: bytes a second, both ways together. change: what becomes of a chunk,
     given whether it goes up and the bytes that went that way before; None cuts the connection.
     """
 
@@ -70,7 +70,7 @@ class Line:
         self.target = port
         self.up = self.down = self.connections = 0
         self.rate: float | None = None
-        self.change: Callable[[bool, int, bytes], bytes | None] = lambda up, before, piece: piece
+        self.change: Callable[[bool, int, bytes], bytes | None] = lambda up, before, chunk: chunk
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
@@ -107,16 +107,16 @@ class Line:
                 return
 
     def _pass(self, source: socket.socket, target: socket.socket, *, up: bool) -> bool:
-        piece = source.recv(16384)
-        changed = self.change(up, self.up if up else self.down, piece)
-        if not piece or changed is None:
+        chunk = source.recv(16384)
+        changed = self.change(up, self.up if up else self.down, chunk)
+        if not chunk or changed is None:
             return False
         if self.rate:
-            time.sleep(len(piece) / self.rate)
+            time.sleep(len(chunk) / self.rate)
         if up:  # counted before the other end, which may then look, has it
-            self.up += len(piece)
+            self.up += len(chunk)
         else:
-            self.down += len(piece)
+            self.down += len(chunk)
         target.sendall(changed)
         return True
 

@@ -70,11 +70,11 @@ def cut_at(line: Line, up: bool, *places: int) -> None:
     """Break the connection when so many bytes have gone one way, once for each place."""
     left = list(places)
 
-    def change(goes_up: bool, before: int, piece: bytes) -> bytes | None:
-        if goes_up == up and left and before + len(piece) > left[0]:
+    def change(goes_up: bool, before: int, chunk: bytes) -> bytes | None:
+        if goes_up == up and left and before + len(chunk) > left[0]:
             left.pop(0)
             return None
-        return piece
+        return chunk
 
     line.change = change
 
@@ -129,10 +129,10 @@ def test_an_answer_that_is_lost_is_asked_for_again(line: Line, link: HttpLink) -
     session = _session(link)
     lost: list[bytes] = []
 
-    def change(up: bool, before: int, piece: bytes) -> bytes | None:
+    def change(up: bool, before: int, chunk: bytes) -> bytes | None:
         if up or lost:
-            return piece
-        lost.append(piece)
+            return chunk
+        lost.append(chunk)
         return None
 
     line.change = change
@@ -188,21 +188,21 @@ def _transfer(link: HttpLink, store: FolderStore, up: bool) -> None:
 
 
 def falsify(line: Line, up: bool, times: int) -> list[int]:
-    """Turn a bit in large pieces, which are of bodies."""
+    """Turn a bit in large chunks, which are of bodies."""
     done = [0]
 
-    def change(goes_up: bool, before: int, piece: bytes) -> bytes:
-        if goes_up == up and len(piece) == 16384 and done[0] < times:
+    def change(goes_up: bool, before: int, chunk: bytes) -> bytes:
+        if goes_up == up and len(chunk) == 16384 and done[0] < times:
             done[0] += 1
-            return piece[:9000] + bytes([piece[9000] ^ 1]) + piece[9001:]
-        return piece
+            return chunk[:9000] + bytes([chunk[9000] ^ 1]) + chunk[9001:]
+        return chunk
 
     line.change = change
     return done
 
 
 def test_a_server_that_is_not_there_is_named_with_how_long_it_was_tried(tmp_path: Path, line: Line) -> None:
-    line.change = lambda up, before, piece: None
+    line.change = lambda up, before, chunk: None
     drawn = random.getstate()
 
     def check(seconds: float) -> None:

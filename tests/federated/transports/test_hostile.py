@@ -76,13 +76,13 @@ class Running:
         said += [] if length is None else [f"content-length: {length}"]
         return "\r\n".join([f"{method} {path} HTTP/1.1", *said, "", ""]).encode()
 
-    def raw(self, *pieces: bytes, pause: float = 0.0, until: float = 10.0) -> bytes:
+    def raw(self, *chunks: bytes, pause: float = 0.0, until: float = 10.0) -> bytes:
         """Send bytes and return the answer until the server closes."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=until) as line:
             back = b""
             try:
-                for piece in pieces:
-                    line.sendall(piece)
+                for chunk in chunks:
+                    line.sendall(chunk)
                     if select.select([line], [], [], pause)[0]:
                         break  # it has answered already
                 while came := line.recv(65536):
@@ -446,8 +446,8 @@ def test_a_blob_that_nobody_takes_does_not_hold_its_connection(
             came = len(line.recv(1000))
             time.sleep(1.5)
             with suppress(ConnectionResetError):
-                while piece := line.recv(1 << 20):
-                    came += len(piece)
+                while chunk := line.recv(1 << 20):
+                    came += len(chunk)
         assert came < len(content)
         assert running.ask("GET", f"/v1/blobs/{digest}")[2] == content, "others get it"
     assert "does not take the blob that it asked for" in caplog.text

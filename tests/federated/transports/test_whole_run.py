@@ -52,12 +52,12 @@ def https(service: ServerApi, folder: Path, stack: ExitStack) -> Links:
 
 
 def http_that_breaks(service: ServerApi, folder: Path, stack: ExitStack) -> Links:
-    """About every 25th piece of what passes, whichever way, ends the connection."""
+    """About every 25th chunk of what passes, whichever way, ends the connection."""
     served = stack.enter_context(HttpServer(service))
     line = Line(served.port)
     stack.callback(line.close)
     rng = random.Random(3)
-    line.change = lambda up, before, piece: None if rng.random() < 0.04 else piece
+    line.change = lambda up, before, chunk: None if rng.random() < 0.04 else chunk
     stack.callback(lambda: _check_broken(line))
     return lambda node: HttpLink(line.address, folder / node / "fetched", retry_timeout_s=30)
 

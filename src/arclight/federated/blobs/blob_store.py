@@ -24,7 +24,7 @@ class BlobStore(Protocol):
         """Return a blob's bytes; None if it is not there (yet)."""
 
     def read(self, digest: str, offset: int = 0, length: int | None = None) -> Iterable[bytes]:
-        """Yield part of a blob, piece by piece. Raises BlobError if it is missing."""
+        """Yield part of a blob, chunk by chunk. Raises BlobError if it is missing."""
 
     def put(self, digest: str, source: Path | bytes) -> None:
         """Keep a file or bytes; they are in the store when this returns.
@@ -47,7 +47,7 @@ class BlobStore(Protocol):
         """Remove a blob; nothing happens if it is not there."""
 
 
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Bytes that are read and written at once."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -73,7 +73,7 @@ def wrong_content(digest: str, found: str, size: int) -> BlobError:
     )
 
 
-def read_pieces(path: Path, offset: int = 0, length: int | None = None, size: int = PIECE_BYTES) -> Iterator[bytes]:
+def read_chunks(path: Path, offset: int = 0, length: int | None = None, size: int = CHUNK_BYTES) -> Iterator[bytes]:
     """Yield a file's bytes from ``offset`` on, ``length`` or all, up to ``size`` at once.
 
     Raises BlobError if it ends before.
@@ -82,10 +82,10 @@ def read_pieces(path: Path, offset: int = 0, length: int | None = None, size: in
         file.seek(offset)
         left = length
         while left is None or left > 0:
-            piece = file.read(size if left is None else min(size, left))
-            if not piece:
+            chunk = file.read(size if left is None else min(size, left))
+            if not chunk:
                 if left is None:
                     return
                 raise BlobError(f"{path} ends {left} bytes before the part that was asked for does")
-            left = None if left is None else left - len(piece)
-            yield piece
+            left = None if left is None else left - len(chunk)
+            yield chunk

@@ -20,7 +20,7 @@ from typing import Literal
 from arclight.checkpoint.files import HashedFile
 from arclight.fabric import atomic_replace
 from arclight.fabric.atomic_replace import replace_text
-from arclight.federated.blobs.blob_store import check_digest, missing_blob, read_pieces, wrong_content
+from arclight.federated.blobs.blob_store import check_digest, missing_blob, read_chunks, wrong_content
 from arclight.federated.blobs.partial_blob import PartialBlob, explain_no_space
 from arclight.federated.errors import BlobError
 
@@ -80,7 +80,7 @@ class FolderStore:
             return None
 
     def read(self, digest: str, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
-        return read_pieces(self.file(digest), offset, length)
+        return read_chunks(self.file(digest), offset, length)
 
     def file(self, digest: str) -> Path:
         path = self._path(digest)
@@ -106,7 +106,7 @@ class FolderStore:
                     raise wrong_content(digest, found, seen.st_size)
                 if self._link(digest, source, seen):
                     return
-        self._copy(digest, read_pieces(source))
+        self._copy(digest, read_chunks(source))
 
     def adopt(self, digest: str, path: Path) -> None:
         """Keep a file under the SHA-256 computed when it was written.
@@ -149,7 +149,7 @@ class FolderStore:
             atomic_replace.discard(temporary)
 
     def receive(self, digest: str) -> PartialBlob:
-        """Resume a blob that comes in piece by piece, from where the last attempt ended.
+        """Resume a blob that comes in chunk by chunk, from where the last attempt ended.
 
         Raises BusyError if another thread or process is receiving it.
         """
@@ -214,12 +214,12 @@ class FolderStore:
 
     def _link_or_copy(self, digest: str, path: Path) -> None:
         if not self._link(digest, path, path.stat()):
-            self._copy(digest, read_pieces(path))
+            self._copy(digest, read_chunks(path))
 
-    def _copy(self, digest: str, pieces: Iterable[bytes]) -> None:
+    def _copy(self, digest: str, chunks: Iterable[bytes]) -> None:
         with self._write(digest, durable=self._durable == "all") as file:
-            for piece in pieces:
-                file.write(piece)
+            for chunk in chunks:
+                file.write(chunk)
 
     def _link(self, digest: str, source: Path, seen: os.stat_result) -> bool:
         """Link a file under its digest, if it is still the one that was seen.

@@ -14,12 +14,12 @@ from typing import cast
 
 from arclight.checkpoint.files import HashedFile
 from arclight.checkpoint.remote import RemotePath, is_remote, to_path
-from arclight.federated.blobs.blob_store import PIECE_BYTES, check_digest, missing_blob
+from arclight.federated.blobs.blob_store import CHUNK_BYTES, check_digest, missing_blob
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.partial_blob import BusyError
 from arclight.federated.errors import BlobError, FederatedError, LinkError
 
-_REQUEST_BYTES = 16 * PIECE_BYTES
+_REQUEST_BYTES = 16 * CHUNK_BYTES
 """Bytes that one request reads."""
 _STUCK_TIMEOUT_S = 60.0
 """Seconds without progress after which another process's fetch of the same blob counts as dead."""
@@ -68,7 +68,7 @@ class ObjectStore:
         stop = size if length is None else offset + length
         if stop > size:
             raise BlobError(f"blob {digest[:12]} has {size} bytes: it ends before byte {stop}")
-        return self._pieces(digest, offset, stop)
+        return self._chunks(digest, offset, stop)
 
     def put(self, digest: str, source: Path | bytes) -> None:
         self._cache.put(digest, source)  # verified there
@@ -118,22 +118,22 @@ class ObjectStore:
             if self._cache.size(digest) is not None:
                 incoming.give_up()
                 return
-            for piece in self._pieces(digest, min(incoming.offset, size), size):
-                incoming.write((piece,))
+            for chunk in self._chunks(digest, min(incoming.offset, size), size):
+                incoming.write((chunk,))
             incoming.finish()
 
-    def _pieces(self, digest: str, start: int, stop: int) -> Iterator[bytes]:
+    def _chunks(self, digest: str, start: int, stop: int) -> Iterator[bytes]:
         while start < stop:
             end = min(stop, start + _REQUEST_BYTES)
             try:
-                piece = self._path(digest).read_range(start, end)
+                chunk = self._path(digest).read_range(start, end)
             except FileNotFoundError:
                 raise missing_blob(digest, str(self._root)) from None
             except OSError as error:
                 raise self._unreachable("give", digest, error) from error
-            if len(piece) != end - start:
-                raise BlobError(f"blob {digest[:12]} at {self._root} gave {len(piece)} bytes of {end - start}")
-            yield piece
+            if len(chunk) != end - start:
+                raise BlobError(f"blob {digest[:12]} at {self._root} gave {len(chunk)} bytes of {end - start}")
+            yield chunk
             start = end
 
     def _path(self, digest: str) -> RemotePath:

@@ -1,4 +1,4 @@
-"""Receive a blob piece by piece, and resume where a broken attempt ended.
+"""Receive a blob chunk by chunk, and resume where a broken attempt ended.
 
 `FolderStore.receive` makes one: for the HTTP client, the object store and the server's uploads. A blob appears under its name only whole and
 with the right SHA-256; a lock on the partial file lets one attempt at a time write it.
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from arclight.fabric import atomic_replace
-from arclight.federated.blobs.blob_store import PIECE_BYTES, wrong_content
+from arclight.federated.blobs.blob_store import CHUNK_BYTES, wrong_content
 from arclight.federated.errors import BlobError
 
 
@@ -38,10 +38,10 @@ class PartialBlob:
             self._hash = hashlib.sha256()
             self._moved = False
             self.offset = 0
-            """Bytes that are there; the next piece goes here."""
-            while piece := os.pread(self._file, PIECE_BYTES, self.offset):
-                self._hash.update(piece)
-                self.offset += len(piece)
+            """Bytes that are there; the next chunk goes here."""
+            while chunk := os.pread(self._file, CHUNK_BYTES, self.offset):
+                self._hash.update(chunk)
+                self.offset += len(chunk)
         except BaseException:
             os.close(self._file)
             raise
@@ -52,15 +52,15 @@ class PartialBlob:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, pieces: Iterable[bytes | memoryview]) -> None:
-        """Add pieces.
+    def write(self, chunks: Iterable[bytes | memoryview]) -> None:
+        """Add chunks.
 
         Raises OSError (ENOSPC and kin) if there is no room, and drops what was there.
         """
         try:
             with explain_no_space(self._target.parent, f"blob {self._digest[:12]}"):
-                for piece in pieces:
-                    rest = memoryview(piece)
+                for chunk in chunks:
+                    rest = memoryview(chunk)
                     while rest:
                         count = os.pwrite(self._file, rest, self.offset)
                         self._hash.update(rest[:count])

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from arclight._intervals import former_names
 from arclight.fabric.extras import require
 from arclight.federated.blobs import BlobStore
-from arclight.federated.blobs.blob_store import PIECE_BYTES, check_digest, missing_blob, read_pieces
+from arclight.federated.blobs.blob_store import CHUNK_BYTES, check_digest, missing_blob, read_chunks
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.blobs.partial_blob import BusyError, PartialBlob
@@ -177,7 +177,7 @@ class HttpLink:
             response = self._pool().urlopen(
                 method,
                 path,
-                body,  # type: ignore[arg-type]  # any bytes-like pieces are sent
+                body,  # type: ignore[arg-type]  # any bytes-like chunks are sent
                 {**own, **(headers or {})},
                 retries=False,
                 redirect=False,
@@ -449,7 +449,7 @@ class HttpBlobStore:
         part = (
             (source[start:stop],)
             if isinstance(source, bytes)
-            else read_pieces(source, start, stop - start, _BLOCK_BYTES)
+            else read_chunks(source, start, stop - start, _BLOCK_BYTES)
         )
         sent: bool | None = self._request("PUT", f"/v1/blobs/{digest}", then=then, body=part, headers=headers)
         return sent
@@ -483,12 +483,12 @@ class HttpBlobStore:
             )
         if response.status == 200:
             incoming.restart()
-        while piece := response.read1(PIECE_BYTES):
-            incoming.write((piece,))
+        while chunk := response.read1(CHUNK_BYTES):
+            incoming.write((chunk,))
 
     def _read_some(self, digest: str, offset: int, length: int | None, held: list[bytes]) -> bool:
-        """Read up to `PIECE_BYTES` bytes into ``held``; return True at the end of the blob."""
-        last = offset + min(PIECE_BYTES, PIECE_BYTES if length is None else length) - 1
+        """Read up to `CHUNK_BYTES` bytes into ``held``; return True at the end of the blob."""
+        last = offset + min(CHUNK_BYTES, CHUNK_BYTES if length is None else length) - 1
         held.clear()
 
         def then(response: BaseHTTPResponse) -> bool:

@@ -361,19 +361,19 @@ class App:
         status = 206 if "range" in request.headers else 200
         if request.method == "HEAD":
             return _response("", status=status, headers=headers)
-        pieces = await loop.run_in_executor(self._files, partial(self._server.blobs.read, digest, start, stop - start))
-        return _timely_stream(self._prefetched(iter(pieces)), status, headers, self._limits)
+        chunks = await loop.run_in_executor(self._files, partial(self._server.blobs.read, digest, start, stop - start))
+        return _timely_stream(self._prefetched(iter(chunks)), status, headers, self._limits)
 
-    async def _prefetched(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield pieces, reading the next while one is sent."""
+    async def _prefetched(self, chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield chunks, reading the next while one is sent."""
         loop = asyncio.get_running_loop()
-        coming = loop.run_in_executor(self._files, next, pieces, None)
-        while (piece := await coming) is not None:
-            coming = loop.run_in_executor(self._files, next, pieces, None)
-            yield piece
+        coming = loop.run_in_executor(self._files, next, chunks, None)
+        while (chunk := await coming) is not None:
+            coming = loop.run_in_executor(self._files, next, chunks, None)
+            yield chunk
 
 
-def _timely_stream(pieces: AsyncIterator[bytes], status: int, headers: dict[str, str], limits: Limits) -> Response:
+def _timely_stream(chunks: AsyncIterator[bytes], status: int, headers: dict[str, str], limits: Limits) -> Response:
     """Stream an answer that is broken off if it is not taken in time."""
     base: Any = require("starlette.responses", extra="federated").StreamingResponse
 
@@ -390,7 +390,7 @@ def _timely_stream(pieces: AsyncIterator[bytes], status: int, headers: dict[str,
                     "%s does not take the blob that it asked for; the connection is closed", scope.get("client")
                 )
 
-    made: Response = Timely(pieces, status, headers=headers, media_type="application/octet-stream")
+    made: Response = Timely(chunks, status, headers=headers, media_type="application/octet-stream")
     return made
 
 

@@ -1,7 +1,7 @@
 """Receive uploads of blobs within limits of size, time and memory.
 
 `http_server` gives it requests that put a blob, and reads messages by `whole_body`; `http_client` sends parts of `PART` bytes. Clients are untrusted:
-of a blob no more than a piece or two is kept in memory, and it counts once its hash is right. Status codes and headers are the protocol.
+of a blob no more than a chunk or two is kept in memory, and it counts once its hash is right. Status codes and headers are the protocol.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from arclight.federated.blobs.blob_store import PIECE_BYTES, BlobStore
+from arclight.federated.blobs.blob_store import CHUNK_BYTES, BlobStore
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.partial_blob import BusyError, PartialBlob
 from arclight.federated.errors import BlobError
@@ -56,7 +56,7 @@ def length_of(request: Request, largest: int, what: str) -> int:
 async def whole_body(request: Request, limits: Limits, largest: int) -> bytes:
     """Read a small body at once."""
     length_of(request, largest, "a message")
-    return b"".join([piece async for piece in timely(request, limits)])
+    return b"".join([chunk async for chunk in timely(request, limits)])
 
 
 class UploadHandler:
@@ -161,11 +161,11 @@ class UploadHandler:
     async def _write(self, request: Request, incoming: PartialBlob) -> None:
         """Write a body as it arrives, and keep all that came of a broken one."""
         batch, size, writing = list[bytes](), 0, None
-        room = min(PIECE_BYTES, max(_MEMORY_BYTES // (2 * len(self._open)), _LEAST_BYTES))
+        room = min(CHUNK_BYTES, max(_MEMORY_BYTES // (2 * len(self._open)), _LEAST_BYTES))
         try:
-            async for piece in timely(request, self._limits):
-                batch.append(piece)
-                size += len(piece)
+            async for chunk in timely(request, self._limits):
+                batch.append(chunk)
+                size += len(chunk)
                 if size >= room:
                     if writing is not None:
                         await writing
@@ -248,11 +248,11 @@ async def timely(request: Request, limits: Limits) -> AsyncIterator[bytes]:
     while True:
         try:
             async with pace.wait():
-                piece = await anext(stream)
+                chunk = await anext(stream)
         except StopAsyncIteration:
             return
         except TimeoutError:
             raise pace.stopped(came) from None
-        came += len(piece)
+        came += len(chunk)
         pace.check(came)
-        yield piece
+        yield chunk
