@@ -587,8 +587,34 @@ def test_outputs_that_are_none_are_left_out_by_name(form: Format, tmp_path: Path
     logits, hidden = program(x)
     torch.testing.assert_close(logits, model.layer(x).detach(), rtol=0, atol=1e-5)
     torch.testing.assert_close(hidden, x * 2)
-    assert len(program.outputs) == 2
+    assert [output.name for output in program.outputs] == ["logits", "hidden.1"]
     assert program.metadata["absent_outputs"] == ["past", "hidden.0"]
+
+
+class Keyed(nn.Module):
+    def __init__(self, keys: tuple[object, ...]) -> None:
+        super().__init__()
+        self.keys = keys
+
+    def forward(self, x: Tensor) -> dict[object, Tensor]:
+        return {key: x + place for place, key in enumerate(self.keys)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "given", "names"),
+    [
+        (("z", "boxes", "a"), None, ["z", "boxes", "a"]), (("x", "y"), None, ["x_1", "y"]), (("b", "a"), ["c", "d"], ["c", "d"]),
+        ((1, 2), None, ["add", "add_1"]), (("", "a"), None, ["add", "add_1"]),
+    ],
+)  # fmt: skip
+def test_outputs_in_a_dict_are_named_by_their_keys(
+    keys: tuple[object, ...], given: list[str] | None, names: list[str], tmp_path: Path
+) -> None:
+    x = torch.randn(2, 3)
+    program = export(Keyed(keys), tmp_path / "p.onnx", example_inputs=x, input_names=["x"], output_names=given)
+    assert [output.name for output in program.outputs] == names
+    for place, value in enumerate(program(x)):
+        torch.testing.assert_close(value, x + place)
 
 
 def test_quantized_models_leave_out_outputs_that_are_none(tmp_path: Path) -> None:
@@ -597,6 +623,7 @@ def test_quantized_models_leave_out_outputs_that_are_none(tmp_path: Path) -> Non
     assert quantized(x)["past"] is None
     program = export(quantized, tmp_path / "p.onnx", example_inputs=x)
     assert program.metadata["absent_outputs"] == ["past", "hidden.0"]
+    assert [output.name for output in program.outputs] == ["logits", "hidden.1"]
     torch.testing.assert_close(program(x)[0], quantized(x)["logits"], rtol=0, atol=0.05)
 
 

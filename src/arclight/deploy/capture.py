@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, OutputKind
-from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path
+from torch.utils._pytree import MappingKey, keystr, tree_flatten, tree_leaves_with_path
 
 from arclight.deploy import failures
 from arclight.deploy.errors import ExportError
@@ -65,11 +65,23 @@ def as_outputs(outputs: Any) -> list[Tensor]:
 
 def absent_outputs(outputs: Any) -> list[str]:
     """Name the outputs that are None, by their places: "past", "0.hidden"."""
-    return [
-        ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in place)
-        for place, value in tree_leaves_with_path(outputs)
-        if value is None
-    ]
+    return [_named(place) for place, value in tree_leaves_with_path(outputs) if value is None]
+
+
+def output_keys(outputs: Any) -> list[str] | None:
+    """Name the tensors of a dict by their places: "logits", "hidden.1".
+
+    None for other outputs, and if the names are not unique, or a key is no text or empty.
+    """
+    places = [place for place, value in tree_leaves_with_path(outputs) if isinstance(value, Tensor)]
+    names = [_named(place) for place in places]
+    keys = [key.key for place in places for key in place if isinstance(key, MappingKey)]
+    in_dict = isinstance(outputs, Mapping) and all(isinstance(key, str) and key for key in keys)
+    return names if in_dict and len({*names}) == len(names) else None
+
+
+def _named(place: tuple[Any, ...]) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in place)
 
 
 NOT_RUN = (

@@ -46,6 +46,7 @@ from arclight.deploy.capture import (
     free_sizes,
     frozen_copy,
     in_float32,
+    output_keys,
     resized,
     trial_run,
     with_sizes,
@@ -441,7 +442,9 @@ class _Source:
         self._module = copy.deepcopy(self._quantized).cpu().graph if self._quantized else frozen_copy(model)
         shaped = self._quantized.reference if self._quantized else self._module
         self.sizes = _Sizes.of(shaped, self.inputs, compared, request.dynamic, request.dynamic_batch)
-        self._described |= _tried(self._module, self.inputs, request.input_names, request.output_names)
+        outputs = _tried(self._module, self.inputs, request.input_names, request.output_names)
+        self._described |= {"absent_outputs": absent} if (absent := absent_outputs(outputs)) else {}
+        self._output_keys = output_keys(outputs)
 
     @classmethod
     def of_each(cls, models: Mapping[Format, nn.Module | QuantizedModel], request: Request) -> dict[Format, _Source]:
@@ -457,7 +460,9 @@ class _Source:
         start = time.perf_counter()
         exported = self.sizes.capture(self._module, formats)
         self._build_s["capture"] = time.perf_counter() - start
-        return Captured(exported, self.sizes.names(), self._request.input_names, self._request.output_names)
+        return Captured(
+            exported, self.sizes.names(), self._request.input_names, self._request.output_names, self._output_keys
+        )
 
     def drafted(self, plan: _Plan, captured: Captured, stack: ExitStack) -> _Draft:
         """Write the program as a draft, and accept it by its outputs, kernels and scores.
@@ -498,8 +503,8 @@ def _taken(model: nn.Module | QuantizedModel, batch: Tensor | Sequence[Tensor]) 
 
 def _tried(
     module: nn.Module, inputs: Inputs, input_names: Sequence[str] | None, output_names: Sequence[str] | None
-) -> dict[str, list[str]]:
-    """Run the model on the example; return the names of outputs that are None.
+) -> Any:
+    """Run the model on the example; return its outputs.
 
     Raises ExportError for outputs that no program can give, and for names that do not fit.
     """
@@ -517,8 +522,7 @@ def _tried(
                 f"output {name} of the model has shape {tuple(tensor.shape)} on the example and holds no value, so nothing can be told from it: "
                 "give an example on which it holds some, or wrap the model in one that leaves it out"
             )
-    absent = absent_outputs(outputs)
-    return {"absent_outputs": absent} if absent else {}
+    return outputs
 
 
 def _check_names(

@@ -83,11 +83,14 @@ class Captured:
     """Free dimensions of each input; their names are those of the program's."""
     input_names: Sequence[str] | None
     output_names: Sequence[str] | None
+    output_keys: Sequence[str] | None = None
+    """Names of outputs without ``output_names``: their places in the dict that the model returns; None if it returns something else."""
 
     def names(self) -> tuple[list[str], list[str]]:
-        """Return the names of inputs and outputs, unique, by default from the graph.
+        """Return the names of inputs and outputs, unique.
 
-        An output whose name is taken by an input or another output gets a number. Raises ExportError if an output is named like an input.
+        By default they are the keys of outputs, or from the graph. An output whose name is taken by an input or another output gets a number.
+        Raises ExportError if an output is named like an input.
         """
         taken, given = self._nodes()
         inputs = list(self.input_names or [node.name for node in taken])
@@ -98,8 +101,8 @@ class Captured:
                 )
             return inputs, list(self.output_names)
         outputs: list[str] = []
-        for node in given:
-            names = itertools.chain([node.name], (f"{node.name}_{number}" for number in itertools.count(1)))
+        for wanted in self.output_keys or [node.name for node in given]:
+            names = itertools.chain([wanted], (f"{wanted}_{number}" for number in itertools.count(1)))
             outputs.append(next(name for name in names if name not in inputs and name not in outputs))
         return inputs, outputs
 
