@@ -285,7 +285,7 @@ def _rows(
 
 @contextmanager
 def _type_named(name: str, program: Callable[..., Any], tensors: Inputs) -> Iterator[None]:
-    """Raise ProgramError in place of torch's error for inputs in another type than the weights of a model."""
+    """Raise ProgramError, in place of torch's error, for inputs in another type than weights."""
     try:
         yield
     except RuntimeError as error:

@@ -230,7 +230,7 @@ def fold(graph: GraphModule) -> None:
 
 
 def _erase_counters(graph: GraphModule) -> None:
-    """Erase the counts of batches, except those of batch norms that still use the batch's statistics.
+    """Erase counts of batches, except those of batch norms that use the batch's statistics.
 
     They write into a buffer, so nothing takes them for dead code.
     """
