@@ -116,6 +116,9 @@ def fixed_sizes() -> None:
     with torch.no_grad():
         moe(tokens()[:, :0])
     assert float(moe.dispatcher.dropped) == 0.0  # type: ignore[attr-defined]
+    lopsided = layer()
+    shard_experts(lopsided, whole_mesh(), capacity=TOKENS * CONFIG.top_k)
+    compare(lopsided, (0, TOKENS) if dist.get_rank() == 0 else (TOKENS, TOKENS))
 
 
 def too_small() -> None:

@@ -116,10 +116,8 @@ class AllToAllDispatcher:
         kept_R, target_R = slot_R < capacity, peer_R * capacity + slot_R.clamp(max=capacity - 1)
         self.dropped = (~kept_R).sum() / max(rows, 1)
         real = real_WC.flatten()
-        if rows:
-            block = take_rows(rows_RD, source, target_R, valid=real, back_valid=kept_R)
-        else:
-            block = rows_RD.new_zeros(self.size * capacity, rows_RD.shape[1])
+        # also without rows: the backward of every process exchanges gradients
+        block = take_rows(rows_RD, source, target_R, valid=real, back_valid=kept_R)
         even = [capacity] * self.size
         came = _Exchange.apply(block, even, even, self.group)
         owner = torch.searchsorted(received_WL.cumsum(1), slots_C.expand(self.size, -1).contiguous(), right=True)

@@ -32,6 +32,8 @@ def inverse_permutation(order: Tensor) -> Tensor:
 
 
 def _gather(x: Tensor, index: Tensor, valid: Tensor | None) -> Tensor:
+    if not len(x) and valid is not None:
+        return x.new_zeros(len(index), *x.shape[1:])  # ``index`` names no row then, and none is valid
     rows = x[index]
     return rows if valid is None else rows.masked_fill_(~valid[:, None], 0)
 
