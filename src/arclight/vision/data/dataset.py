@@ -217,8 +217,8 @@ class DetectionDataset(Dataset[Sample]):
         self.image_size, self.augment, self.epochs, self.cache = image_size, augment, epochs, cache
         self._files = disk_cache
         self._fixed = frozenset[int]() if augment is None else augmentation.never_mirrored(names, augment)
-        self._known_shapes = None if shapes is None else list(shapes)
         self._stride, self._shapes = stride, self._image_shapes(shapes, ordered=augment is None) if rect else None
+        self._known_shapes = self._shapes if rect or shapes is None else list(shapes)
         self._sides = batch_sides(image_size, multi_scale, stride)
         self._multi_scale, self._resizing = multi_scale, resizing
         self._weights = draw_weights(self.labels) if image_weights else None

@@ -160,7 +160,10 @@ class Masks:
 
 
 def _compressed(runs: Sequence[int]) -> str:
-    """Encode run lengths as COCO does: 5 bits a letter, and a flag for more; from the fourth on against the last but one."""
+    """Encode run lengths as COCO does, 5 bits a letter and a flag for more.
+
+    From the fourth on the difference from the last but one is encoded.
+    """
     letters = []
     for place, run in enumerate(runs):
         value, more = run - runs[place - 2] if place > 2 else run, True

@@ -88,8 +88,9 @@ def _zxing(image: Image, **options: Any) -> list[Any]:
 
 
 def read_other_symbols(image: Image) -> list[tuple[str, DecodedCode]]:
-    """Read the symbols of a whole picture (grey or RGB) that are no QR codes, each behind the name of its symbology.
+    """Read the symbols of a whole picture (grey or RGB) that are no QR codes.
 
+    Each comes behind the name of its symbology.
     Symbologies that detect hardly any error (Codabar, Code 39, ITF) are left out: stripes of a photo pass for them.
     """
     formats = [getattr(zxingcpp.BarcodeFormat, name) for name in OTHER_SYMBOLOGIES]

@@ -94,7 +94,10 @@ class Code:
     """Name of the symbology of what is no QR code, such as EAN13: see `other_symbols`."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain dictionaries, lists, numbers and text; ``symbology`` only of what is no QR code."""
+        """Return plain dictionaries, lists, numbers and text.
+
+        ``symbology`` is there only of what is no QR code.
+        """
         named = {} if self.symbology is None else {"symbology": self.symbology}
         return named | {
             "corners_px": [list(point) for point in self.corners_px],
@@ -142,10 +145,10 @@ def scan(image: Image, detector: DetectFn | None = None, *, stop: StopFn = never
 
 
 def other_symbols(image: Image) -> list[Code]:
-    """Read the symbols of ``image`` (H, W, 3) or (H, W), uint8, that are no QR codes: bar codes, Data Matrix, Aztec and others.
+    """Read the symbols of ``image`` that are no QR codes: bar codes, Data Matrix and others.
 
-    They are no payment codes, whatever they say, and their ``symbology`` is named. The whole picture is read once, plainly. Raises ValueError for
-    an array that is no such image.
+    ``image``: (H, W, 3) RGB or (H, W) grey, uint8. They are no payment codes, whatever they say, and their ``symbology`` is
+    named. The whole picture is read once, plainly. Raises ValueError for an array that is no such image.
     """
     grey = as_grey(image)
     if min(grey.shape) < 8:

@@ -166,7 +166,7 @@ class Registry:
 
 
 def letters(text: str) -> str:
-    """Normalise a name to its letters and digits, in upper case and without accents, for comparison."""
+    """Normalise a name to its letters and digits, in upper case and without accents."""
     return "".join(c for c in unicodedata.normalize("NFKD", text.upper()) if c.isalnum())
 
 
