@@ -36,7 +36,7 @@ class _HubDetector(torch.nn.Module):
         return list(self.detector.names)
 
     def forward(self, images: Any, size: int | None = None) -> Any:
-        """Detect in one image or several: files, RGB uint8 arrays (H, W, 3), PIL images; a list of Detections.
+        """Detect in one image or several: files, RGB or grey uint8 arrays, PIL images; a list of Detections.
 
         A tensor (N, 3, H, W) in [0, 1] goes through the network alone. ``size``: side of the square that photos are laid into.
         """
@@ -55,15 +55,17 @@ class _HubDetector(torch.nn.Module):
 
 
 def _photo(image: Any) -> Any:
+    """Return an image as every reader of Arclight sees it: turned by its EXIF, white where it is transparent."""
     import numpy as np
 
-    from arclight.vision.data.images import decode_image
+    from arclight.vision.data.images import MAX_PIXELS, decode_image
+    from arclight.vision.inputs.memory_images import is_pil, memory_image
 
     if isinstance(image, str | Path):
         if "://" in str(image):
             raise ValueError(f"{image}: nothing is downloaded; give a file, an RGB array or a PIL image")
         return decode_image(Path(image))
-    return np.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
+    return memory_image(image if is_pil(image) else np.asarray(image), MAX_PIXELS)
 
 
 def _served(detector: Any, autoshape: bool, device: Any) -> torch.nn.Module:

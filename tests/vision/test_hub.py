@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from PIL import Image as PILImage
 
 from arclight.trainer import Trainer
 from arclight.vision import Detector
@@ -46,6 +47,24 @@ def test_pretrained_weights_and_images_are_not_downloaded() -> None:
         load("yolov5s", pretrained=True)
     with pytest.raises(ValueError, match="nothing is downloaded"):
         load("yolov5n", classes=1)("https://example.org/photo.jpg")
+
+
+def test_pictures_of_pillow_are_seen_as_their_files_are(tmp_path: Path) -> None:
+    """A photo that its EXIF turns, one that is transparent, one of 16 bits, and an array in grey."""
+    photo = runpy.run_path(str(ROOT / "hubconf.py"))["_photo"]
+    noise = np.random.default_rng(0).integers(0, 255, (20, 40, 4), np.uint8)
+    exif = PILImage.Exif()
+    exif[0x0112] = 6
+    PILImage.fromarray(noise[..., :3]).save(tmp_path / "turned.png", exif=exif)
+    PILImage.fromarray(noise).save(tmp_path / "clear.png")
+    PILImage.fromarray(noise[..., 0].astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    for name in ("turned", "clear", "deep"):
+        file = tmp_path / f"{name}.png"
+        np.testing.assert_array_equal(photo(PILImage.open(file)), photo(str(file)), err_msg=name)
+    assert photo(tmp_path / "turned.png").shape == (40, 20, 3)
+    np.testing.assert_array_equal(photo(noise[..., 0]), np.repeat(noise[..., :1], 3, 2))
+    with pytest.raises(ValueError, match="give uint8"):
+        photo(noise.astype(np.float32))
 
 
 def test_a_file_of_the_user_s_own_detects_as_the_detector_does(tmp_path: Path) -> None:
