@@ -246,6 +246,16 @@ def test_all_options_train_together(tmp_path: Path, write_dataset: Callable[...,
     assert not (tmp_path / "set/train.cache.npz").exists()
 
 
+def test_the_disk_cache_of_a_data_set_named_by_its_folder_is_in_it(
+    tmp_path: Path, write_dataset: Callable[..., Path]
+) -> None:
+    folder = write_dataset(tmp_path / "set", 4).parent
+    task = DetectionTask(data=folder, image_size=64, workers=0, cache_labels=False, disk_cache=True)
+    DetectionData(task).open_for_training().__getitems__([0, 1])
+    assert list((folder / "images.cache").glob("*.npy"))
+    assert [one.name for one in tmp_path.iterdir()] == ["set"], "it lay beside the folder"
+
+
 def test_a_single_class_is_one_in_kept_images_too(tmp_path: Path, write_dataset: Callable[..., Path]) -> None:
     yaml = write_dataset(tmp_path, 6)
     task = DetectionTask(

@@ -424,7 +424,7 @@ class DetectionData(VisionData):
         selection = None if s.share is None else SiteSplit(self.spec, s.share)
         mix = s.mix if options.get("augment") is not None else ()
         if options.get("augment") is not None:
-            files = s.data.parent / "images.cache" if s.disk_cache else None
+            files = self.spec.file.parent / "images.cache" if s.disk_cache else None
             options |= {"disk_cache": files, "image_weights": s.image_weights}
             if s.multi_scale or s.rect_train or s.progressive_resizing:
                 options |= {"multi_scale": s.multi_scale, "stride": self._coarsest_stride(), "rect": s.rect_train}
