@@ -138,6 +138,7 @@ def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb
         ("predict runs/lm --prompt x", "arclight: --prompt needs the run or the program of a language model first"),
         ("serve --program x.onnx --port high", "arclight: argument --port: invalid int value: 'high' (see arclight"),
         ("scan a.jpg --program x.onnx", "arclight: there is no program at x.onnx\n"),
+        ("scan a.jpg --stride 0", "arclight: argument --stride: 0 is not 1 or more (see arclight"),
         ("compare a b --seed -3", "arclight: argument --seed: -3 is not 0 or more (see arclight"),
         (
             "data",

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, add_runtime, add_trust, runtime_said, trusted, write_json
+from arclight.cli.arguments import Parser, UsageError, add_runtime, add_trust, count, runtime_said, trusted, write_json
 from arclight.cli.style import console_of, progressed
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _parser() -> Parser:
         help="verify the codes that cameras and videos show (--registry): a frame is printed, and kept for --report and --json, when a "
         "code is new or its verdict, that of most of its frames, changes; ctrl-C ends it",
     )
-    parser.add_argument("--stride", type=int, default=1, metavar="N", help="use every N-th frame of a video")
+    parser.add_argument("--stride", type=count, default=1, metavar="N", help="use every N-th frame of a video")
     return parser
 
 
@@ -195,14 +195,14 @@ def watch(frames: ImageSource, verifier: _Verifier, detector: Any, json_file: Pa
     from arclight.vision.inputs.memory_images import SourceError
     from arclight.vision.results.writers import Names
 
-    watched, found, count = WatchedCodes(), dict[str, Any](), 0
+    watched, found, looked_at = WatchedCodes(), dict[str, Any](), 0
     names, lost = Names(), None
     with stopping(frames.stop):
         try:
             for frame in frames:
                 name, _ = names.of(frame.path, frame.index)
                 verification = verifier.verify(frame.image, detector)
-                count += 1
+                looked_at += 1
                 if not watched.update(frame.path, verification.checked):
                     continue
                 console.print(verdicts(name, verification))
@@ -213,10 +213,10 @@ def watch(frames: ImageSource, verifier: _Verifier, detector: Any, json_file: Pa
             lost = error  # what was seen before is kept
     standing = watched.standing()
     listed = ", ".join(f"{standing[verdict]} {verdict}" for verdict in _STYLES)
-    console.print(f"watched: {count} frames, {standing.total()} codes: {listed}", highlight=False)
+    console.print(f"watched: {looked_at} frames, {standing.total()} codes: {listed}", highlight=False)
     write_json(json_file, found, escaped=False)
     verifier.write()
-    return _status(lost, standing["mismatch"] > 0, count)
+    return _status(lost, standing["mismatch"] > 0, looked_at)
 
 
 class WatchedCodes:
