@@ -155,10 +155,10 @@ def test_other_text_to_validate_with(folder: Path) -> None:
 def test_too_little_text_to_hold_any_out(folder: Path) -> None:
     (folder / "one").mkdir()
     (folder / "one" / "a.txt").write_text("x")  # which cannot be cut
-    with pytest.raises(MisconfigurationError, match=r"of 1 document leaves none|leaves no documents to train with"):
+    with pytest.raises(MisconfigurationError, match="of 1 document leaves none"):
         ready(folder, data=str(folder / "one"))
     (folder / "one" / "a.txt").write_text("x" * 5000)
-    with pytest.raises(MisconfigurationError, match=r"held_out = 0\.9999 leaves no|too few|gives"):
+    with pytest.raises(MisconfigurationError, match=r"held_out = 0\.9999 leaves no documents to train with"):
         ready(folder, data=str(folder / "one"), held_out=0.9999)
     write_corpus(folder / "tokens", documents(folder / "prose"), ByteTokenizer())
     with pytest.raises(MisconfigurationError, match=r"tokens has no split val: tokenize with --held-out"):
@@ -211,13 +211,13 @@ def test_an_order_that_differs_from_the_checkpoints_warns(folder: Path) -> None:
 
 
 def test_settings_that_would_do_nothing_are_refused() -> None:
-    for wrong in (
-        {"epoch_samples": 4},
-        {"epoch_samples": 0, "data": {"a": "x"}},
-        {"prepare_workers": 0},
-        {"workers": -1},
+    for wrong, message in (
+        ({"epoch_samples": 4}, "epoch_samples needs a mixture of named sources"),
+        ({"epoch_samples": 0, "data": {"a": "x"}}, "epoch_samples: need int >= 1"),
+        ({"prepare_workers": 0}, "prepare_workers: need int >= 1"),
+        ({"workers": -1}, "workers: need int >= 0"),
     ):
-        with pytest.raises(ValueError, match=r"need|is of a mixture"):
+        with pytest.raises(ValueError, match=f"^{message}"):
             Text(**wrong)  # type: ignore[arg-type]
 
 

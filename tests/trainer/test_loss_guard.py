@@ -228,8 +228,13 @@ def test_loss_history_survives_a_resume(tmp_path: Path) -> None:
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:
-    for options in ({"policy": "pray"}, {"sigma": 0.0}, {"warmup": 200}, {"patience": 0}):
-        with pytest.raises(ValueError, match=r"LossGuard needs|is not known|sigma: need|patience: need"):
+    for options, message in (
+        ({"policy": "pray"}, "policy='pray' is not known; choose skip, rollback or stop"),
+        ({"sigma": 0.0}, "sigma: need number > 0"),
+        ({"warmup": 200}, "LossGuard needs 1 < warmup <= window, .* got warmup=200, window=100"),
+        ({"patience": 0}, "LossGuard needs .* patience >= 1 .*, patience=0,"),
+    ):
+        with pytest.raises(ValueError, match=message):
             LossGuard(**options)  # type: ignore[arg-type]
 
 

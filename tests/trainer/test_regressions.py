@@ -301,7 +301,8 @@ def test_a_fabric_loader_left_early_starts_over_unless_it_was_resumed() -> None:
     ],
 )
 def test_settings_out_of_range_are_named(setting: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"must be (at least|above|a non-negative)|it has to be in"):
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError, match=f"`{name}` must be|invalid value {value} for {name}, it has to be in"):
         trainer(**setting).fit(Small(), batches(), batches(1))
 
 

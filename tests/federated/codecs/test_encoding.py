@@ -226,7 +226,7 @@ def test_parts_that_cannot_be_are_refused(codec) -> None:
 
 @quick
 @given(st.integers(0, 2**31))
-def test_random_bytes_for_places_are_values_or_refused(seed: int) -> None:
+def test_random_bytes_for_places_are_refused(seed: int) -> None:
     encoded = say(torch.randn(3, 2000), TopK(block=4096))
     noise = torch.randint(0, 256, encoded.parts["index"].shape, generator=torch.Generator().manual_seed(seed))
     with pytest.raises(BlobError, match="rise"):
@@ -234,29 +234,41 @@ def test_random_bytes_for_places_are_values_or_refused(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"codec": "int5"},
-        {"dtype": "I64"},
-        {"dtype": "F31"},
-        {"shape": (-3, 5)},
-        {"shape": (10**9, 10**9)},
-        {"settings": {"block": 0}},
-        {"settings": {"block": "256"}},
-        {"settings": {"block": 3}},
-        {"settings": {"block": True}},
-        {"settings": {}},
-        {"settings": {"block": 4096, "keep": 5000, "bits": 2}},
-        {"settings": {"block": 4096, "keep": 123, "bits": 9}},
+        ({"codec": "int5"}, "there is no codec 'int5' here"),
+        ({"dtype": "I64"}, "values of torch.int64 cannot be quantized"),
+        ({"dtype": "F31"}, "there is no type 'F31' here"),
+        ({"shape": (-3, 5)}, r"the shape \(-3, 5\) has a negative size"),
+        ({"shape": (10**9, 10**9)}, r"expected \d{15,} "),
+        ({"settings": {"block": 0}}, "block must be from 2 to 1048576, got 0"),
+        ({"settings": {"block": "256"}}, "block must be from 2 to 1048576, got '256'"),
+        ({"settings": {"block": 3}}, "block must be (even|a power of two up to 65536), got 3"),
+        ({"settings": {"block": True}}, "block must be from 2 to 1048576, got True"),
+        ({"settings": {}}, "block must be from 2 to 1048576, got None"),
     ],
 )
 @pytest.mark.parametrize("codec", [Int8(), Int4(), TopK()])
-def test_entries_that_cannot_be_are_refused(change, codec) -> None:
+def test_entries_that_cannot_be_are_refused(change, message: str, codec) -> None:
     encoded = say(torch.randn(3, 5000), codec)
-    if "keep" in change.get("settings", {}) and not isinstance(codec, TopK):
-        change = {"settings": {"block": 7}}
-    with pytest.raises(BlobError, match="k"):
-        decode("k", dataclasses.replace(encoded, **change))
+    with pytest.raises(BlobError, match=rf"^layer\.weight.*: {message}"):
+        decode("layer.weight", dataclasses.replace(encoded, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keep": 0}, "keep must be from 1 to 4096, got 0"),
+        ({"keep": 5000}, "keep must be from 1 to 4096, got 5000"),
+        ({"bits": 0}, "bits must be from 1 to 4, got 0"),
+        ({"bits": 9}, "bits must be from 1 to 4, got 9"),
+    ],
+)
+def test_settings_of_top_k_that_cannot_be_are_refused(change, message: str) -> None:
+    encoded = say(torch.randn(3, 5000), TopK())
+    settings = {"block": 4096, "keep": 123, "bits": 2, **change}
+    with pytest.raises(BlobError, match=message):
+        decode("layer.weight", dataclasses.replace(encoded, settings=settings))
 
 
 def test_a_residual_of_another_shape_is_refused() -> None:
@@ -271,7 +283,8 @@ def test_tables_bring_codecs_back(codec) -> None:
 
 @pytest.mark.parametrize("table", [{}, {"kind": "zip"}, {"kind": "int8", "block": 3}, {"kind": "topk", "size": 1}])
 def test_tables_of_no_codec_are_refused(table) -> None:
-    with pytest.raises(ProtocolError, match="codec"):
+    message = "cannot be as it was asked for" if "block" in table or "size" in table else "there is no codec "
+    with pytest.raises(ProtocolError, match=message):
         from_table(table)
 
 
