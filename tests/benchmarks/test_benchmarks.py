@@ -29,7 +29,7 @@ def test_programs_are_found() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_benchmarks_import(name: str) -> None:
-    importlib.import_module(f"benchmarks.{name}")
+    assert importlib.import_module(f"benchmarks.{name}").__doc__, "its --help shows it"
 
 
 def test_make_bench_runs_every_program_as_a_module() -> None:

@@ -124,8 +124,11 @@ def test_inputs_that_are_one_value_are_refused_where_the_stem_is_in_float(model:
         quantize(model, [torch.zeros(2, 3, 64, 64)])
 
 
-def test_a_batch_of_its_own_value_each_is_accepted() -> None:
-    quantize(small(), [torch.full((2, 4, 16, 16), value) for value in (-1.0, 0.5, 1.0)], recipe=Int8(min_sqnr_db=-100))
+def test_a_batch_of_its_own_value_each_is_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    batches = [torch.full((2, 4, 16, 16), value) for value in (-1.0, 0.5, 1.0)]
+    quantized = quantize(small(), batches, recipe=Int8(min_sqnr_db=-100))
+    assert len({quantized(batch).mean().item() for batch in batches}) == 3
+    assert "calibration batch" not in caplog.text
 
 
 def test_one_value_of_an_input_beside_others_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

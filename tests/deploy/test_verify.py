@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -245,7 +246,11 @@ def test_ranges_come_from_all_batches(net: nn.Module, batches: list[Tensor]) -> 
     wide = [batches[0], batches[1] * 4]
     low, high = float(wide[1].min()), float(wide[1].max())
     quantizer = PlacementQuantizer(observer="minmax")
-    verify_quantizer(net, wide, quantizer, qparams={"conv1.input": {"scale": np.float32(high - low) / 255}})
+    first = np.float32(float(batches[0].max()) - float(batches[0].min())) / 255
+    error = fails("conv1.input has scale", net, wide, quantizer, qparams={"conv1.input": {"scale": first}})
+    found = re.search(r"conv1.input has scale \[?([\d.e-]+)", str(error))
+    assert found is not None, error
+    assert float(found[1]) == pytest.approx((high - low) / 255, rel=1e-3)
 
 
 # -------------------------------------------------------------------------------------------------- broken quantizers

@@ -193,10 +193,10 @@ OPENING = re.compile(r"test_(what|who|whom|whose|which|whichever|how|whether|whe
 
 def unnamed_tests(folder: Path) -> list[str]:
     return [
-        f"{path.relative_to(folder)}:{node.lineno} {node.name}"
+        f"{path.relative_to(folder)}:{number} {found[1]}"
         for path in sorted(folder.rglob("test_*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and OPENING.match(node.name)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if (found := re.match(r"\s*(?:async )?def (\w+)", line)) and OPENING.match(found[1])
     ]
 
 
@@ -209,6 +209,110 @@ def test_names_of_tests_open_with_a_subject(tmp_path: Path) -> None:
     assert unnamed_tests(REPOSITORY / "tests") == [], (
         "name the subject and what it does: secure_runs_refuse_unmasked_updates"
     )
+
+
+EXPECTING = re.compile(r"assert\w*|raises|warns|fail|AssertionError")
+"""Names by which a test expects something, beside the statement."""
+
+
+def expects(node: ast.AST) -> bool:
+    """Return True for code that can fail by what it finds, and for the start of a script that can."""
+    return any(
+        isinstance(one, ast.Assert)
+        or (isinstance(one, ast.Name | ast.Attribute) and EXPECTING.fullmatch(facts.dotted(one).rpartition(".")[2]))
+        or (isinstance(one, ast.Constant) and isinstance(one.value, str) and "assert " in one.value)
+        or (isinstance(one, ast.keyword) and one.arg == "check" and ast.unparse(one.value) == "True")
+        for one in ast.walk(node)
+    )
+
+
+class Definitions:
+    """Definitions and imports of a file of tests, by name."""
+
+    def __init__(self, folder: Path, path: Path) -> None:
+        self.path, self.tree = path, ast.parse(path.read_text(encoding="utf-8"))
+        self.nodes = dict(self._named())
+        self._folder = folder
+
+    def _named(self) -> Iterator[tuple[str, ast.AST]]:
+        for node in self.tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name, node
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                yield from ((target.id, node) for target in targets if isinstance(target, ast.Name))
+
+    @functools.cached_property
+    def _imported(self) -> dict[str, tuple[Path, str]]:
+        return {
+            name.asname or name.name: (self._folder.parent.joinpath(*str(node.module).split(".")), name.name)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.ImportFrom)
+            for name in node.names
+        }
+
+    def tests(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        classes = (one for one in self.tree.body if isinstance(one, ast.ClassDef) and one.name.startswith("Test"))
+        for node in (one for owner in (self.tree, *classes) for one in owner.body):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                yield node
+
+    def places(self, name: str) -> list[tuple[Path, str]]:
+        """List places of a name: this file or the one it is imported from, or else, as a fixture, folders above."""
+        first, _, rest = name.partition(".")
+        if first in self.nodes:
+            return [(self.path, first)]
+        if first in self._imported:
+            start, original = self._imported[first]
+            return [(start.with_suffix(".py"), original), (start / f"{original}.py", rest.partition(".")[0])]
+        return [(folder / "conftest.py", first) for folder in self.path.parents]
+
+
+def vain_tests(folder: Path) -> list[str]:
+    """List tests that expect nothing: no assertion, error or warning in them, nor in what they use of the tests."""
+    seen: dict[int, bool] = {}
+
+    @functools.cache
+    def of(path: Path) -> Definitions | None:
+        return Definitions(folder, path) if path.is_file() else None
+
+    def is_vain(within: Definitions, node: ast.AST) -> bool:
+        if id(node) not in seen:
+            seen[id(node)] = True  # while what it uses is looked at, which may use it in turn
+            seen[id(node)] = not expects(node) and all(
+                is_vain(*other)
+                for name in {facts.dotted(one) for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute)}
+                | {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+                for path, inner in within.places(name)
+                if (file := of(path)) is not None and inner in file.nodes
+                for other in [(file, file.nodes[inner])]
+            )
+        return seen[id(node)]
+
+    return [
+        f"{path.relative_to(folder)}:{node.lineno} {node.name}"
+        for path in sorted(folder.rglob("test_*.py"))
+        if (file := of(path)) is not None
+        for node in file.tests()
+        if is_vain(file, node)
+    ]
+
+
+def test_tests_can_fail(tmp_path: Path) -> None:
+    files = {
+        "shared.py": "def same(a): check(a)\ndef check(a): assert a\ndef show(a): print(a)\n",
+        "conftest.py": "import pytest\n@pytest.fixture\ndef page(): return Page()\nclass Page:\n  def wait(self): assert self\n",
+        "a/test_a.py": "import pytest\nfrom tests.shared import same, show\nfrom tests import shared\ndef work(): print(1)\n"
+        "def test_vain(): show(work())\ndef test_asserts(): assert work()\ndef test_by_another(): same(work())\n"
+        "def test_by_a_module(): shared.same(1)\ndef test_by_a_fixture(page): page.wait()\n"
+        "def test_raises():\n  with pytest.raises(ValueError): work()\nclass TestOf:\n  def test_vain_too(self): shared.show(1)\n"
+        "def test_of_a_script(): run('assert x', check=True)\nclass Net:\n  def test_step(self): pass\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).write_text(text)
+    assert vain_tests(tmp_path / "tests") == ["a/test_a.py:5 test_vain", "a/test_a.py:13 test_vain_too"]
+    assert vain_tests(REPOSITORY / "tests") == [], "assert what follows from the call, or delete the test"
 
 
 def questions(folder: Path) -> list[str]:

@@ -49,7 +49,8 @@ def test_off_loopback_a_server_needs_tls_and_registered_nodes(host: str, made: C
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])
 def test_on_loopback_it_needs_neither(host: str) -> None:
-    Listening(host=host)
+    listening = Listening(host=host)
+    assert (listening.certificate, listening.nodes) == (None, None)
 
 
 def test_a_node_does_not_speak_unencrypted_to_another_machine(tmp_path: Path) -> None:
