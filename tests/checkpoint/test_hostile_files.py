@@ -417,7 +417,7 @@ def test_files_of_stored_tensors_close_with_them(tmp_path: Path) -> None:
 
 
 def test_averages_count_in_every_format(tmp_path: Path) -> None:
-    model, ema = {"w": torch.ones(2), "n": torch.zeros(1)}, {"w": torch.full((2,), 5.0)}
+    model, ema = {"w": torch.ones(2), "n": torch.full((1,), 2.0)}, {"w": torch.full((2,), 5.0)}
     for name, averages in (("plain", ema), ("averaged", {"module.w": ema["w"], "n_averaged": torch.tensor(3)})):
         torch.save({"model": model, "ema": averages}, tmp_path / f"{name}.pt")
         checkpoint.convert(tmp_path / f"{name}.pt", tmp_path / name)

@@ -280,6 +280,8 @@ def test_requests_that_do_not_end_are_given_up_at_the_limit(serve_with, sample):
         wait_until(lambda: server.in_flight() == 1, "the upload has begun")
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(60)
+        assert stalled.recv(400).startswith(b"HTTP/1.1 5"), "it was not read to its end"
+    assert refused(server)
 
 
 def refused(server) -> bool:

@@ -319,14 +319,15 @@ def test_the_page_reports_a_file_that_is_not_a_video(page, tmp_path):
 def test_a_full_server_is_asked_again_while_watching(page):
     page.run("""
         const f = fetch;
-        let busy = 2;
-        window.fetch = (u, o) => (u === "/detect" && busy-- > 0
+        window.busy = 2;
+        window.fetch = (u, o) => (u === "/detect" && window.busy-- > 0
           ? Promise.resolve(new Response('{"error": "x"}', { status: 429, headers: { "Retry-After": "0.05" } })) : f(u, o));
     """)
     page.click("#live")
     page.wait(f"{PICTURES} >= 1")
     page.click("#stop")
     page.wait(DONE)
+    assert page.run("return window.busy") < 0, "it was refused twice before"
 
 
 GATED = """

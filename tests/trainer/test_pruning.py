@@ -77,16 +77,19 @@ def test_each_epoch_prunes_what_is_left_and_masks_may_stay(fit: Any, caplog: pyt
 
 @pytest.mark.parametrize("resampled", [False, True])
 def test_a_lottery_ticket_starts_again(fit: Any, resampled: bool) -> None:
-    net = Net()
+    net, trained = Net(), Net()
     start = net.one.weight.detach().clone()
-    callback = ModelPruning(
-        "l1_unstructured",
-        parameters_to_prune=[(net.one, "weight")],
-        make_pruning_permanent=False,
-        resample_parameters=resampled,
-    )
-    fit(net, callback, max_epochs=1)
+    for one, ticket in ((net, True), (trained, False)):
+        callback = ModelPruning(
+            "l1_unstructured",
+            parameters_to_prune=[(one.one, "weight")],
+            make_pruning_permanent=False,
+            use_lottery_ticket_hypothesis=ticket,
+            resample_parameters=resampled,
+        )
+        fit(one, callback, max_epochs=1)
     assert torch.equal(net.one.weight_orig, start) != resampled
+    assert not torch.equal(net.one.weight_orig, trained.one.weight_orig)
 
 
 def test_after_validation_training_goes_on(fit: Any) -> None:
