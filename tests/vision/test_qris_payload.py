@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arclight.vision.qris import Account, Problem, QrisError, Tip, build, classify, is_qris, parse, to_dynamic
-from arclight.vision.qris.payload.tlv import crc_of_text, split
+from arclight.vision.qris.payload.tlv import crc_of_text, join, split
 from arclight.vision.qris.reading.scanner import classify_text
 
 # A real payload of another network (no tag 51), its check value computed by its own issuer.
@@ -163,6 +163,22 @@ def test_every_violation_is_named_with_its_tag_and_place(changes: dict[str, str 
             assert 0 <= problem.offset <= len(text)
         else:
             assert text[problem.offset : problem.offset + 2] == tag.rpartition(".")[2]
+
+
+def test_a_missing_category_belongs_behind_the_account_of_the_switch() -> None:
+    text = sealed(body_of(t52=None))
+    (problem,) = (problem for problem in problems_of(text) if problem.tag == "52")
+    assert text[problem.offset : problem.offset + 2] == "53"
+
+
+def test_pairs_that_two_digits_of_length_cannot_describe_are_not_joined() -> None:
+    assert join([("00", "01"), ("59", "A" * 99)]) == "000201" + "5999" + "A" * 99
+    pairs = [("00", "01"), ("1", "x"), ("xx", "y"), ("59", ""), ("60", "A" * 100)]
+    with pytest.raises(QrisError) as caught:
+        join(pairs)
+    assert [(problem.tag, problem.offset) for problem in caught.value.problems] == [
+        ("1", 6), ("xx", 10), ("59", 15), ("60", 19)
+    ]  # fmt: skip
 
 
 def test_all_problems_are_reported_at_once_in_order() -> None:

@@ -6,7 +6,9 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arclight.checkpoint import save
+from arclight.checkpoint.sharded.reader import open_state
 from arclight.federated.aggregation import fold
 from arclight.federated.aggregation.fixed_point import Contribution, measure, plan
 from arclight.federated.aggregation.fold import Fold
@@ -241,6 +245,53 @@ def test_a_value_that_is_not_finite_is_refused_by_name(bad: float, measured: boo
     with pytest.raises(RefusedError, match="ill sent model/w") as refused:
         dict(Fold(clients, threads=2))
     assert refused.value.reason == "not_finite"
+
+
+def test_values_that_are_not_finite_are_found_by_measuring() -> None:
+    with pytest.raises(RefusedError, match="ill sent model/w"):
+        measure("ill", {"model/w": torch.tensor([1.0, math.nan])})
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_mean_is_float64_if_one_contributor_is(order: int) -> None:
+    sent = torch.tensor([1 + 2.0**-40, -3.0], dtype=torch.float64)
+    clients = [
+        Contribution(client="a", weight=1, tensors={"model/x": sent.float()}),
+        Contribution(client="b", weight=1, tensors={"model/x": sent}),
+    ][::order]
+    mean = dict(Fold(clients))["model/x"]
+    assert mean.dtype is torch.float64
+    assert mean.tolist() == [1 + 2.0**-41, -3.0]
+
+
+def test_a_single_contributor_that_is_scaled_does_not_come_out_as_it_is() -> None:
+    sent = torch.tensor([1.0, -3.0])
+    mean = dict(Fold([Contribution(client="a", weight=2, tensors={"model/x": sent}, scale=0.25)]))
+    assert mean["model/x"].tolist() == [0.25, -0.75]
+
+
+def test_a_client_whose_change_is_zero_has_no_cosine() -> None:
+    sent = {"a": torch.ones(3), "b": torch.zeros(3)}
+    folding = Fold([Contribution(client=name, weight=1, tensors={"model/x": x}) for name, x in sent.items()])
+    dict(folding)
+    assert folding.statistics.cosines == {"a": pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tensors_that_are_read_from_files_give_the_same_bits(tmp_path: Path, threads: int) -> None:
+    clients = [some(name, seed) for seed, name in enumerate("abc")]
+    clients.append(some("d", 4, dtype=torch.bfloat16))
+    stored = []
+    for one in clients:
+        names = {key.removeprefix("model/"): tensor for key, tensor in one.tensors.items()}
+        opened = open_state(save(tmp_path / one.client, {"model": names}))["model"]
+        stored.append(replace(one, tensors={f"model/{name}": tensor for name, tensor in opened.items()}))
+    assert bits(dict(Fold(stored, threads=threads))) == bits(dict(Fold(clients)))
+
+
+def test_a_fold_needs_a_thread() -> None:
+    with pytest.raises(ValueError, match="at least one thread is needed, got 0"):
+        dict(Fold([some("a", 1)], threads=0))
 
 
 def test_invalid_contributions_are_refused() -> None:

@@ -201,8 +201,13 @@ def test_tampered_messages_are_detected() -> None:
         round_.people["a"].mask(broken, {})
     with pytest.raises(FederatedError, match="what b wrote to a was changed"):
         round_.people["a"].mask({**encrypted_shares, "b": encrypted_shares["c"]}, {})
+    with pytest.raises(FederatedError, match="z wrote to a and is not a partner of it"):
+        round_.people["a"].mask({**encrypted_shares, "z": encrypted_shares["b"]}, {})
     round_.mask(values_of(names), set())
     end = MaskedSum(round_.cohort, round_.keys, round_.encrypted_shares, round_.masked)
+    assert end.missing() == dict.fromkeys(names, round_.cohort.threshold_of("a"))
+    end.add(round_.people["a"].reveal(names))
+    assert end.missing() == dict.fromkeys(names, round_.cohort.threshold_of("a") - 1)
     for name in names:
         said = round_.people[name].reveal(names)
         end.add(replace(said, seeds={**said.seeds, "b": said.seeds["b"] ^ 1}) if name == "c" else said)
