@@ -19,7 +19,8 @@ import torch
 from arclight import checkpoint
 from arclight.checkpoint import AsyncSaver, CheckpointError
 from arclight.checkpoint.sharded.reader import open_state
-from arclight.checkpoint.tree import decode
+from arclight.checkpoint.tensorfile import check_shape
+from arclight.checkpoint.tree import boxes_cover, counts_of, decode
 
 STATE = {
     "model": {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)},
@@ -234,11 +235,44 @@ def test_hostile_tensor_files_are_refused(folder: Path, hostile: str) -> None:
     assert_refused(folder / "step=2")
 
 
+def test_shapes_are_bound_by_their_elements() -> None:
+    for shape in ([], [0], [2**28, 2**28 - 1], [0, 2**56 - 1]):
+        check_shape(shape)
+    for shape in ([2**28, 2**28], [2**56], [0, 2**56]):
+        with pytest.raises(ValueError, match="is too large"):
+            check_shape(shape)
+
+
 def test_dtypes_that_do_not_fit_the_values_are_refused(folder: Path) -> None:
     newest = folder / "step=2"
     content = (newest / "model.safetensors").read_bytes()
     rewrite(newest, "model.safetensors", content.replace(b'"F32"', b'"F16"'))
     assert_refused(newest)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "covered"),
+    [
+        ([([0, 0], [2, 3]), ([2, 0], [2, 3])], True),
+        ([([0, 0], [2, 3]), ([2, 0], [2, 3]), ([1, 0], [0, 3])], True),
+        ([([0, 0], [4, 3])], True),
+        ([([1, 0], [4, 3])], False),
+        ([([0, 0], [2, 3]), ([1, 0], [2, 3])], False),
+        ([([0, 0], [2, 3]), ([3, 0], [2, 3])], False),
+        ([([-1, 0], [2, 3]), ([2, 0], [2, 3])], False),
+        ([([0, 0], [2, 3])], False),
+        ([([0], [2]), ([2], [2])], False),
+    ],
+)  # fmt: skip
+def test_boxes_cover_a_whole_without_gap_or_overlap(boxes: list[Any], covered: bool) -> None:
+    assert boxes_cover(boxes, [4, 3]) is covered
+
+
+def test_counts_are_whole_numbers_at_the_top_or_in_the_progress() -> None:
+    assert counts_of({"step": np.int64(3), "progress": {"epoch": torch.tensor(2)}}) == {"step": 3, "epoch": 2}
+    assert counts_of({"step": 3, "progress": {"step": 5}})["step"] == 3
+    for none in (True, "3", 2.5, torch.ones(2), None):
+        assert counts_of({"step": none}) == {"step": None, "epoch": None}
 
 
 def test_shares_may_lie_side_by_side() -> None:
