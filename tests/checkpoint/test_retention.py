@@ -67,6 +67,17 @@ def test_prune_keeps_the_newest_and_the_protected(tmp_path) -> None:
         prune(tmp_path, keep=-1)
 
 
+def test_prune_removes_cut_off_checkpoints_first(tmp_path) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, f"c{step}", step)
+    for keep in (3, 4):
+        assert prune(tmp_path, keep=keep) == []
+    weights = tmp_path / "c3" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert [path.name for path in prune(tmp_path, keep=2)] == ["c3"]
+    assert {path.name for path in tmp_path.iterdir()} == {"c1", "c2"}
+
+
 def test_remove_takes_checkpoints_and_links_only(tmp_path) -> None:
     path = make(tmp_path, "one", 1)
     link = tmp_path / "last"
