@@ -22,10 +22,15 @@ Activation = Callable[[], nn.Module]
 class _Concatenate(torch.autograd.Function):
     """Concatenate maps along channels; copy their gradients out of the joint one."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, *maps: Tensor) -> Tensor:
-        ctx.channels = [own.shape[1] for own in maps]
+    def forward(*maps: Tensor) -> Tensor:
         return torch.cat(maps, dim=1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.channels = [own.shape[1] for own in inputs]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -41,7 +46,7 @@ def concatenate(maps: Sequence[Tensor]) -> Tensor:
     """
     last = maps[0].is_contiguous(memory_format=torch.channels_last)
     if last and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # graphs have the plain operator
-        return _Concatenate.apply(*maps)  # type: ignore[no-any-return, no-untyped-call]
+        return _Concatenate.apply(*maps)  # type: ignore[no-any-return]
     return torch.cat(list(maps), dim=1)
 
 
