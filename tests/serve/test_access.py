@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 from tests import warm
 from tests.ports import free_port
 from tests.serve.conftest import LOOPBACK, running
@@ -21,7 +22,7 @@ from tests.waiting import wait_until
 from arclight import cli
 from arclight.fabric.extras import MissingExtraError
 from arclight.fabric.serving.certificates import make_certificate
-from arclight.serve import create_app, middleware, serve
+from arclight.serve import Limits, create_app, middleware, serve
 
 KEY = "correct-horse-battery"
 
@@ -218,6 +219,17 @@ def test_off_loopback_a_certificate_is_shown_and_each_key_has_a_rate_of_its_own(
             httpx.get(url.replace("https", "http") + "/health", **LOOPBACK)
         with socket.create_connection(("127.0.0.1", port), timeout=30) as silent, suppress(ConnectionResetError):
             assert silent.recv(1) == b"", "who begins no handshake is left after head_s"
+
+
+def test_requests_above_the_rate_of_a_key_are_not_counted_as_a_full_server():
+    other = "another-horse-battery"
+    app = create_app(lambda image: None, program="none", limits=Limits(requests_per_s=0.001), api_key=[KEY, other])
+    client = TestClient(app, base_url="http://localhost")
+    answers = [client.post("/detect", content=b"", headers={"Authorization": f"Bearer {KEY}"}) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [400, 429, 429]
+    metrics = client.get("/metrics", headers={"Authorization": f"Bearer {other}"}).text
+    assert 'arclight_requests_total{model="none",path="/detect",status="429"} 2.0' in metrics
+    assert 'arclight_rejected_total{model="none"} 0.0' in metrics
 
 
 def test_a_key_that_waits_as_told_passes(monkeypatch):

@@ -73,15 +73,16 @@ class Metrics:
         if labels.model:
             self._in_flight_of(labels.model).inc()
 
-    def answered(self, labels: RouteLabels, status: int, seconds: float) -> None:
+    def answered(self, labels: RouteLabels, status: int, seconds: float, *, admitted: bool) -> None:
         """Count an answer, and observe the latency of a 200 from a model.
 
+        ``admitted``: not refused for its API key, which may have sent too many requests (429).
         Refusals are fast, and would make the latency look better than it is.
         """
         self._requests_of(labels.path, labels.model, status).inc()
         if labels.model and status == 200:
             self._seconds_of(labels.path, labels.model).observe(seconds)
-        if labels.model and status in SERVER_FULL:
+        if labels.model and admitted and status in SERVER_FULL:
             self._rejected.labels(labels.model).inc()
         self.left(labels)
 

@@ -100,6 +100,7 @@ class Front:
 
         async def work() -> None:
             self._admit(scope["path"], exchange.headers)
+            exchange.is_admitted = True
             endpoint = self.endpoint(scope)
             if endpoint is not None:
                 await endpoint(exchange)
@@ -118,6 +119,7 @@ class Front:
         except Refusal:  # a task sends it
             return False
         exchange = Exchange(self, scope, _ended, _ended)
+        exchange.is_admitted = True
         exchange.keep(body)
 
         def finish(outcome: Outcome) -> None:
@@ -177,8 +179,8 @@ class Exchange:
     """
 
     __slots__ = (
-        "_begun", "_front", "_is_sending", "_is_unread", "_lingers", "_receive", "_received", "_send", "_sent", "headers", "labels", "record",
-        "scope", "status",
+        "_begun", "_front", "_is_sending", "_is_unread", "_lingers", "_receive", "_received", "_send", "_sent", "headers", "is_admitted", "labels",
+        "record", "scope", "status",
     )  # fmt: skip
 
     def __init__(self, front: Front, scope: Scope, receive: Receive, send: Send) -> None:
@@ -188,6 +190,8 @@ class Exchange:
         self.record = open_record(scope, self.headers.get(REQUEST_ID, ()), labels.model)
         self.status: int | None = None
         """Status of the answer once it has begun."""
+        self.is_admitted = False
+        """Whether the client may send this request now, so that only a full server refuses it by a 429."""
         self._front, self._receive, self._send = front, receive, send
         self._received = self._sent = 0
         self._is_unread = b"transfer-encoding" in self.headers or self.headers.get(b"content-length", [b"0"]) != [b"0"]
@@ -260,7 +264,8 @@ class Exchange:
 
     def _count(self, status: int) -> None:
         self.status = status
-        self._front.metrics.answered(self.labels, status, time.perf_counter() - self._begun)
+        seconds = time.perf_counter() - self._begun
+        self._front.metrics.answered(self.labels, status, seconds, admitted=self.is_admitted)
 
     def end(self) -> None:
         """Count and log the request, which is over."""
