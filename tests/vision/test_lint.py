@@ -24,7 +24,7 @@ from arclight.vision.data.formats.annotations import read_yolo, write_yolo
 from arclight.vision.data.image_headers import read_header
 from arclight.vision.data.images import decode_image
 from arclight.vision.data.labels import DatasetError, check_labels, label_path
-from arclight.vision.data.lint.checks import LintReport, best_possible_recall, lint
+from arclight.vision.data.lint.checks import Finding, LintReport, best_possible_recall, lint
 from arclight.vision.data.lint.fingerprints import (
     MAX_DISTANCE,
     Fingerprints,
@@ -475,6 +475,13 @@ def test_a_data_set_of_which_nothing_can_be_used_is_a_finding(both: Path, tmp_pa
     assert checks_of(report) == {"split"}
     with pytest.raises(DatasetError, match="no split can be used"):
         mend(report, tmp_path / "new")
+
+
+def test_findings_that_no_copy_mends_are_left_to_decide(both: Path, tmp_path: Path) -> None:
+    report = lint(read_data_yaml(both), cache=False)
+    names = ("upright-box", "disputed-box", "anchors")
+    found = [Finding(check=name, path=str(both), message="made up") for name in names]
+    assert {f"1 x {name}" for name in names} <= set(mend(replace(report, findings=found), tmp_path / "new").left)
 
 
 def test_a_split_that_no_copy_has_is_left_to_decide_and_findings_are_json(both: Path, tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def _undecided(report: LintReport) -> list[str]:
         "disputed-box",
         "tiny-box",
         "covering-box",
+        "upright-box",
         "class",
         "anchors",
         "similar-images",
