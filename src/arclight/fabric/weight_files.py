@@ -117,13 +117,13 @@ def _lacks(name: str, file: Path, error: Exception) -> ValueError:
 def byte_count(size: int | str, setting: str = "max_shard_size") -> int:
     """Return the bytes of a number or of a text such as "500MB".
 
-    1 KB is 1,000 bytes, and so is 1 KiB. Raises ValueError, naming the ``setting``, for what is no size.
+    1 KB is 1,000 bytes, 1 KiB is 1,024. Raises ValueError, naming the ``setting``, for what is no size.
     """
     if isinstance(size, int):
         found: int | None = size
     else:
-        match = re.fullmatch(r"(\d+)\s*([KMG]?)i?B", size.strip(), re.IGNORECASE)
-        found = match and int(match[1]) * 1000 ** " KMG".index(match[2].upper() or " ")
+        match = re.fullmatch(r"(\d+)\s*([KMG]?)(i?)B", size.strip(), re.IGNORECASE)
+        found = match and int(match[1]) * (1024 if match[3] else 1000) ** " KMG".index(match[2].upper() or " ")
     if not found or found <= 0:
         raise ValueError(f"{setting} {size!r} is not a size; write bytes as a number, or such as '500MB' or '5GB'")
     return found
