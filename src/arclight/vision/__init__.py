@@ -2,7 +2,8 @@
 
 Labelled images come in through `data`, photos and videos to predict on through `inputs`; `models` are the networks, `tasks`
 train and deploy them, `results` are predictions and their scores. `inference` predicts in tiles, views and ensembles, and draws heat
-maps; `tracking` follows objects through a video. `boxes`, `rotated` (with `prob_iou`) and `keypoints` are the geometry that these share;
+maps; `tracking` follows objects through a video. `boxes`, `rotated` (with `prob_iou`) and `keypoints` are the geometry that these share,
+`anchor_limits` says when an anchor fits a box;
 `qris` reads, checks and draws payment codes. Open `tasks.detection` first. What a detector finds is a ``Detections``, whatever produced it;
 what a classifier answers is a ``Classification``. The names below are public and must stay.
 """

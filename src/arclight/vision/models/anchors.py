@@ -1,7 +1,7 @@
 """Check how anchors fit a data set; fit better ones by k-means and evolution (autoanchor).
 
 A detector (``tasks.detection``) checks its anchors before a fit; with ``anchors = "auto"`` it fits and evolves new ones if recall is low.
-`loss` shares `ANCHOR_T`, which must equal the default of ``DetectionTask.anchor_t``. Sizes of boxes in input pixels come in, anchors in the
+`loss` shares `ANCHOR_T`. Sizes of boxes in input pixels come in, anchors in the
 same unit go out; no file is read here.
 """
 
@@ -10,12 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ANCHOR_T = 4.0
-"""An anchor is matched with objects less than this many times wider, narrower, taller or flatter than itself."""
+from arclight.vision.anchor_limits import ANCHOR_T
 
-
-GOOD_RECALL = 0.98
-"""Fit new anchors if the old ones can match fewer than this share of the boxes."""
 MUTATED = 0.9
 """Probability that `evolve_anchors` changes a side of an anchor."""
 MUTATION = 0.1

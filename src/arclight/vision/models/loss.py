@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from arclight.vision.anchor_limits import ANCHOR_T
 from arclight.vision.boxes import complete_iou
 from arclight.vision.keypoints import AREA_SHARE, numberings
-from arclight.vision.models.anchors import ANCHOR_T
 from arclight.vision.models.heads import corners_of_boxes
 from arclight.vision.prob_iou import angle_of, prob_iou
 

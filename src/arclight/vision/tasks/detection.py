@@ -21,13 +21,14 @@ from torch import Tensor
 
 from arclight.checkpoint import CheckpointError
 from arclight.checkpoint.conversion import read_foreign
+from arclight.vision.anchor_limits import GOOD_RECALL
 from arclight.vision.data.data_yaml import SINGLE_CLASS
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.labels import DatasetError, TaskGeometry
 from arclight.vision.data.rectangles import AspectOrder, BegunEpoch
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.keypoints import sigmas_of
-from arclight.vision.models.anchors import GOOD_RECALL, best_possible_recall, evolve_anchors, fit_anchors
+from arclight.vision.models.anchors import best_possible_recall, evolve_anchors, fit_anchors
 from arclight.vision.models.architectures import HeadBlock, name_of, parse_architecture
 from arclight.vision.models.heads import CornersHead, OrientedHead, PoseHead, SegmentHead
 from arclight.vision.models.loss import (

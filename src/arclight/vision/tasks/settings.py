@@ -25,6 +25,7 @@ from arclight._intervals import (
 from arclight.data.sites import IID, Dirichlet
 from arclight.optim.schedule_settings import WSD, Constant, Cosine
 from arclight.optim.settings import SGD, AdamW
+from arclight.vision.anchor_limits import ANCHOR_T
 from arclight.vision.data.augment_settings import AnyAugment, Augment, CropAugment
 from arclight.vision.data.mix import MixedData
 from arclight.vision.data.progressive_resizing import ProgressiveResizing
@@ -131,7 +132,7 @@ class DetectionTask(VisionTask):
     """Architecture: yolov5n to yolov5x, yolov5n6 to yolov5x6, a variant such as yolov5-p2, arc-n to arc-x, or your .yaml of YOLOv5's form."""
     anchors: Literal["coco", "fitted", "evolved", "auto"] = "coco"
     """Box shapes that the head starts from: published, fitted to this data set, these evolved; auto evolves where published ones miss."""
-    anchor_t: Annotated[float, Interval(gt=1, le=20)] = 4.0
+    anchor_t: Annotated[float, Interval(gt=1, le=20)] = ANCHOR_T
     """An anchor is matched with objects less than this many times wider, narrower, taller or flatter than itself."""
     cache_labels: bool = True
     """Cache verified labels in the data set's folder, for a quicker start; false writes nothing there."""

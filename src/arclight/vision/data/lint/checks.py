@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from arclight.vision.anchor_limits import ANCHOR_T, GOOD_RECALL
 from arclight.vision.data.data_yaml import DataSpec
 from arclight.vision.data.images import SUFFIXES
 from arclight.vision.data.labels import (
@@ -50,10 +51,6 @@ UPRIGHT = math.radians(0.5)
 """Angle (radians) below which an oriented box counts as upright: rounding turns small boxes by as much."""
 COVERING = 0.99
 """Share of both sides from which a box covers its whole image."""
-MAX_ANCHOR_RATIO = 4.0
-"""An anchor is matched with boxes less than this many times wider, narrower, taller or flatter: ``models.anchors.ANCHOR_T``."""
-MIN_ANCHOR_RECALL = 0.98
-"""Share of boxes that some anchor should match: ``models.anchors.GOOD_RECALL``."""
 MIN_CLASS_BOXES = 10
 """Training boxes of a class below which little is learned of it."""
 MAX_IMBALANCE = 100
@@ -228,7 +225,7 @@ def _lint_labels(
     image_size: int,
     anchors: Anchors,
     cache: bool,
-    anchor_t: float = MAX_ANCHOR_RATIO,
+    anchor_t: float = ANCHOR_T,
     rows: Literal["boxes", "oriented"] = "boxes",
 ) -> LintReport:
     """Check what headers, labels and lists say, which decodes no image."""
@@ -282,7 +279,7 @@ def log_before_fit(
     anchors: Anchors,
     *,
     cache: bool = True,
-    anchor_t: float = MAX_ANCHOR_RATIO,
+    anchor_t: float = ANCHOR_T,
     rows: Literal["boxes", "oriented"] = "boxes",
 ) -> None:
     """Lint the train and val splits that a fit reads, and log errors and warnings.
@@ -504,9 +501,7 @@ def _of_classes(spec: DataSpec, splits: dict[str, LabelledImages]) -> Iterator[F
         yield Finding(check="class", path=str(spec.file), message=message, split="train", badness=-boxes)
 
 
-def best_possible_recall(
-    found: LabelledImages, image_size: int, anchors: Anchors, anchor_t: float = MAX_ANCHOR_RATIO
-) -> float:
+def best_possible_recall(found: LabelledImages, image_size: int, anchors: Anchors, anchor_t: float = ANCHOR_T) -> float:
     """Compute the share of a split's boxes that some anchor can match at the training size."""
     sizes, shapes = sizes_px(found, image_size), np.asarray(anchors, np.float32)
     reached = np.zeros(len(sizes), bool)
@@ -517,7 +512,7 @@ def best_possible_recall(
 
 
 def _of_anchors(spec: DataSpec, recall: float, image_size: int) -> Iterator[Finding]:
-    if recall < MIN_ANCHOR_RECALL:
+    if recall < GOOD_RECALL:
         message = (
             f"the anchors answer for {recall:.1%} of the training boxes at {image_size} pixels: "
             'train with anchors = "fitted", or at another image_size'
