@@ -154,6 +154,27 @@ def test_a_run_is_repeated_and_gone_on_with(own: Path, typed: Typed) -> None:
     assert [tuple(batch.shape) for batch in batches] == [(4, 1), (4, 1)]
 
 
+def test_a_run_folder_is_evaluated_by_its_best_checkpoint(own: Path, typed: Typed) -> None:
+    highest = (
+        "--checkpoint.monitor val/loss --checkpoint.mode max --checkpoint.save_last true"  # that of the first epoch
+    )
+    assert typed(f"train {NAMED} --model.hidden 3 {highest} {QUICK}")[0] == 0
+    again = "own_line:Line --config runs/line/1/config.toml"
+
+    def value(place: str) -> float:
+        assert typed(f"validate {again} --ckpt_path {place} --json v.json")[0] == 0
+        return float(json.loads(Path("v.json").read_text())[0]["val/loss"])
+
+    def predicted(place: str) -> torch.Tensor:
+        assert typed(f"predict {again} --ckpt_path {place} --out p.pt")[0] == 0
+        return torch.cat(torch.load("p.pt", weights_only=True))
+
+    (best,) = [path for path in Path("runs/line/1/checkpoints").iterdir() if path.name != "last.ckpt"]
+    assert value("last") == value("runs/line/1/checkpoints/last.ckpt") < value(str(best)) == value("runs/line/1")
+    assert torch.equal(predicted("runs/line/1"), predicted(str(best)))
+    assert not torch.equal(predicted("runs/line/1"), predicted("last"))
+
+
 @pytest.mark.parametrize(
     "flag, name, value",
     [

@@ -26,6 +26,7 @@ from arclight.cli.run_setup import (
     report_paths,
     resume_from,
 )
+from arclight.cli.runs import best_checkpoint
 from arclight.cli.schema import UserRun
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def user_parser(verb: str) -> Parser:
     )
     parser.add_argument(
         "--ckpt_path", metavar="last|PATH",
-        help="checkpoint to start from: last for the newest run of this name, or the PATH of a run folder or checkpoint",
+        help="checkpoint to start from: last for the newest one of the newest run of this name, or the PATH of a checkpoint or a run folder, which is "
+        f"{'resumed' if verb == 'train' else 'that of its best one'}",
     )  # fmt: skip
     if verb in ("validate", "test"):
         parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
@@ -104,7 +106,7 @@ def train(run: UserRun, text: str, options: Namespace) -> None:
 
 
 def evaluate(stage: str, run: UserRun, options: Namespace) -> None:
-    _, checkpoint = resume_from(options.ckpt_path, "--ckpt_path")
+    checkpoint = weights_of(options.ckpt_path)
     module, data = build(run)
     parts = evaluating_callbacks(run, checkpoint)
     trainer = make_trainer(run, callbacks=parts, logger=False, enable_checkpointing=False)
@@ -116,7 +118,7 @@ def evaluate(stage: str, run: UserRun, options: Namespace) -> None:
 def predict(run: UserRun, options: Namespace) -> None:
     import torch
 
-    _, checkpoint = resume_from(options.ckpt_path, "--ckpt_path")
+    checkpoint = weights_of(options.ckpt_path)
     module, data = build(run)
     parts = evaluating_callbacks(run, checkpoint)
     trainer = make_trainer(run, callbacks=parts, logger=False, enable_checkpointing=False)
@@ -126,6 +128,16 @@ def predict(run: UserRun, options: Namespace) -> None:
     if options.out is not None:
         torch.save(outputs, options.out)
         print(f"The predictions are in {options.out}")
+
+
+def weights_of(place: str | None) -> str | Path | None:
+    """Return the checkpoint at ``place``, of a run folder the best one; ``last`` and None are left to the trainer.
+
+    Raises UsageError if there is no checkpoint.
+    """
+    if place is not None and (Path(place) / "checkpoints").is_dir():
+        return best_checkpoint(Path(place))
+    return resume_from(place, "--ckpt_path")[1]
 
 
 def build(run: UserRun) -> tuple[Module, DataModule | None]:
