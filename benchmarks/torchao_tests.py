@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,7 +198,7 @@ def main() -> None:
         ))  # fmt: skip
         print(*rows[-1], file=sys.stderr, flush=True)  # the whole takes an hour
         kept, agreed, told = kept + len(ours.passed & bare.passed), agreed + len(by_numbers), told + len(bare.passed)
-        notes += [told_of(test, error, test in by_numbers) for test, error in lost.items()]
+        notes += explained(lost, by_numbers)
         notes += [f"* `{test}` is skipped in our place alone: {why}" for test, why in more.items()]
         skipped |= bare.skipped
     for why in dict.fromkeys(skipped.values()):
@@ -215,12 +215,16 @@ def main() -> None:
     )  # fmt: skip
 
 
-def told_of(test: str, error: str, agrees: bool) -> str:
-    """Return the line on a test that fails in our place alone."""
-    why = next((text for pattern, text in REASONS.items() if re.search(pattern, test)), None)
-    if why is None or not agrees:
-        return f"* `{test}` fails: {error}"
-    return f"* `{test}` {why}. Numbers agree with torchao's"
+def explained(lost: Mapping[str, str], by_numbers: Collection[str]) -> list[str]:
+    """List the tests that fail in our place alone, those of one reason in one line.
+
+    lost: name -> the first line of the error. by_numbers: names of those whose numbers agree with torchao's, of which alone `REASONS` are given.
+    """
+    tests: dict[str, list[str]] = {}
+    for test, error in lost.items():
+        why = next((text for pattern, text in REASONS.items() if test in by_numbers and re.search(pattern, test)), None)
+        tests.setdefault(f"fails: {error}" if why is None else f"{why}. Numbers agree with torchao's", []).append(test)
+    return [f"* {', '.join(f'`{test}`' for test in named)} {why}" for why, named in tests.items()]
 
 
 def run(file: Path, in_place: str, *, only: Collection[str] = ()) -> Outcome:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from benchmarks.torchao_tests import IN_PLACE, NUMBERS, outcome, told_of
+from benchmarks.torchao_tests import IN_PLACE, NUMBERS, explained, outcome
 from torch import nn
 from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
 
@@ -86,4 +86,14 @@ def test_comparisons_of_nodes_are_replaced_only_where_asked_for(
     ],
 )
 def test_a_reason_counts_only_where_numbers_agree(test: str, agrees: bool, told: str) -> None:
-    assert told in told_of(test, "1 != 2", agrees)
+    (line,) = explained({test: "1 != 2"}, [test] if agrees else [])
+    assert told in line
+
+
+def test_tests_of_one_reason_share_a_line() -> None:
+    bn1d, bn2d, shared = (
+        f"ConvBn{case}"
+        for case in ("1d.test_qat_conv_bn_fusion", "2d.test_qat_conv_bn_fusion", "2d.test_qat_shared_qspec")
+    )
+    lines = explained({bn1d: "1 != 2", shared: "3 != 4", bn2d: "5 != 6"}, {bn1d, bn2d, shared})
+    assert [line.split(" expects")[0] for line in lines] == [f"* `{bn1d}`, `{bn2d}`", f"* `{shared}`"]
