@@ -46,7 +46,7 @@ ARITHMETIC = {
     aten.add.Tensor, aten.mul.Tensor, aten.sigmoid.default, aten.leaky_relu.default, aten.relu.default,
     aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default, aten.mean.dim,
 }  # fmt: skip
-"""Operators with an integer kernel in ONNX Runtime and XNNPACK, and a range of their own."""
+"""Operators with an integer kernel in ONNX Runtime, and a range of their own."""
 MOVEMENT = {
     aten.cat.default, aten.max_pool2d.default, aten.upsample_nearest2d.vec, aten.upsample_nearest2d.default,
     aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.permute.default, aten.transpose.int,
@@ -89,6 +89,8 @@ class Profile:
     """Fewest input channels of a convolution on integers."""
     float_products: bool = False
     """A 1x1 convolution that may not write float32 is written as a matrix product, which may."""
+    integer_results: bool = False
+    """A matrix product writes integers, too, whatever reads them."""
 
 
 PROFILES: Mapping[str, Profile] = {
@@ -97,7 +99,10 @@ PROFILES: Mapping[str, Profile] = {
         splits_silu=False, fuses=frozenset(CLIPS | ACTIVATIONS), arithmetic=frozenset({aten.add.Tensor} | POOLING),
         float_results=True,
     ),
-    "xnnpack": Profile(signed=True),
+    "xnnpack": Profile(
+        signed=True, splits_silu=False, arithmetic=frozenset({aten.add.Tensor, aten.mul.Tensor, aten.relu.default}),
+        integer_results=True,
+    ),
     "symmetric": Profile(
         signed=True, zero_point=False, integer_bias=False, splits_silu=False, fuses=frozenset(CLIPS | ACTIVATIONS),
         arithmetic=frozenset({aten.add.Tensor} | POOLING), float_results=True,
@@ -249,7 +254,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         readers = _readers(self._tail(node))
         direct = all(user.target in LAYERS and self._integer(user) for user in readers)
         written = not self.profile.float_results or all(map(self._integer, readers))
-        if direct or (node.target in CONVOLUTIONS and written):
+        if direct or self.profile.integer_results or (node.target in CONVOLUTIONS and written):
             self._annotate_output(node)
 
     def _annotate_between(self, node: Node) -> None:
@@ -359,8 +364,10 @@ def _is_pointwise(convolution: Node) -> bool:
 
 
 def _read_by_silu(node: Node) -> bool:
-    """Return True if nothing but x * sigmoid(x) reads ``node``."""
+    """Return True if nothing but SiLU, x * sigmoid(x), reads ``node``."""
     readers = _readers(node)
+    if [reader.target for reader in readers] == [aten.silu.default]:
+        return True
     gates = [reader for reader in readers if reader.target is aten.sigmoid.default]
     products = [reader for reader in readers if reader.target is aten.mul.Tensor]
     return len(readers) == 2 and len(gates) == 1 == len(products) and set(products[0].args[:2]) == {node, gates[0]}
