@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ALL_READY := $(VENV)/.ready-all
 FLOWER := .flower-venv
+EXECUTORCH := .executorch-venv
 EXTRAS := vision,text,deploy,serve,federated,tune,dev
 # Triton has a folder that only tests of kernels see, in an interpreter: torch.compile would take it, and knows one version of it.
 TRITON := $(CURDIR)/$(VENV)/triton-site
 
-.PHONY: setup setup-all demo test test-extras test-all check format bench bench-peers flower-venv clean
+.PHONY: setup setup-all demo test test-extras test-all check format bench bench-peers flower-venv executorch-venv clean
 
 setup: $(READY)
 
@@ -85,6 +86,19 @@ $(FLOWER)/.ready: $(READY)
 	$(FLOWER)/bin/python -c 'import flwr, torch, arclight'
 	@touch $@
 
+# ExecuTorch asks for twenty packages, among them coremltools and scikit-learn. Lowering to XNNPACK and running import those named here; everything else is
+# found in .venv, behind them. Tests of .venv look for executorch here, behind their own packages.
+executorch-venv: $(EXECUTORCH)/.ready
+
+$(EXECUTORCH)/.ready: $(READY)
+	rm -rf $(EXECUTORCH)
+	$(PYTHON) -m venv $(EXECUTORCH)
+	$(EXECUTORCH)/bin/python -m pip install --quiet --no-deps "executorch>=1.5.1,<1.6" flatbuffers ruamel.yaml tabulate
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(EXECUTORCH)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_behind.pth"
+	$(EXECUTORCH)/bin/python -c 'import torch, executorch.extension.pybindings._C, executorch.exir, arclight'
+	@touch $@
+
 # Peers live in an environment of their own. Lightning 2.6.2 and 2.6.3 were compromised releases: the pin avoids them.
 # torchvision and what wants it come without dependencies, which would bring another torch.
 bench-peers: flower-venv
@@ -96,4 +110,4 @@ bench-peers: flower-venv
 	.bench-venv/bin/python -m pip install --quiet --no-deps "ultralytics==8.4.*" "ultralytics-thop" "yolov5==7.0.14" "torchvision==0.28.*"
 
 clean:
-	rm -rf $(VENV) $(FLOWER) .bench-venv .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(FLOWER) $(EXECUTORCH) .bench-venv .mypy_cache .ruff_cache .pytest_cache

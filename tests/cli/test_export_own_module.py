@@ -209,7 +209,7 @@ def test_a_module_declares_its_deployment(own: Path, typed: Typed) -> None:
         ("export own_net:Unnamed --data own_net:Points --out p.onnx", "the model cannot be run on the example inputs (float32"),
         ("export own_net:Net --out p.onnx --model.hiden 3", "--model.hiden"),
         ("export own_net:Net --out p --format pt2", "pt2 programs are loaded only if somebody who is trusted signed them"),
-        ("export own_net:Net --out p --format executorch", "format 'executorch' is not written: executorch 1.5.1 lowers no int8"),
+        ("quantize own_net:Net --out p --format executorch --recipe lowbit", "there is no w4a8 program of format executorch"),
         ("export own_net:Net --out p --format tensorrt", "format 'tensorrt' is not written: nothing here runs tensorrt programs, whatever is installed"),
         ("export own_net:Net --out p --format coreml", "convert format 'pt2' with coremltools"),
         ("export own_net:Net --out p --format litert", "convert format 'pt2' with litert-torch"),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.deploy import executorch_site
 from tests.exports import compare_here
 from torch import Tensor, nn
 
@@ -62,6 +63,7 @@ FORMATS = [
     "openvino",
     pytest.param("pt2", marks=pytest.mark.slow),
     pytest.param("aoti", marks=pytest.mark.slow),
+    pytest.param("executorch", marks=executorch_site.NEEDED),
 ]
 
 
@@ -142,7 +144,7 @@ def test_formats_are_chosen_by_argument_and_suffix(two_heads: nn.Module, tmp_pat
     images = torch.randn(2, 3, 8, 8)
     assert export(two_heads, tmp_path / "folder", example_inputs=images).format == "openvino"
     for path, options, message in [
-        ("p.pte", {}, "executorch 1.5.1 lowers no int8 model that was placed"),
+        ("p.pte", {}, "a program of format executorch is a folder: call it .*p, format='executorch'"),
         ("p.engine", {}, "nothing here runs tensorrt programs, whatever is installed, .* trtexec on the .onnx file"),
         (
             "p",
@@ -155,7 +157,7 @@ def test_formats_are_chosen_by_argument_and_suffix(two_heads: nn.Module, tmp_pat
             "nothing here runs litert programs, whatever is installed, .* convert format 'pt2' with litert-torch",
         ),
         ("p", {"format": "torchscript"}, "TorchScript is deprecated"),
-        ("p", {"format": "caffe"}, "'caffe' is not known; there are onnx, openvino, pt2, aoti"),
+        ("p", {"format": "caffe"}, "'caffe' is not known; there are onnx, openvino, pt2, aoti, executorch"),
         ("p.xml", {}, "a program of format openvino is a folder: call it .*p, format='openvino'"),
         ("p.onnx", {"format": "openvino"}, "names an ONNX file, and the format is 'openvino'"),
     ]:
@@ -222,7 +224,14 @@ def test_a_program_is_replaced_in_one_step_or_not_at_all(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("target", "form"),
-    [(None, "openvino"), ("openvino", "openvino"), ("onnxruntime", "onnx"), ("tensorrt", "onnx"), ("inductor", "aoti")],
+    [
+        (None, "openvino"),
+        ("openvino", "openvino"),
+        ("onnxruntime", "onnx"),
+        ("tensorrt", "onnx"),
+        ("inductor", "aoti"),
+        ("executorch", "executorch"),
+    ],
 )
 def test_the_default_format_of_a_folder_is_that_of_the_target(target: Target | None, form: str, tmp_path: Path) -> None:
     assert destination(tmp_path / "p", None, target) == (tmp_path / "p", form)

@@ -236,40 +236,42 @@ def free_sizes(inputs: Inputs, free: FreeDimensions) -> dict[str, int]:
 
 
 def dimensions_to_export(
-    example: Inputs, free: FreeDimensions, *, least: int = 1
+    example: Inputs, free: FreeDimensions, *, least: int = 1, largest: Mapping[str, int] | None = None
 ) -> tuple[Inputs, tuple[dict[int, Any], ...]]:  # fmt: skip
     """Return inputs to capture on, and free dimensions as torch.export takes them.
 
-    The inputs have at least 2 of each free dimension. ``least`` is the smallest size that is allowed later; what is
+    The inputs have at least 2 of each free dimension, or the ``largest`` that is allowed later. ``least`` is the smallest size that is allowed; what is
     empty in ``example`` may be so later, too.
     """
-    sizes = free_sizes(example, free)
-    dims = {name: Dim(name, min=least if size else 0) for name, size in sizes.items()}
+    sizes, most = free_sizes(example, free), largest or {}
+    dims = {name: Dim(name, min=least if size else 0, max=most.get(name)) for name, size in sizes.items()}
     # torch.export takes a size of 1 for a constant
-    inputs = with_sizes(example, free, {name: max(2, size) for name, size in sizes.items()})
+    inputs = with_sizes(example, free, {name: most.get(name, max(2, size)) for name, size in sizes.items()})
     return inputs, tuple({place: dims[name] for place, name in named.items()} for named in free)
 
 
 def capture(
     model: nn.Module, example: Inputs, *, dynamic_batch: bool = True, free: FreeDimensions | None = None,
-    functional: bool = True,
+    functional: bool = True, largest: Mapping[str, int] | None = None,
 ) -> ExportedProgram:  # fmt: skip
     """Capture ``model`` on ``example`` by torch.export, by default with a dynamic batch size.
 
     With ``dynamic_batch`` the first dimension of inputs may be any size. ``free`` names the dimensions that may, in
     place of the first ones. ``functional``: replace operators that write in place, which takes as long again as the capture; the conversion to
-    ONNX does so itself. What the model writes into buffers and inputs is no output of the graph. Raises
+    ONNX does so itself. ``largest``: the most that free dimensions may be ("batch" is that of ``dynamic_batch``), for formats that plan memory; the graph
+    is captured on them, so that what torch assumes of sizes holds there. What the model writes into buffers and inputs is no output of the graph. Raises
     ExportError if the model cannot be captured, say because it turns its batch size into a plain number, for a buffer that
     is read again at the next call, and for inputs that hold no sample, or do not share a batch size that is to be free.
     """
     shapes: tuple[dict[int, Any], ...] | None = None
     samples = batch_size(example)
     if free is not None:
-        example, shapes = dimensions_to_export(example, free)
+        example, shapes = dimensions_to_export(example, free, largest=largest)
     elif dynamic_batch:
         check_shared_batch(example)
-        example = resized(example, max(2, samples))  # torch.export takes a size of 1 for a constant
-        batch = Dim("batch", min=1)
+        most = None if largest is None else largest["batch"]
+        example = resized(example, most or max(2, samples))  # torch.export takes a size of 1 for a constant
+        batch = Dim("batch", min=1, max=most)
         shapes = tuple({0: batch} if value.dim() else {} for value in example)
 
     def exported_anew() -> ExportedProgram:
@@ -416,7 +418,7 @@ def _writes_in_place(nodes: Iterable[torch.fx.Node]) -> bool:
 
 
 _LOGGERS = ("torch", "onnxscript", "onnx_ir")
-_PACKAGES = ("torch", "torchao", "onnxscript", "onnx_ir", "onnx", "openvino", "arclight.deploy")
+_PACKAGES = ("torch", "torchao", "executorch", "onnxscript", "onnx_ir", "onnx", "openvino", "arclight.deploy")
 """Packages whose warnings `quiet` drops: they are about how these capture and convert."""
 _ANNOUNCERS = ("typing_extensions", "warnings", "copy", "copyreg")
 """Modules that issue warnings for their callers, such as the decorator of a deprecated class when a graph is copied: the caller decides."""

@@ -350,7 +350,7 @@ def _target(path: str | os.PathLike[str], format: Format | None) -> Target | Non
     return _TARGETS.get(format or ("onnx" if Path(path).suffix == LONE else DEFAULT))
 
 
-_TARGETS: Mapping[str, Target] = {"openvino": "openvino", "aoti": "inductor"}
+_TARGETS: Mapping[str, Target] = {"openvino": "openvino", "aoti": "inductor", "executorch": "executorch"}
 """Maps a format to the target of its programs, if that is not onnxruntime."""
 
 

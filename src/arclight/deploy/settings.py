@@ -27,8 +27,8 @@ PLACEMENTS: Mapping[Target, Placement] = {
 """Maps a target to its placement, which says what tensors become integers: a profile in `quantizing.placement`."""
 
 
-Runtime = Literal["onnxruntime", "openvino", "openvino-bf16", "torch", "inductor"]
-"""Runtime of a program: ONNX Runtime, OpenVINO in float32 or in bfloat16, torch's operators, or code that AOTInductor compiled."""
+Runtime = Literal["onnxruntime", "openvino", "openvino-bf16", "torch", "inductor", "executorch"]
+"""Runtime of a program: ONNX Runtime, OpenVINO in float32 or in bfloat16, torch's operators, code that AOTInductor compiled, or ExecuTorch."""
 FastestRuntime = Literal["fastest"]
 """Choice in place of a runtime: the fastest on this machine."""
 

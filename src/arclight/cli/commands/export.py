@@ -102,7 +102,7 @@ def _parser(verb: str, about: str) -> Parser:
         "--format",
         type=formats,
         metavar="FORMAT,FORMAT|fastest",
-        help="write a folder: onnx, openvino (the default), pt2 or aoti (the last two only with --sign), or several of them, each as a folder in it; "
+        help="write a folder: onnx, openvino (the default), pt2 or aoti (these two only with --sign), executorch, or several of them, each as a folder in it; "
         "fastest keeps what takes the least time here; a quantized model is placed for what runs it"
         + hf
         * (verb == "export"),

@@ -56,6 +56,7 @@ from arclight.deploy.errors import ExportError, ProgramError, QuantizeError
 from arclight.deploy.formats import onnx_graph
 from arclight.deploy.formats.formats import (
     LONE,
+    PLANNED,
     Captured,
     Fastest,
     Format,
@@ -63,12 +64,13 @@ from arclight.deploy.formats.formats import (
     check_replaceable,
     destination,
     destination_in,
+    planned_size,
     quantized_formats,
     runtime_of,
     write,
 )
 from arclight.deploy.parity import Parity, Parts, broken_bound, compare, to_json, worst
-from arclight.deploy.programs import folder, torch_runtime
+from arclight.deploy.programs import executorch_runtime, folder, torch_runtime
 from arclight.deploy.programs.benchmark import benchmark
 from arclight.deploy.programs.fresh import run_fresh
 from arclight.deploy.programs.metadata import check as check_metadata
@@ -105,8 +107,11 @@ TIMED_ROUNDS = 15
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
     "onnxruntime": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("onnx", "onnxscript", "openvino"),
     "openvino-bf16": ("onnx", "onnxscript", "openvino"), "torch": (), "inductor": (),
+    "executorch": ("executorch.version",),
 }  # fmt: skip
 """Maps a runtime to the packages that write and run its programs, beside torch."""
+_EXTRAS: Mapping[str, str] = {"executorch": "executorch"}
+"""Maps a runtime to the extra with its packages, if that is not deploy."""
 
 
 _NO_OUTPUT: Mapping[torch.dtype, str] = {
@@ -177,18 +182,18 @@ def export(
 ) -> Program | dict[Format, Program]:
     """Export ``model`` as a program at ``path``, verify it in a fresh process, and return it.
 
-    A ``path`` that ends in .onnx is that one file, any other a folder. ``format``: onnx, openvino, pt2 or aoti; by default that of the target that the model
-    was quantized for, or openvino. Several of them are written of one capture, each as the folder ``path/FORMAT``, all or none, and returned by format;
-    "fastest" times ``candidates`` (default: openvino and onnx; aoti only if named) in turns on the example, and keeps the one with the lowest median, with
-    the times as its ``fastest``. ``example_inputs``: the positional inputs, batch first; the more samples, the more is compared. A program computes in
-    float32: inputs in another type that the model's weights have are taken in that. ``dynamic`` names the dimensions of any size, by the parameters of
-    ``forward``, in place of the batch: ``{"tokens": {0: "batch", 1: "time"}}``, equal names for equal sizes (those of ``*past`` are all called past);
-    ``comparisons`` are further inputs of other sizes that the program is compared on (with fewer than two, other sizes of the example are), and what is empty
-    there may be so in the program. ``metadata`` is stored in the program beside what the exporter knows (precision, parity, versions). ``max_difference`` is
-    the largest absolute difference to the model that is accepted, in the unit of the outputs; by default 1e-4 of the largest value for float32, and 30 dB
-    between the program and the simulation of a quantized model. Every output is judged by itself, or every tensor that ``parts`` takes out of them: ``lambda
-    predictions: {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}``. The program records each, and what is None and left out as
-    ``absent_outputs``. ``sign``: an Ed25519 key, or its file.
+    A ``path`` that ends in .onnx is that one file, any other a folder. ``format``: onnx, openvino, pt2, aoti or executorch; by default that of the target
+    that the model was quantized for, or openvino. Several of them are written of one capture, each as the folder ``path/FORMAT``, all or none, and returned
+    by format; "fastest" times ``candidates`` (default: openvino and onnx; aoti only if named) in turns on the example, and keeps the one with the lowest
+    median, with the times as its ``fastest``. ``example_inputs``: the positional inputs, batch first; the more samples, the more is compared. A program
+    computes in float32: inputs in another type that the model's weights have are taken in that. ``dynamic`` names the dimensions of any size, by the
+    parameters of ``forward``, in place of the batch: ``{"tokens": {0: "batch", 1: "time"}}``, equal names for equal sizes (those of ``*past`` are all
+    called past); ``comparisons`` are further inputs of other sizes that the program is compared on (with fewer than two, other sizes of the example are),
+    and what is empty there may be so in the program. ``metadata`` is stored in the program beside what the exporter knows (precision, parity, versions).
+    ``max_difference`` is the largest absolute difference to the model that is accepted, in the unit of the outputs; by default 1e-4 of the largest value
+    for float32, and 30 dB between the program and the simulation of a quantized model. Every output is judged by itself, or every tensor that ``parts``
+    takes out of them: ``lambda predictions: {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}``. The program records each, and what is None
+    and left out as ``absent_outputs``. ``sign``: an Ed25519 key, or its file.
 
     Raises ExportError, and leaves whatever was at ``path`` as it was, if the model cannot be captured or converted,
     the program differs by more than the bound, or quantized layers would not run on integer kernels, for which 4-bit
@@ -319,12 +324,15 @@ def _put_back(path: Path, former: Path | None) -> None:
 
 
 def _captures(sources: Mapping[Format, _Source]) -> dict[Format, Captured]:
-    """Capture each source once, for all of its formats; return the captures by format."""
-    formats: dict[_Source, list[Format]] = {}
+    """Capture each source once, for all of its formats; return the captures by format.
+
+    Those whose memory is planned have a capture of their own, whose sizes are bounded.
+    """
+    formats: dict[tuple[_Source, bool], list[Format]] = {}
     for form, source in sources.items():
-        formats.setdefault(source, []).append(form)
-    made = {source: source.captured(own) for source, own in formats.items()}
-    return {form: made[source] for form, source in sources.items()}
+        formats.setdefault((source, form in PLANNED), []).append(form)
+    made = {key: key[0].captured(own) for key, own in formats.items()}
+    return {form: made[source, form in PLANNED] for form, source in sources.items()}
 
 
 def export_fastest(
@@ -549,7 +557,7 @@ def _required(runtime: Runtime) -> Runtime:
     Raises MissingExtraError if what writes or runs its programs is not installed.
     """
     for package in _PACKAGES[runtime]:
-        require(package, extra="deploy")
+        require(package, extra=_EXTRAS.get(runtime, "deploy"))
     return runtime
 
 
@@ -718,10 +726,24 @@ class _Sizes:
 
     def capture(self, module: nn.Module, formats: Sequence[Format]) -> ExportedProgram:
         functional = not {"pt2", "aoti"}.isdisjoint(formats)  # others are written by way of ONNX
+        largest = self.largest() if PLANNED.issuperset(formats) else None
         exported = capture(
-            module, self.example, dynamic_batch=self.dynamic_batch, free=self.free, functional=functional
+            module,
+            self.example,
+            dynamic_batch=self.dynamic_batch,
+            free=self.free,
+            functional=functional,
+            largest=largest,
         )
         return without_absent_outputs(exported)
+
+    def largest(self) -> dict[str, int]:
+        """Return the size of each free dimension that memory is planned for."""
+        compared = (self.example, *self.batches.values())
+        if self.free is None:
+            return {"batch": planned_size(max(map(batch_size, compared)))}
+        sizes = [free_sizes(batch, self.free) for batch in compared]
+        return {name: planned_size(max(one[name] for one in sizes)) for name in sizes[0]}
 
     def names(self) -> FreeDimensions:
         """Return the free dimensions of each input with their names."""
@@ -769,6 +791,7 @@ def _callers_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         "instruction_sets",
         "absent_outputs",
         "fastest",
+        "largest_sizes",
     }
     check_metadata(
         described, reserved=reserved | {"requires", "requires_machine", "precision_hint", "passes", "build_s"}
@@ -921,11 +944,13 @@ def _kernels(quantized: QuantizedModel, program: Program) -> dict[str, int]:
         return dict(sorted(ran.items()))
     wanted = INTEGER_KERNELS if isinstance(quantized.recipe, Int8) else LINEAR_KERNELS
     found = program.kernels()
-    return {
-        name: found[name]
-        for name in sorted(torch_runtime.INTEGER_KERNELS if program.runtime == "inductor" else wanted)
-        if found[name]
-    }
+    return {name: found[name] for name in sorted(_INTEGERS.get(program.runtime, wanted)) if found[name]}
+
+
+_INTEGERS: Mapping[Runtime, set[str]] = {
+    "inductor": torch_runtime.INTEGER_KERNELS, "executorch": executorch_runtime.INTEGER_KERNELS,
+}  # fmt: skip
+"""Maps a runtime to its kernels of integer layers, if that is not ONNX Runtime."""
 
 
 def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
@@ -936,7 +961,7 @@ def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _
     exported = sizes.capture(frozen_copy(quantized.reference), ["onnx"])
     place = program.path if program.path.is_dir() else program.path.parent  # where the program is being made
     size = sum(file.stat().st_size for file in place.iterdir() if file.name != folder.NAME)
-    # bfloat16 and AOTInductor are for speed over what runs anywhere, which is ONNX Runtime
+    # bfloat16, AOTInductor and ExecuTorch are judged by speed over what runs anywhere, which is ONNX Runtime
     runtime: Runtime = "openvino" if program.runtime == "openvino" else "onnxruntime"
     with tempfile.TemporaryDirectory(prefix="fp32-", dir=place) as scratch:
         plain = Path(scratch) / "fp32.onnx"
@@ -994,6 +1019,6 @@ def _environment(runtime: Runtime, lone: bool) -> dict[str, Any]:
 
 def _versions(runtime: Runtime) -> dict[str, str]:
     packages = ("torch", *(name for name in _PACKAGES[runtime] if name != "onnxscript"))
-    return {name: str(require(name, extra="deploy").__version__) for name in packages} | {
+    return {name.partition(".")[0]: str(require(name, extra="deploy").__version__) for name in packages} | {
         "machine": platform.machine(),
     }

@@ -7,10 +7,13 @@ refusal names what to do instead.
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import logging
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,18 +31,18 @@ from arclight.deploy.programs.session import TensorSpec, dtype_name
 from arclight.deploy.settings import Runtime, Target
 from arclight.fabric.extras import require
 
-Format = Literal["onnx", "openvino", "pt2", "aoti"]
+Format = Literal["onnx", "openvino", "pt2", "aoti", "executorch"]
 Several = list[Format] | tuple[Format, ...]
 Fastest = Literal["fastest"]
 """Choice in place of a format: the one whose program is fastest on this machine."""
+PLANNED: frozenset[Format] = frozenset({"executorch"})
+"""Formats whose memory is planned when they are written, for the largest size of each free dimension."""
 DEFAULT: Format = "openvino"
 """The format of a folder, if none is given."""
 LONE = ".onnx"
 """Suffix of the only program that is one file; all others are folders."""
 
 _REFUSED: Mapping[str, str] = {
-    "executorch": "executorch 1.5.1 lowers no int8 model that was placed for it (target='executorch'): install it beside torch, and lower format "
-    "'pt2' of the float model with its XnnpackPartitioner, or the graph of quantize(quantizer=) with its XNNPACKQuantizer",
     "tensorrt": "nothing here runs tensorrt programs, whatever is installed, so none could be compared with its model: run trtexec on the .onnx file "
     "where the GPU is",
     "coreml": "nothing here runs coreml programs, whatever is installed, so none could be compared with its model: convert format 'pt2' with coremltools, "
@@ -52,13 +55,15 @@ _SUFFIXES: Mapping[str, str] = {
     ".pte": "executorch", ".engine": "tensorrt", ".plan": "tensorrt", ".mlpackage": "coreml", ".mlmodel": "coreml",
     ".tflite": "litert", ".ts": "torchscript", ".torchscript": "torchscript", ".xml": "openvino", ".pt2": "pt2", ".so": "aoti",
 }  # fmt: skip
-_FLOAT: Mapping[Format, Runtime] = {"onnx": "onnxruntime", "openvino": "openvino", "pt2": "torch", "aoti": "inductor"}
+_FLOAT: Mapping[Format, Runtime] = {
+    "onnx": "onnxruntime", "openvino": "openvino", "pt2": "torch", "aoti": "inductor", "executorch": "executorch",
+}  # fmt: skip
 """Maps a format to the runtime of its float programs."""
 _QUANTIZED: Mapping[Target, Mapping[Format, Runtime]] = {
     "onnxruntime": {"onnx": "onnxruntime"},
     "openvino": {"openvino": "openvino", "onnx": "openvino"},
     "inductor": {"aoti": "inductor"},
-    "executorch": {},
+    "executorch": {"executorch": "executorch"},
     "tensorrt": {"onnx": "onnxruntime"},  # where its programs are compared with their models
 }
 """Maps the target of a quantized model to its formats, the default one first, with the runtime that runs each here."""
@@ -155,6 +160,19 @@ def _spec(name: str, value: torch.Tensor, symbols: Mapping[str, str]) -> TensorS
     return TensorSpec(name, dtype_name(value.dtype), tuple(size(length) for length in value.shape))
 
 
+LARGEST_SIZE = 15
+"""Size of a free dimension that memory is planned for in format executorch, if it is compared on no larger ones. As torch lowers a convolution it asks
+whether the batch is smaller than 16, and bounds the graph by the answer."""
+
+
+def planned_size(largest: int) -> int:
+    """Return the size to plan memory of a free dimension for.
+
+    ``largest``: the largest that it is compared on.
+    """
+    return LARGEST_SIZE if largest <= LARGEST_SIZE else 2 * largest
+
+
 _ISA = {"avx512": "avx512f"}
 """Maps AOTInductor's name of an instruction set to Linux's, if they differ."""
 
@@ -200,6 +218,59 @@ def write_library(exported: ExportedProgram, path: Path) -> dict[str, Any]:
         "requires_machine": platform.machine(),
         "passes": ["freezing"],
     }
+
+
+def write_lowered(exported: ExportedProgram, path: Path) -> None:
+    """Lower ``exported`` to ExecuTorch, what XNNPACK can compute to XNNPACK.
+
+    Biases of integer layers become float in ``exported``. Memory of inputs and outputs is the caller's, that between XNNPACK's parts is planned for the
+    largest sizes. Raises ExportError for a graph that cannot be lowered.
+    """
+    require("executorch.version", extra="executorch")
+    try:
+        with torch.no_grad(), _root_handlers_kept(), quiet():
+            exir = importlib.import_module("executorch.exir")
+            passes = importlib.import_module("executorch.exir.passes")
+            xnnpack = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+            planning = passes.MemoryPlanningPass(alloc_graph_input=False, alloc_graph_output=False)
+            _write_float_biases(exported)
+            lowered = exir.to_edge_transform_and_lower(exported, partitioner=[xnnpack.XnnpackPartitioner()])
+            program = lowered.to_executorch(exir.ExecutorchBackendConfig(memory_planning_pass=planning))
+    except Exception as error:  # executorch raises many kinds
+        why = failures.not_converted(error, failures.OTHERWISE)
+        raise ExportError(f"executorch cannot lower the model: {why}") from error
+    with path.open("wb") as file:
+        program.write_to_file(file)
+
+
+@contextmanager
+def _root_handlers_kept() -> Iterator[None]:
+    """Restore the root logger's handlers after the block; executorch sets them on import."""
+    before = list(logging.root.handlers)
+    try:
+        yield
+    finally:
+        logging.root.handlers[:] = before
+
+
+def _write_float_biases(exported: ExportedProgram) -> None:
+    """Store in float, in place, the biases that integer layers of ``exported`` read as int32.
+
+    XNNPACK rounds them itself, to the same integers.
+    """
+    graph, state, names = exported.graph, exported.state_dict, exported.graph_signature.inputs_to_buffers
+    dequantize = torch.ops.quantized_decomposed.dequantize_per_channel.default
+    for node in graph.find_nodes(op="call_function", target=dequantize):
+        bias, scale, zero_point, *rest = node.args
+        held = all(one.name in names for one in node.all_input_nodes)
+        if bias.meta["val"].dtype != torch.int32 or len(bias.users) > 1 or not held:
+            continue
+        values = (state[names[one.name]] for one in (bias, scale, zero_point))
+        state[names[bias.name]] = dequantize(*values, *rest)
+        bias.meta = {**bias.meta, "val": node.meta["val"]}
+        node.replace_all_uses_with(bias)
+        graph.erase_node(node)
+    exported.graph_module.recompile()
 
 
 def destination(path: str | os.PathLike[str], format: str | None, target: Target | None) -> tuple[Path, Format]:
@@ -304,8 +375,8 @@ def write(
 ) -> tuple[str, dict[str, Any]]:  # fmt: skip
     """Write ``captured`` into ``folder``; return the main file's name, and requirements.
 
-    These are entries of the description that say what the program requires of a machine (``requires``, ``requires_machine``, ``passes``);
-    they are empty but for aoti.
+    These are entries of the description that say what the program requires of a machine (``requires``, ``requires_machine``, ``passes``), for
+    aoti, and of its inputs (``largest_sizes``), for executorch.
     """
     main = f"{stem}{_ENDINGS[format]}"
     return main, _WRITERS[format](captured, folder / main, precision)
@@ -347,7 +418,17 @@ def _write_aoti(captured: Captured, path: Path, precision: str) -> dict[str, Any
     return write_library(captured.exported, path)
 
 
-_ENDINGS: Mapping[Format, str] = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2", "aoti": ".pt2"}
+def _write_executorch(captured: Captured, path: Path, precision: str) -> dict[str, Any]:
+    ranges = {str(symbol): values.upper for symbol, values in captured.exported.range_constraints.items()}
+    write_lowered(captured.exported, path)
+    largest = {name: int(ranges[symbol]) for symbol, name in captured.symbols().items()}
+    return {"largest_sizes": largest} if largest else {}
+
+
+_ENDINGS: Mapping[Format, str] = {
+    "onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2", "aoti": ".pt2", "executorch": ".pte",
+}  # fmt: skip
 _WRITERS: Mapping[Format, Callable[[Captured, Path, str], dict[str, Any]]] = {
     "onnx": _write_onnx, "openvino": _write_openvino, "pt2": _write_pt2, "aoti": _write_aoti,
+    "executorch": _write_executorch,
 }  # fmt: skip

@@ -30,6 +30,7 @@ RUNTIMES: Mapping[str, frozenset[str]] = {
     "openvino": frozenset({"openvino", "openvino-bf16"}),
     "pt2": frozenset({"torch"}),
     "aoti": frozenset({"inductor"}),
+    "executorch": frozenset({"executorch"}),
 }
 """Maps a format to the runtimes that can run it."""
 EXECUTED = {

@@ -2,7 +2,8 @@
 
 `Program` is public: `export` returns it; ``arclight predict``, ``scan``, ``serve``, ``benchmark`` and ``compare`` load it. Checks of the files
 (`folder`, `metadata`, `processor`) come before a runtime reads one: keep that order. Programs of earlier releases must load. A new runtime implements
-`Session`, and is opened in `_session`. Only formats ``pt2`` and ``aoti``, and the comparison of runtimes, need PyTorch.
+`Session`, and is opened in `_session`. Only formats ``pt2``, ``aoti`` and
+``executorch``, and the comparison of runtimes, need PyTorch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 
 from arclight.deploy.errors import ProgramError
 from arclight.deploy.programs import folder
+from arclight.deploy.programs.executorch_runtime import ExecuTorchSession
 from arclight.deploy.programs.folder import Trusted
 from arclight.deploy.programs.metadata import KEY, changed, check_weights, unseal
 from arclight.deploy.programs.onnx_runtime import Device, OnnxRuntimeSession
@@ -149,7 +151,7 @@ class Program:
 
     @property
     def format(self) -> str:
-        """onnx, openvino, pt2 or aoti."""
+        """onnx, openvino, pt2, aoti or executorch."""
         return "onnx" if self._contents is None else self._contents.format
 
     @property
@@ -315,7 +317,9 @@ class Program:
 
 def import_runtime(runtime: Runtime) -> None:
     """Import the package that ``runtime`` is in; MissingExtraError if it is not installed."""
-    package = {"onnxruntime": "onnxruntime", "torch": "torch", "inductor": "torch"}.get(runtime, "openvino")
+    if runtime == "executorch":
+        require("executorch.version", extra="executorch")
+    package = {"onnxruntime": "onnxruntime"}.get(runtime, "openvino" if runtime.startswith("openvino") else "torch")
     require(package, extra="deploy")
 
 
@@ -472,6 +476,8 @@ def _session(
     if runtime in ("openvino", "openvino-bf16"):
         return OpenVinoSession(file, threads=threads, bfloat16=runtime == "openvino-bf16", requests=requests or 1)
     assert contents is not None  # an .onnx file runs in none of torch's runtimes
+    if runtime == "executorch":
+        return ExecuTorchSession(file, threads=threads, inputs=contents.inputs, outputs=contents.outputs)
     compiled = runtime == "inductor"
     return TorchSession(file, threads=threads, compiled=compiled, inputs=contents.inputs, outputs=contents.outputs)
 

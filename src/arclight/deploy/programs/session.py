@@ -1,6 +1,7 @@
 """Define the interface of runtimes: typed inputs and outputs, a thread-safe call, kernels.
 
-``onnx_runtime``, ``openvino`` and ``torch_runtime`` implement `Session`, and a `Program` holds one. A new runtime needs a name in `NAMES`.
+``onnx_runtime``, ``openvino``, ``torch_runtime`` and ``executorch_runtime`` implement `Session`, and a `Program` holds one. A new runtime needs a name in
+`NAMES`.
 `TensorSpec` is written as JSON in ``program.json``: its keys must stay.
 """
 
@@ -19,6 +20,7 @@ from arclight.deploy.errors import ProgramError
 Array = np.ndarray[Any, Any]
 NAMES: Mapping[str, str] = {
     "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "openvino-bf16": "OpenVINO", "torch": "torch", "inductor": "AOTInductor",
+    "executorch": "ExecuTorch",
 }  # fmt: skip
 """Names of the runtimes in messages and reports."""
 
