@@ -168,12 +168,13 @@ def test_outputs_outlive_the_next_call(program: Program) -> None:
 
 @executorch_site.NEEDED
 def test_threads_may_call_it_at_once(program: Program) -> None:
-    two, found = program.with_threads(2), dict[int, list[Any]]()
+    """On pools of two sizes, one of which is made as the other's kernels are loaded: ExecuTorch would end the process."""
+    one, two, found = program.with_threads(1), program.with_threads(2), dict[int, list[Any]]()
     batches = [torch.rand(1 + n, 3, 12, 12).numpy() for n in range(3)]
     wanted = [program(batch) for batch in batches]
 
     def call(number: int) -> None:
-        found[number] = [(two if turn % 2 else program)(batches[number]) for turn in range(20)]
+        found[number] = [(two if turn % 2 else one)(batches[number]) for turn in range(20)]
 
     workers = [threading.Thread(target=call, args=(number,)) for number in range(3)]
     for worker in workers:
@@ -192,6 +193,18 @@ def test_more_samples_than_memory_is_planned_for_are_refused(program: Program) -
         ProgramError, match=r"shape \(16, 3, 12, 12\), and memory is planned for at most \(15, 3, 12, 12\)"
     ):
         program(np.zeros((16, 3, 12, 12), np.float32))
+
+
+@executorch_site.NEEDED
+def test_any_number_of_samples_is_computed_in_batches(program: Program, quantized: QuantizedModel) -> None:
+    assert (program.batch_size, program.largest_batch) == (None, 15)
+    for count in (1, 15, 32):
+        images = torch.rand(count, 3, 12, 12)
+        torch.testing.assert_close(program.in_batches(images)[1], quantized(images)[1], rtol=0, atol=0)
+    with pytest.raises(
+        ProgramError, match=r"has shape \(0, 3, 12, 12\) and holds no value"
+    ):  # it would end the process
+        program.in_batches(IMAGES[:0])
 
 
 @executorch_site.NEEDED

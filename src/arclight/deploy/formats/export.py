@@ -991,7 +991,7 @@ def _metric(quantized: QuantizedModel, program: Program) -> dict[str, Any]:
     """Score the program itself beside both models."""
     scores = quantized.scores
     assert scores is not None
-    score = float(scores.metric(program if program.batch_size is None else program.in_batches))
+    score = float(scores.metric(program if program.largest_batch is None else program.in_batches))
     scores.check(score, "program")
     return {
         "float": scores.float_model,

@@ -71,6 +71,10 @@ class ExecuTorchSession:
         import torch
 
         for spec, value, largest in zip(self.inputs, values, self._largest, strict=True):
+            if not value.size:
+                raise ProgramError(
+                    f"{spec.name} has shape {value.shape} and holds no value, over which executorch ends the process: leave it out"
+                )
             if any(size > most for size, most in zip(value.shape, largest)):
                 raise ProgramError(
                     f"{spec.name} has shape {value.shape}, and memory is planned for at most {largest}: give fewer at a time, or export it with "

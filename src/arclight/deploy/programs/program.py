@@ -228,15 +228,23 @@ class Program:
         size = sizes.pop() if len(sizes) == 1 else None
         return size if isinstance(size, int) else None
 
+    @property
+    def largest_batch(self) -> int | None:
+        """Most samples of a call: `batch_size`, or those that memory is planned for; None if any."""
+        names = {spec.shape[0] for spec in self.inputs if spec.shape}
+        planned = self.metadata.get("largest_sizes", {}).get(next(iter(names))) if len(names) == 1 else None
+        return self.batch_size or planned
+
     def in_batches(self, *inputs: Any) -> Any:
-        """Compute outputs for any number of samples, in calls of `batch_size`.
+        """Compute outputs for any number of samples, in calls of `largest_batch`.
 
         The last call is filled up with samples again. ProgramError as in a call, and for an output that has another
         first size, which cannot be joined.
         """
         values = [value if _is_tensor(value) else np.asarray(value) for value in inputs]
-        size, counts = self.batch_size, {len(value) for value in values if value.ndim}
-        if not size or len(counts) != 1 or counts <= {0, size}:
+        size, counts = self.largest_batch, {len(value) for value in values if value.ndim}
+        alone = self.batch_size is None and max(counts, default=0) < (size or 0)
+        if not size or len(counts) != 1 or counts <= {0, size} or alone:
             return self(*values)
         count = counts.pop()
         calls = []
@@ -384,6 +392,7 @@ def _check_file(path: Path, trusted: Trusted | None) -> None:
 
 _TYPES: Mapping[str, type] = {
     "runtime": str, "precision": str, "requires": list, "requires_machine": str, "quantization": dict, "processing_args": dict, "build_s": dict,
+    "largest_sizes": dict,
 }  # fmt: skip
 """Maps a field of the description that is read when a program is loaded, or timed, to its type."""
 
@@ -398,6 +407,10 @@ def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
     if not all(isinstance(name, str) for name in metadata.get("requires", [])):
         raise ProgramError(f"{path} requires {str(metadata['requires'])[:60]}, and instruction sets have names")
     _check_measured(path, metadata)
+    if not all(type(size) is int and size > 0 for size in metadata.get("largest_sizes", {}).values()):
+        raise ProgramError(
+            f"{path} describes its largest_sizes as {str(metadata['largest_sizes'])[:60]}, and sizes are numbers from 1"
+        )
     if not all(isinstance(seconds, int | float) for seconds in metadata.get("build_s", {}).values()):
         raise ProgramError(f"{path} describes its build_s as {str(metadata['build_s'])[:60]}, and seconds are numbers")
 

@@ -246,7 +246,7 @@ def quantize(
     what the graph is captured on; the batch size stays free, or the dimensions that ``dynamic`` names by input, as in `export`.
     ``parts`` takes the outputs and names tensors in them that are judged each by itself (default: the outputs). ``metric`` scores a model
     on data of its own, more being better; with ``max_drop`` the quantized model, and its program in `export`, may score that much less (a
-    program of one batch size is given as its `Program.in_batches`): if it would score lower, the fewest layers that restore it stay in
+    program with a largest batch is given as its `Program.in_batches`): if it would score lower, the fewest layers that restore it stay in
     float, found in at most 16 scores; ``scores.search`` names them, and the returned ``recipe`` has them in ``skip``. ``target`` is the
     runtime to place integers for (default: onnxruntime). ``quantizer``: one of torchao's, such as X86InductorQuantizer, that places
     integers in our stead; ``recipe`` then says how much is calibrated and how noisy an output may be, and ``target`` what runs the
