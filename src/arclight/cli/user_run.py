@@ -131,9 +131,9 @@ def predict(run: UserRun, options: Namespace) -> None:
 
 
 def weights_of(place: str | None) -> str | Path | None:
-    """Return the checkpoint at ``place``, of a run folder the best one; ``last`` and None are left to the trainer.
+    """Return the checkpoint at ``place``, of a run folder the best one.
 
-    Raises UsageError if there is no checkpoint.
+    ``last`` and None are left to the trainer. Raises UsageError if there is no checkpoint.
     """
     if place is not None and (Path(place) / "checkpoints").is_dir():
         return best_checkpoint(Path(place))
