@@ -80,14 +80,12 @@ def test_models_in_other_types_stand_beside_their_programs(
 
 def test_models_of_different_types_are_not_timed_on_the_same_inputs() -> None:
     models = {str(dtype)[6:]: nn.Linear(4, 3).to(dtype) for dtype in (torch.bfloat16, torch.float64)}
-    message = (
-        "{} cannot be timed on these inputs: they are {}, and its weights are {}; give inputs and models of one type"
-    )
-    for given, refused in (("float64", "bfloat16"), ("bfloat16", "float64")):
-        x = torch.randn(2, 4).to(getattr(torch, given))
-        with pytest.raises(ProgramError, match=message.format(refused, given, refused)):
-            benchmark(models, x, rounds=1)
-        assert len(benchmark({given: models[given]}, x, rounds=1).rows) == 1
+    x = torch.randn(2, 4, dtype=torch.float64)
+    message = "bfloat16 cannot be timed on these inputs: they are float64, and its weights are bfloat16; give inputs and models of one type"
+    with pytest.raises(ProgramError, match=message):
+        benchmark(models, x, rounds=1)
+    assert len(benchmark({"float64": models["float64"]}, x, rounds=1).rows) == 1
+    assert len(benchmark(models, x.bfloat16(), rounds=1).rows) == 2, "bfloat16 inputs are float32 for every model"
 
 
 def test_models_and_programs_side_by_side(images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

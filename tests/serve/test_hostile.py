@@ -356,7 +356,7 @@ def test_an_upload_to_the_wrong_address_is_answered_too(server):
             b"POST /upload HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20000000\r\n\r\n" + bytes(20 * MB)
         )
         status, body = read_answer(connection)
-    assert status == 405
+    assert status == 404
     assert_one_sentence(body)
 
 
