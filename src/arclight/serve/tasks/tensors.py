@@ -34,8 +34,8 @@ _ELEMENTS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {in
 QUIET: Any = {"over": "ignore"}
 """Arguments of the ``np.errstate`` that callers of `decode` set, once for all requests of a batch."""
 _WIDEST: dict[str, type] = {"b": np.bool_, "i": np.int64, "u": np.uint64}
-_FORMATS = {"openvino": "ir"}
-"""Formats whose name in a platform, ``RUNTIME_FORMAT``, is not ours: OpenVINO calls its own the intermediate representation."""
+_FORMATS = {"openvino": "ir", "executorch": "pte"}
+"""Formats whose name in a platform, ``RUNTIME_FORMAT``, is not ours: OpenVINO calls its own the intermediate representation, ExecuTorch's file is a .pte."""
 JSON_SIZE = "Inference-Header-Content-Length"
 """Header that gives the number of bytes of JSON before the binary tensors."""
 
