@@ -617,6 +617,27 @@ def test_outputs_in_a_dict_are_named_by_their_keys(
         torch.testing.assert_close(value, x + place)
 
 
+class InnerNames(nn.Module):
+    """Outputs by keys that are also names of operators and weights inside of it, but of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        active = torch.relu(self.layer(x))
+        return {"relu": self.layer(active), "linear": active * 2, "linear_1": active + 1, "layer.weight": active - 1}
+
+
+@pytest.mark.parametrize("form", ["onnx", pytest.param("openvino", marks=pytest.mark.slow)])
+def test_keys_of_outputs_may_be_names_inside_of_the_graph(form: Format, tmp_path: Path) -> None:
+    model, x = InnerNames(), torch.randn(2, 3)
+    program = export(model, tmp_path / "p", example_inputs=x, format=form)
+    assert [output.name for output in program.outputs] == list(model(x))
+    for given, expected in zip(program(x), model(x).values(), strict=True):
+        torch.testing.assert_close(given, expected.detach())
+
+
 def test_quantized_models_leave_out_outputs_that_are_none(tmp_path: Path) -> None:
     x = torch.randn(8, 32)
     quantized = quantize(Answer(None), recipe=DynamicInt8(), example=x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 import threading
 from collections import Counter
@@ -47,14 +48,16 @@ def convert(
     ``dimension_names`` maps the graph's symbols of free dimensions to their names in the file. Raises ExportError if ONNX cannot express it.
     """
     require("onnxscript", extra="deploy")
+    given_names = [*(input_names or ()), *(output_names or ())]
+    stand_ins = {f"{number}::{name}": name for number, name in enumerate(given_names)}
     try:
         with torch.no_grad(), quiet(), _cached_tables():
             program = torch.onnx.export(
                 exported,
                 dynamo=True,
                 verbose=False,
-                input_names=input_names,
-                output_names=output_names,
+                input_names=None if input_names is None else list(stand_ins)[: len(input_names)],
+                output_names=None if output_names is None else list(stand_ins)[len(input_names or ()) :],
                 custom_translation_table=_translations(),
             )
             assert program is not None
@@ -62,12 +65,40 @@ def convert(
     except Exception as error:  # the exporter raises many kinds, all of them about operators that ONNX does not have
         why = failures.not_converted(error, failures.IN_ONNX)
         raise ExportError(f"the model cannot be written as ONNX: {why}") from error
+    _rename(model.graph, stand_ins)
     _tidy(model, dimension_names)
     if any(node.op_type == "DequantizeLinear" for node in model.graph.node):
         _select_in_two_steps(model)
         _transpose_shared_weights(model)
         _clip_by_extremes(model)
     return model
+
+
+def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """Give values their ``names``, by those that they have.
+
+    Another value that is so named gets a number: torch names inner values by their operators, and would give an output the name of one of
+    them, such as ``relu``.
+    """
+    held: set[str] = set()
+    _map_names(graph, lambda name: held.add(name) or name)  # type: ignore[func-returns-value]
+    taken, replaced = held.union(names.values()), dict(names)
+    for name in held.intersection(names.values()):
+        replaced[name] = next(other for number in itertools.count(1) if (other := f"{name}_{number}") not in taken)
+        taken.add(replaced[name])
+    _map_names(graph, lambda name: replaced.get(name, name))
+
+
+def _map_names(graph: onnx.GraphProto, name_of: Callable[[str], str]) -> None:
+    """Replace the names of values in ``graph`` and the graphs inside of it."""
+    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        value.name = name_of(value.name)
+    for node in graph.node:
+        node.input[:] = [name_of(name) for name in node.input]
+        node.output[:] = [name_of(name) for name in node.output]
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                _map_names(inner, name_of)
 
 
 def write(model: onnx.ModelProto, path: Path) -> list[Path]:
