@@ -164,6 +164,24 @@ def test_concatenated_maps_have_the_gradients_of_slices_without_gaps(dtype):
     assert not any(one.is_contiguous(memory_format=torch.channels_last) for one in sliced)
 
 
+@pytest.mark.parametrize("graph_of", [torch.fx.symbolic_trace, torch.jit.script, torch.jit.trace])
+def test_concatenation_is_one_operator_in_graphs(graph_of, tmp_path):
+    module = blocks.SPPF(8, 8).eval().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
+    made = graph_of(module, x) if graph_of is torch.jit.trace else graph_of(module)
+    torch.testing.assert_close(made(x), module(x))
+    if graph_of is not torch.fx.symbolic_trace:
+        torch.jit.save(made, tmp_path / "module.pt")
+        torch.testing.assert_close(torch.jit.load(tmp_path / "module.pt")(x), module(x))
+
+
+def test_concatenated_maps_have_derivatives_in_forward_mode():
+    one, other = (torch.randn(1, n, 4, 4).to(memory_format=torch.channels_last) for n in (3, 5))
+    joined, tangent = torch.func.jvp(lambda x: concatenate([x, other]), (one,), (2 * one,))
+    assert torch.equal(joined, torch.cat([one, other], dim=1))
+    assert torch.equal(tangent, torch.cat([2 * one, torch.zeros_like(other)], dim=1))
+
+
 def test_a_step_in_channels_last_has_the_gradients_of_plain_concatenation(monkeypatch):
     def gradients():
         model = small().train().double().to(memory_format=torch.channels_last)

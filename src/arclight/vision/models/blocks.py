@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_scripting, is_tracing  # type: ignore[attr-defined]
 
 BN_EPS, BN_MOMENTUM = 1e-3, 0.03  # part of the architecture: weights trained with other values give other outputs
 
@@ -37,17 +38,29 @@ class _Concatenate(torch.autograd.Function):
         parts = zip(gradient.split(ctx.channels, dim=1), ctx.needs_input_grad, strict=True)
         return tuple(part.clone() if needed else None for part, needed in parts)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return torch.cat(tangents, dim=1)
 
-def concatenate(maps: Sequence[Tensor]) -> Tensor:
+
+def concatenate(maps: list[Tensor]) -> Tensor:
     """Concatenate feature maps (N, C_i, H, W) along channels.
 
     In channels_last a map's slice of the joint gradient has gaps at each pixel, which the backward kernels of activations take several times
     as long to read as it takes to close them.
     """
-    last = maps[0].is_contiguous(memory_format=torch.channels_last)
-    if last and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # graphs have the plain operator
-        return _Concatenate.apply(*maps)  # type: ignore[no-any-return]
-    return torch.cat(list(maps), dim=1)
+    if not is_scripting():  # noqa: SIM102 - TorchScript skips what this alone guards
+        if _copies_gradients(maps):
+            return _Concatenate.apply(*maps)  # type: ignore[no-any-return]
+    return torch.cat(maps, dim=1)
+
+
+def _copies_gradients(maps: list[Tensor]) -> bool:
+    """Return True for maps in channels_last with gradients; graphs have the plain operator."""
+    traced = torch.compiler.is_compiling() or is_tracing()
+    if traced or isinstance(maps[0], torch.fx.Proxy):
+        return False
+    return torch.is_grad_enabled() and maps[0].is_contiguous(memory_format=torch.channels_last)
 
 
 class ConvBNAct(nn.Module):
@@ -100,7 +113,7 @@ class C3(nn.Module):
         return nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, 1.0, act) for _ in range(repeats)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.cv3(concatenate((self.m(self.cv1(x)), self.cv2(x))))  # type: ignore[no-any-return]
+        return self.cv3(concatenate([self.m(self.cv1(x)), self.cv2(x)]))  # type: ignore[no-any-return]
 
 
 class GhostConv(nn.Module):
@@ -114,7 +127,7 @@ class GhostConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.cv1(x)
-        return concatenate((y, self.cv2(y)))
+        return concatenate([y, self.cv2(y)])
 
 
 class GhostBottleneck(nn.Module):
