@@ -167,6 +167,17 @@ def test_outputs_outlive_the_next_call(program: Program) -> None:
 
 
 @executorch_site.NEEDED
+def test_an_input_among_the_outputs_is_refused(tmp_path: Path) -> None:
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.relu(), x
+
+    with pytest.raises(ExportError, match="returns its input x as it is"):
+        export(Both(), tmp_path / "p", example_inputs=torch.randn(2, 4), format="executorch")
+    assert not list(tmp_path.iterdir())
+
+
+@executorch_site.NEEDED
 def test_threads_may_call_it_at_once(program: Program) -> None:
     """On pools of two sizes, one of which is made as the other's kernels are loaded: ExecuTorch would end the process."""
     one, two, found = program.with_threads(1), program.with_threads(2), dict[int, list[Any]]()

@@ -113,6 +113,14 @@ class TestContract:
             torch.testing.assert_close(given, wanted)
         assert torch.get_num_threads() == before
 
+    @pytest.mark.filterwarnings("error:The given NumPy array is not writable")
+    def test_it_takes_read_only_arrays(self, program: Program) -> None:
+        images = np.random.default_rng(0).normal(size=(2, 3, 8, 8)).astype(np.float32)
+        wanted = program(images)
+        images.flags.writeable = False
+        for given, output in zip(program(images), wanted, strict=True):
+            np.testing.assert_array_equal(given, output)
+
     def test_it_names_its_kernels(self, program: Program) -> None:
         assert any("conv" in name.lower() for name in program.kernels())
 

@@ -224,9 +224,16 @@ def write_lowered(exported: ExportedProgram, path: Path) -> None:
     """Lower ``exported`` to ExecuTorch, what XNNPACK can compute to XNNPACK.
 
     Biases of integer layers become float in ``exported``. Memory of inputs and outputs is the caller's, that between XNNPACK's parts is planned for the
-    largest sizes. Raises ExportError for a graph that cannot be lowered.
+    largest sizes. Raises ExportError for a graph that cannot be lowered, and for one with an input among its outputs, where executorch would give
+    another value.
     """
     require("executorch.version", extra="executorch")
+    signature = exported.graph_signature
+    if passed := [name for name in signature.user_outputs if name in signature.user_inputs]:
+        raise ExportError(
+            f"the model returns its input {', '.join(map(str, passed))} as it is, and programs of executorch give another value there: leave it out, "
+            "or take another format"
+        )
     try:
         with torch.no_grad(), _root_handlers_kept(), quiet():
             exir = importlib.import_module("executorch.exir")

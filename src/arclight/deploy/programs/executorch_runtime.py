@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from arclight.deploy.errors import ProgramError
 from arclight.deploy.programs.session import Array, TensorSpec, dtype_name
+from arclight.deploy.programs.torch_runtime import as_tensor
 from arclight.fabric.extras import require
 
 LAYERS = ("XNNConv2d", "XNNDepthwiseConv2d", "XNNConvTranspose2d", "XNNFullyConnected")
@@ -68,8 +69,6 @@ class ExecuTorchSession:
         self._largest = [shape for _, shape in taken]
 
     def run(self, values: Sequence[Array]) -> list[Array]:
-        import torch
-
         for spec, value, largest in zip(self.inputs, values, self._largest, strict=True):
             if not value.size:
                 raise ProgramError(
@@ -80,7 +79,7 @@ class ExecuTorchSession:
                     f"{spec.name} has shape {value.shape}, and memory is planned for at most {largest}: give fewer at a time, or export it with "
                     "comparisons= of the largest sizes"
                 )
-        tensors = [torch.from_numpy(value) for value in values]
+        tensors = [as_tensor(value) for value in values]
         with _POOL.taken(self):
             outputs = self.loaded()(tensors)
         return [output.numpy() for output in outputs]

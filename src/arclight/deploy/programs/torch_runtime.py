@@ -14,10 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from arclight.deploy.errors import ProgramError
 from arclight.deploy.programs.session import Array, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INTEGER_KERNELS = {"qconv_pointwise", "qlinear_pointwise"}
 """oneDNN's kernels of layers with weights that multiply 8-bit integers, as AOTInductor calls them."""
@@ -62,7 +65,7 @@ class TorchSession:
         from torch.utils._pytree import tree_leaves
 
         with torch.inference_mode(), _THREADS.of(self._threads):
-            outputs = tree_leaves(self._call(*(torch.from_numpy(value) for value in values)))
+            outputs = tree_leaves(self._call(*map(as_tensor, values)))
         return [output.numpy() for output in outputs]
 
     def kernels(self) -> Counter[str]:
@@ -81,6 +84,13 @@ class TorchSession:
         with zipfile.ZipFile(self._path) as archive:
             names = [name for name in archive.namelist() if name.endswith("wrapper.cpp")]
             return "\n".join(archive.read(name).decode(errors="replace") for name in names)
+
+
+def as_tensor(value: Array) -> Tensor:
+    """Return ``value`` as a tensor on its memory, or on a copy if it is read-only, which tensors cannot be."""
+    import torch
+
+    return torch.from_numpy(value if value.flags.writeable else value.copy())
 
 
 class _Threads:
