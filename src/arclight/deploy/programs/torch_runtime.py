@@ -87,7 +87,7 @@ class TorchSession:
 
 
 def as_tensor(value: Array) -> Tensor:
-    """Return ``value`` as a tensor on its memory, or on a copy if it is read-only, which tensors cannot be."""
+    """Return ``value`` as a tensor on its memory, on a copy if it is read-only."""
     import torch
 
     return torch.from_numpy(value if value.flags.writeable else value.copy())

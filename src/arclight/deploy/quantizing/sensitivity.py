@@ -86,31 +86,43 @@ def _layers_of(graph: GraphModule, layers: Collection[str]) -> dict[Node, frozen
     """Map each operator that rounds to the layers among ``layers`` that need it.
 
     A layer needs its inputs and weights rounded; a convolution also its result, and what integer operators compute of that, since only a matrix
-    product may write float32.
+    product may write float32. A result of one that is rounded though no layer reads it is its own, as for XNNPACK.
     """
     nodes = list(graph.graph.nodes)
     named = {n: frozenset({module_name(n)} & set(layers)) for n in nodes if n.target in LAYERS | {DYNAMIC, GROUPED}}
-    written: dict[Node, frozenset[str]] = {}
-    for node in nodes:
-        sources = node.all_input_nodes
-        if node in named:
-            written[node] = named[node] if node.target in CONVOLUTIONS else frozenset()
-        elif node.target in QUANTIZE | DEQUANTIZE:
-            written[node] = written[sources[0]]
-        elif all(source.target in DEQUANTIZE for source in sources) or (len(sources) == 1 and sources[0] in named):
-            written[node] = frozenset().union(*(written[source] for source in sources))
-        else:
-            written[node] = frozenset()
+    written = _written(nodes, named, {node: named[node] for node in named if node.target in CONVOLUTIONS})
+    by_any = _written(nodes, named, named)
     read: dict[Node, frozenset[str]] = {}
     for node in reversed(nodes):
         read[node] = frozenset().union(*(named[user] if user in named else read[user] for user in node.users))
     found = {node: named[node] for node in named if node.target in (DYNAMIC, GROUPED)}
     for node in nodes:
         if node.target in QUANTIZE:
-            found[node] = written[node] | read[node]
+            found[node] = written[node] | read[node] or by_any[node]
         elif node.target in DEQUANTIZE and node.args[0] in found:
             found[node] = found[node.args[0]]
     return found
+
+
+def _written(
+    nodes: Sequence[Node], layers: Collection[Node], writers: Mapping[Node, frozenset[str]]
+) -> dict[Node, frozenset[str]]:
+    """Map each node to the names of ``writers`` whose result it is, or what is computed of it.
+
+    Those of ``layers`` that are no writers end the way.
+    """
+    written: dict[Node, frozenset[str]] = {}
+    for node in nodes:
+        sources = node.all_input_nodes
+        if node in layers:
+            written[node] = writers.get(node, frozenset())
+        elif node.target in QUANTIZE | DEQUANTIZE:
+            written[node] = written[sources[0]]
+        elif all(source.target in DEQUANTIZE for source in sources) or (len(sources) == 1 and sources[0] in layers):
+            written[node] = frozenset().union(*(written[source] for source in sources))
+        else:
+            written[node] = frozenset()
+    return written
 
 
 @torch.no_grad()
