@@ -164,13 +164,14 @@ def test_concatenated_maps_have_the_gradients_of_slices_without_gaps(dtype):
     assert not any(one.is_contiguous(memory_format=torch.channels_last) for one in sliced)
 
 
-@pytest.mark.parametrize("graph_of", [torch.fx.symbolic_trace, torch.jit.script, torch.jit.trace])
-def test_concatenation_is_one_operator_in_graphs(graph_of, tmp_path):
+@pytest.mark.parametrize("kind", ["symbolic_trace", "script", "trace"])
+def test_concatenation_is_one_operator_in_graphs(kind, tmp_path):
     module = blocks.SPPF(8, 8).eval().to(memory_format=torch.channels_last)
     x = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
-    made = graph_of(module, x) if graph_of is torch.jit.trace else graph_of(module)
+    graph_of = getattr(torch.fx if kind == "symbolic_trace" else torch.jit, kind)
+    made = graph_of(module, x) if kind == "trace" else graph_of(module)
     torch.testing.assert_close(made(x), module(x))
-    if graph_of is not torch.fx.symbolic_trace:
+    if kind != "symbolic_trace":
         torch.jit.save(made, tmp_path / "module.pt")
         torch.testing.assert_close(torch.jit.load(tmp_path / "module.pt")(x), module(x))
 

@@ -426,9 +426,20 @@ def _write_aoti(captured: Captured, path: Path, precision: str) -> dict[str, Any
 
 
 def _write_executorch(captured: Captured, path: Path, precision: str) -> dict[str, Any]:
-    ranges = {str(symbol): values.upper for symbol, values in captured.exported.range_constraints.items()}
+    ranges = {str(symbol): values for symbol, values in captured.exported.range_constraints.items()}
+    symbols = captured.symbols()
+    if empty := [name for symbol, name in symbols.items() if ranges[symbol].lower == 0]:
+        raise ExportError(
+            f"executorch ends the process where an input is empty, and {', '.join(empty)} may be 0, as of a cache before the first token: take another format"
+        )
     write_lowered(captured.exported, path)
-    largest = {name: int(ranges[symbol]) for symbol, name in captured.symbols().items()}
+    kept = captured.symbols()  # lowering may find that the graph holds for the sizes alone that it was captured on
+    if fixed := [name for symbol, name in symbols.items() if symbol not in kept]:
+        raise ExportError(
+            f"executorch plans memory for the largest sizes, and captured on them the lowered graph holds for one size of {', '.join(fixed)} alone: "
+            "export it for fixed sizes, or take another format"
+        )
+    largest = {name: int(ranges[symbol].upper) for symbol, name in symbols.items()}
     return {"largest_sizes": largest} if largest else {}
 
 
