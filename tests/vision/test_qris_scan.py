@@ -434,21 +434,6 @@ def test_only_doubtful_modules_under_a_plain_grid_are_illegible(
     assert read_grid(noise, (20.0, 20.0, 180.0, 180.0), 1).illegible_px == illegible_px
 
 
-@pytest.mark.parametrize(("doubts", "guessed"), [((0.2, 0.5, 0.5), 2), ((0.38, 0.5, 0.3), 0), ((0.2, 0.3, 0.3), 2)])
-def test_simpler_guesses_go_by_the_least_doubt_about_a_code(
-    doubts: tuple[float, ...], guessed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, guesses = iter(doubts), []
-    grid = Grid(1, np.zeros((8, 2), np.float32), 0.9)
-    monkeypatch.setattr(decode, "finish_grids", lambda *given: [grid])
-    monkeypatch.setattr(decode, "soft_modules", lambda laid: np.zeros((21, 21), np.float32))
-    monkeypatch.setattr(decode, "read_symbol", lambda *given: (None, 30.0))
-    monkeypatch.setattr(decode, "_read_patiently", guesses.append)
-    monkeypatch.setattr(decode.SoftSymbol, "doubt", lambda symbol: next(left))
-    assert decode.decode_grids(Slopes(np.zeros((40, 40), np.float32)), [grid])[0] is None
-    assert len(guesses) == guessed
-
-
 @pytest.mark.parametrize(("version", "views"), [(3, 1), (6, 1), (7, 2), (10, 2)])
 def test_another_view_is_tried_of_fine_codes_alone(version: int, views: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = np.zeros((8, 2), np.float32)

@@ -528,9 +528,9 @@ PATIENT = (
 """Slower equalizers: what misleads one does not mislead another, and their mean is surer than each."""
 USUAL, STIFF, FREE = Stiffness(lean=2, bow=3), Stiffness(lean=20, bow=20), Stiffness(bow=3)
 """Stiffness of finished grids: as most codes lean and bow; as small flat ones do; free in perspective, with bows."""
-MAX_DOUBT, MAX_DOUBT_OF_USUAL = 0.7, 0.35
-"""Least doubt so far up to which, after a failure, stiff grids and another view are tried; and up to which free grids and simpler guesses
-are. No code that these read had more."""
+MAX_DOUBT, MAX_DOUBT_OF_USUAL = 0.7, 0.4
+"""Largest doubt at which, after a failure, stiff grids and another view are tried; and at which free grids and simpler guesses are. No code
+that these read had more."""
 HOPELESS_EXCESS = 200.0
 """Bits by which correction may miss under a plain grid (`PLAIN_SCORE`); if it misses by more, it is no code, and no other grid is tried. For
 codes that another grid read, the first grid missed by 107 at most, or by 184 if it was not plain."""
@@ -590,7 +590,7 @@ def decode_grids(slopes: Slopes, near: Sequence[Grid]) -> tuple[DecodedCode | No
                 return None, least
             if doubt > MAX_DOUBT:
                 continue  # as likely a wrong grid
-            if stiffness != STIFF and least <= MAX_DOUBT_OF_USUAL and (code := _read_patiently(laid)):
+            if stiffness != STIFF and doubt <= MAX_DOUBT_OF_USUAL and (code := _read_patiently(laid)):
                 return code, least
             break
     return None, least

@@ -43,7 +43,7 @@ MIN_SOFT_SCORE = 0.25
 had 0.32 and more, nearly all 0.56; four in five boxes without a code have less than this."""
 MANY, SHARE = 120, 0.25
 """Proposals of a version beyond which they are compared at a share of the fixed modules, and as many of the best at all of them."""
-ROUNDS = 5
+ROUNDS = 8
 _COARSE_VERSIONS = (1, 2, 3, 5, 7, 10, 14)
 
 Quads = Sequence[npt.NDArray[np.generic]]
