@@ -401,39 +401,6 @@ def test_a_box_whose_grid_is_read_costs_no_turn_of_the_others(monkeypatch: pytes
     assert len(asked) == 5, "many codes are bounded, too"
 
 
-@pytest.mark.parametrize(
-    ("illegible_px", "searched"),
-    [(None, [84, 60, 42]), (60 / 21, [84, 60]), (84 / 21, [84]), (84 / 45, [84, 60, 42])],
-)
-def test_grids_are_searched_in_the_largest_box_first_and_in_none_of_finer_modules(
-    illegible_px: float | None, searched: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[float] = []
-    monkeypatch.setattr(
-        scanner,
-        "read_grid",
-        lambda grey, box, tries, thorough: (
-            asked.append(box[2] - box[0]) or decode.GridReading([], 1, 0.9, illegible_px)
-        ),
-    )
-    boxes = [(20.0 + 120 * i, 20.0, 20.0 + 120 * i + side, 20.0 + side) for i, side in enumerate((60.0, 42.0, 84.0))]
-    codes = scan(np.full((120, 400, 3), 128, np.uint8), finder(*boxes))
-    assert asked == searched
-    assert [code.problems for code in codes] == [(scanner.NOT_READ,)] * 3, "not for want of work"
-
-
-@pytest.mark.parametrize(
-    ("score", "doubt", "illegible_px"), [(0.9, 0.5, 160 / 45), (0.9, 0.2, None), (0.9, np.inf, None), (0.6, 0.5, None)]
-)
-def test_only_doubtful_modules_under_a_plain_grid_are_illegible(
-    score: float, doubt: float, illegible_px: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decode, "find_grids", lambda *given: [Grid(7, np.zeros((8, 2), np.float32), score)])
-    monkeypatch.setattr(decode, "decode_grids", lambda *given: (None, doubt))
-    noise = np.random.default_rng(0).integers(0, 256, (200, 200), dtype=np.uint8)
-    assert read_grid(noise, (20.0, 20.0, 180.0, 180.0), 1).illegible_px == illegible_px
-
-
 @pytest.mark.parametrize(("version", "views"), [(3, 1), (6, 1), (7, 2), (10, 2)])
 def test_another_view_is_tried_of_fine_codes_alone(version: int, views: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = np.zeros((8, 2), np.float32)

@@ -273,24 +273,17 @@ FINE_MODULES = 45
 
 @dataclass(frozen=True)
 class GridReading:
-    """Result of a grid search in a box: codes, number of views, best score, illegible modules."""
+    """Result of a grid search in a box: codes, number of views, and the best grid's score."""
 
     codes: list[DecodedCode]
     views: int
     score: float | None
     """Best correlation of a grid, 0 if there was none; None if none was looked for."""
-    illegible_px: float | None = None
-    """Pixels of the picture per module under a plain grid whose modules were too doubtful to decode, None if there was none."""
-
-
-def side_of(box: Box) -> float:
-    """Return the side of the square of a box's area, pixels."""
-    return float(np.sqrt((box[2] - box[0]) * (box[3] - box[1])))
 
 
 def is_large_enough(box: Box) -> bool:
     """Return True if a grid is searched for in a box of this size."""
-    return side_of(box) >= MIN_GRID_SIDE
+    return (box[2] - box[0]) * (box[3] - box[1]) >= MIN_GRID_SIDE**2
 
 
 def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS), *, thorough: bool = True) -> GridReading:
@@ -301,7 +294,7 @@ def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS), *, thorough: b
     """
     if not is_large_enough(box):
         return GridReading([], 0, None)
-    count, best, illegible_px = 0, 0.0, None
+    count, best = 0, 0.0
     for view, slopes, near in laid_grids(grey, box, tries, thorough=thorough):
         count += 1
         score = near[0].score if near else 0.0
@@ -309,11 +302,9 @@ def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS), *, thorough: b
         code, doubt = decode_grids(slopes, near)
         if code:
             return GridReading([view.back(code)], count, best)
-        if score >= PLAIN_SCORE and MAX_DOUBT_OF_USUAL < doubt < np.inf:
-            illegible_px = side_of(box) / near[0].modules
         if score < MIN_PROMISING_SCORE or doubt > MAX_DOUBT or near[0].modules < FINE_MODULES:
             break
-    return GridReading([], count, best, illegible_px)
+    return GridReading([], count, best)
 
 
 def laid_grids(
@@ -325,7 +316,8 @@ def laid_grids(
     ``thorough`` as in `find_grids`.
     """
     crop, origin = _crop(grey, box, 0.2)
-    largest = largest_version(side_of(box))
+    side = float(np.sqrt((box[2] - box[0]) * (box[3] - box[1])))
+    largest = largest_version(side)
     if largest < 1 or min(crop.shape) < 4:
         return
     grids: list[Grid] = []

@@ -31,13 +31,12 @@ from arclight.vision.qris.reading.decode import (
     read_view,
     read_zxing,
     sharpened,
-    side_of,
     to_grey,
     views_of,
     widened,
 )
 from arclight.vision.qris.reading.finder_patterns import Floats
-from arclight.vision.qris.reading.grid import Box, clockwise, side_in_modules
+from arclight.vision.qris.reading.grid import Box, clockwise
 from arclight.vision.rotated import refusal_of_quadrilateral
 
 if TYPE_CHECKING:
@@ -48,10 +47,7 @@ NOT_TRIED = "a code was detected here but not every reader was tried: the photo'
 BLANKS_AROUND = "blanks stand around the payload"
 HIDDEN = "holds a payment payload behind other characters, which some readers pass over"
 MAX_GRID_BOXES, MAX_GRID_TRIES, MAX_GRID_READ = 4, 6, 12
-"""Boxes per photo on which a module grid may fail, the largest first, failed tries, and boxes in all: one costs a hundred plain readings."""
-FINER = 0.85
-"""Share of the most pixels per module that were too doubtful to decode, below which no other box of the photo is searched: of 77 codes on
-packs that were read where the grid of another had failed, none had less than 0.89."""
+"""Boxes per photo on which a module grid may fail, the surest first, failed tries, and boxes in all: one costs a hundred plain readings."""
 MAX_CORNERED = 4
 """Boxes per photo that are read by their corners, the surest first: one costs up to half of a module grid that is searched for."""
 MAX_VIEW_PIXELS = 20_000_000
@@ -206,16 +202,13 @@ def _read_cornered(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode
 
 
 def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], stop: StopFn) -> list[DecodedCode]:
-    """Read module grids in unread boxes, the largest first; return all codes.
+    """Read module grids in unread boxes, the surest first; return all codes.
 
-    A box that is read costs no turn of the others, nor does one whose modules would be finer, even at the fewest that a code has, than
-    those that a failed grid showed in this photo. Boxes that were not read are widened if that may show more.
+    A box that is read costs no turn of the others. Those that were not are widened if that may show more.
     """
-    tries, tried, failed, least_px = MAX_GRID_TRIES, list[DetectorBox](), 0, 0.0
-    for box in sorted(boxes, key=lambda box: -side_of(box.xyxy)):
+    tries, tried, failed = MAX_GRID_TRIES, list[DetectorBox](), 0
+    for box in boxes:
         if _is_read(box, found) or not is_large_enough(widened(box.xyxy, CUT_OFF)):
-            continue
-        if side_of(box.xyxy) < least_px * side_in_modules(1):
             continue
         if not tries or failed == MAX_GRID_BOXES or len(tried) == MAX_GRID_READ or stop():
             box.left_untried = True
@@ -225,7 +218,6 @@ def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], 
         found, box.grid_score = _merged(found, read.codes), read.score
         if not read.codes:
             tries, failed = tries - read.views, failed + 1
-            least_px = max(least_px, FINER * (read.illegible_px or 0.0))
     for box in tried:
         known = box.grid_score
         if _is_read(box, found) or not (known is None or MIN_WIDENED_SCORE <= known < MAX_WIDENED_SCORE):
