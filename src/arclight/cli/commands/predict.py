@@ -464,8 +464,12 @@ class _Member:
     head: str
     names: list[str]
     confidence: float
-    suppresses: bool
-    """Whether its boxes suppress each other (NMS)."""
+    processing: Any
+
+    @property
+    def suppresses(self) -> bool:
+        """Return True if its boxes suppress each other (NMS)."""
+        return getattr(self.processing, "iou_threshold", None) is not None
 
 
 def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
@@ -503,8 +507,8 @@ def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:
         detect = augmented(detect, **_suppression(options))
     if options.slice is None:
         return detect
-    overlap = 0.2 if options.overlap is None else options.overlap
-    return sliced(detect, options.slice, overlap, **_suppression(options))
+    overlap = {} if options.overlap is None else {"overlap": options.overlap}
+    return sliced(detect, options.slice, **overlap, **_suppression(options))
 
 
 def _suppression(options: argparse.Namespace) -> dict[str, Any]:
@@ -549,8 +553,7 @@ def _program(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list
     runtime_said(program, options.runtime)
     head, names = program.metadata["task"], program.metadata["names"]
     processing, confidence = _wanted(options, program.processing, head)
-    suppresses = getattr(processing, "iou_threshold", None) is not None
-    return [_Member(program.with_processing(processing).predict, head, names, confidence, suppresses)], options.source
+    return [_Member(program.with_processing(processing).predict, head, names, confidence, processing)], options.source
 
 
 def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_Member], list[str]]:
@@ -580,8 +583,7 @@ def _runs(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list[_M
         predict: Detect = functools.partial(detector.predict, processing=processing)
         if options.sizes is not None and isinstance(detector, Detector) and detector.head == "detect":
             predict = multi_scale(detector, options.sizes, processing, **_suppression(options))
-        suppresses = getattr(processing, "iou_threshold", None) is not None
-        members.append(_Member(predict, detector.head, detector.names, confidence, suppresses))
+        members.append(_Member(predict, detector.head, detector.names, confidence, processing))
         options.heated = functools.partial(_heated, detector, confidence)
     if options.heatmap is not None and len(members) > 1:
         raise UsageError(f"--heatmap is of one network, and these are {len(members)}: name one run")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from arclight.cli.style import console_of, progressed
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from arclight.vision.inputs.image_source import ImageSource
+    from arclight.vision.inputs.image_source import Frame, ImageSource
     from arclight.vision.inputs.memory_images import SourceError
     from arclight.vision.qris.verification.verifier import CheckedCode, Verdict, Verification
 
@@ -34,7 +35,6 @@ def scan(arguments: list[str]) -> int:
     from arclight.cli.interruption import stopping
     from arclight.vision import qris
     from arclight.vision.inputs.image_source import ImageSource
-    from arclight.vision.inputs.memory_images import SourceError
     from arclight.vision.qris.reading.scanner import other_symbols
     from arclight.vision.results.writers import Names
     from arclight.vision.tasks.processing import load_detector_program
@@ -54,21 +54,19 @@ def scan(arguments: list[str]) -> int:
         return watch(frames, verifier, detector, options.json, console)
     found: dict[str, Any] = {}
     every: list[dict[str, Any]] = []
-    names, lost = Names(), None
+    names = Names()
+    shown = UntilLost(progressed(frames, len(frames.inputs), "scanning", lambda frame: frame.path))
     with stopping(frames.stop):
-        try:
-            for frame in progressed(frames, len(frames.inputs), "scanning", lambda frame: frame.path):
-                name, _ = names.of(frame.path, frame.index)
-                if verifier is not None:
-                    found[name] = verifier(name, frame.image, detector)
-                    every += [one["code"] for one in found[name]["checked"]] + found[name]["others"]
-                else:
-                    codes = qris.scan(frame.image, detector) + other_symbols(frame.image)
-                    found[name] = [code.to_json() for code in codes]
-                    console.print(listing(name, found[name]))
-                    every += found[name]
-        except SourceError as error:
-            lost = error  # what was found before is kept
+        for frame in shown:
+            name, _ = names.of(frame.path, frame.index)
+            if verifier is not None:
+                found[name] = verifier(name, frame.image, detector)
+                every += [one["code"] for one in found[name]["checked"]] + found[name]["others"]
+            else:
+                codes = qris.scan(frame.image, detector) + other_symbols(frame.image)
+                found[name] = [code.to_json() for code in codes]
+                console.print(listing(name, found[name]))
+                every += found[name]
     read = [code for code in every if code["text"] is not None]
     payments = [code for code in every if code["kind"] == "qris"]
     summary = (
@@ -77,7 +75,7 @@ def scan(arguments: list[str]) -> int:
     )
     console.print(summary, highlight=False)
     write_json(options.json, found, escaped=False)
-    return _status(lost, verifier is not None and verifier.finish(), found)
+    return _status(shown.lost, verifier is not None and verifier.finish(), found)
 
 
 def _check_flags(options: argparse.Namespace) -> None:
@@ -94,6 +92,25 @@ def _check_flags(options: argparse.Namespace) -> None:
         raise UsageError(
             "--follow reads videos and --registry verifies images: give one of them, or --watch in place of --follow"
         )
+
+
+class UntilLost:
+    """Frames of images, videos and cameras up to their end, or until one is lost.
+
+    What was found before is kept: the error is in ``lost`` then, for `_status`.
+    """
+
+    def __init__(self, frames: Iterable[Frame]) -> None:
+        self._frames = frames
+        self.lost: SourceError | None = None
+
+    def __iter__(self) -> Iterator[Frame]:
+        from arclight.vision.inputs.memory_images import SourceError
+
+        try:
+            yield from self._frames
+        except SourceError as error:
+            self.lost = error
 
 
 def _status(lost: SourceError | None, mismatch: bool, found: Any) -> int:
@@ -158,21 +175,18 @@ def follow(frames: ImageSource, detector: Any, json_file: Path | None, console: 
     from rich.tree import Tree
 
     from arclight.cli.interruption import stopping
-    from arclight.vision.inputs.memory_images import SourceError
     from arclight.vision.qris.reading.video import VideoScanner
     from arclight.vision.results.writers import Names
 
     scanners: dict[str, VideoScanner] = {}
-    names, lost = Names(), None
+    names = Names()
+    shown = UntilLost(progressed(frames, len(frames.inputs), "following", lambda frame: frame.path))
     with stopping(frames.stop):  # cameras have no end: what was read until ctrl-C, or until they were lost, is written
-        try:
-            for frame in progressed(frames, len(frames.inputs), "following", lambda frame: frame.path):
-                name = names.of(frame.path, frame.index)[0].removesuffix(f"#{frame.index}")
-                scanner = scanners.setdefault(name, VideoScanner(detector))
-                if min(frame.image.shape[:2]) >= 8:
-                    scanner.add(frame.image)
-        except SourceError as error:
-            lost = error
+        for frame in shown:
+            name = names.of(frame.path, frame.index)[0].removesuffix(f"#{frame.index}")
+            scanner = scanners.setdefault(name, VideoScanner(detector))
+            if min(frame.image.shape[:2]) >= 8:
+                scanner.add(frame.image)
     for path, scanner in scanners.items():
         tree = Tree(Text(printable(path), style="bold"))
         for track in scanner.tracks:
@@ -186,37 +200,33 @@ def follow(frames: ImageSource, detector: Any, json_file: Path | None, console: 
     read = sum(track["text"] is not None for track in every)
     console.print(f"{len(tracks)} videos, {len(every)} codes followed, {read} read", highlight=False)
     write_json(json_file, tracks, escaped=False)
-    return _status(lost, False, tracks)
+    return _status(shown.lost, False, tracks)
 
 
 def watch(frames: ImageSource, verifier: _Verifier, detector: Any, json_file: Path | None, console: Console) -> int:
     """Verify the frames of cameras and videos, and print those that say something new of a code."""
     from arclight.cli.interruption import stopping
-    from arclight.vision.inputs.memory_images import SourceError
     from arclight.vision.results.writers import Names
 
     watched, found, looked_at = WatchedCodes(), dict[str, Any](), 0
-    names, lost = Names(), None
+    names, shown = Names(), UntilLost(frames)
     with stopping(frames.stop):
-        try:
-            for frame in frames:
-                name, _ = names.of(frame.path, frame.index)
-                verification = verifier.verify(frame.image, detector)
-                looked_at += 1
-                if not watched.update(frame.path, verification.checked):
-                    continue
-                console.print(verdicts(name, verification))
-                if len(found) < MAX_WATCHED:
-                    verifier.keep(name, frame.image, verification)
-                    found[name] = verification.to_json()
-        except SourceError as error:
-            lost = error  # what was seen before is kept
+        for frame in shown:
+            name, _ = names.of(frame.path, frame.index)
+            verification = verifier.verify(frame.image, detector)
+            looked_at += 1
+            if not watched.update(frame.path, verification.checked):
+                continue
+            console.print(verdicts(name, verification))
+            if len(found) < MAX_WATCHED:
+                verifier.keep(name, frame.image, verification)
+                found[name] = verification.to_json()
     standing = watched.standing()
     listed = ", ".join(f"{standing[verdict]} {verdict}" for verdict in _STYLES)
     console.print(f"watched: {looked_at} frames, {standing.total()} codes: {listed}", highlight=False)
     write_json(json_file, found, escaped=False)
     verifier.write()
-    return _status(lost, standing["mismatch"] > 0, looked_at)
+    return _status(shown.lost, standing["mismatch"] > 0, looked_at)
 
 
 class WatchedCodes:

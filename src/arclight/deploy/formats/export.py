@@ -1019,6 +1019,7 @@ def _environment(runtime: Runtime, lone: bool) -> dict[str, Any]:
 
 def _versions(runtime: Runtime) -> dict[str, str]:
     packages = ("torch", *(name for name in _PACKAGES[runtime] if name != "onnxscript"))
-    return {name.partition(".")[0]: str(require(name, extra="deploy").__version__) for name in packages} | {
+    extra = _EXTRAS.get(runtime, "deploy")
+    return {name.partition(".")[0]: str(require(name, extra=extra).__version__) for name in packages} | {
         "machine": platform.machine(),
     }
