@@ -222,6 +222,14 @@ def test_drawn_clips_give_the_place_of_each_code() -> None:
     assert all(len(texts) == 1 for texts in by_id.values())
 
 
+def test_no_frame_of_a_wide_world_shows_all_of_its_codes() -> None:
+    clip = draw_clip(np.random.default_rng(1), size=320, frames=12, codes=12, reach=0.5, world=4.0)
+    shown = [set(frame.ids) for frame in clip]
+    every = set().union(*shown)
+    assert len(every) > max(map(len, shown)) > 0
+    assert all(frame.image.shape == (320, 320, 3) for frame in clip)
+
+
 def test_a_long_video_keeps_a_bounded_number_of_tracks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(video, "MAX_TRACKS", 3)
     blank = np.full((480, 640, 3), 120, np.uint8)

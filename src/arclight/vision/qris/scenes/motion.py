@@ -19,7 +19,7 @@ from arclight.vision.qris.scenes.drawing import cv2
 from arclight.vision.qris.scenes.scene import Canvas, SceneCode, add_carrier, finest_module, seen_code
 
 WORLD = 1.5
-"""Side of the drawn world, in sides of a frame: the camera sees a part of it at a time."""
+"""Side of the drawn world by default, in sides of a frame: the camera sees a part of it at a time."""
 
 
 REACH = 0.2
@@ -36,15 +36,21 @@ class ClipFrame:
 
 
 def draw_clip(
-    rng: np.random.Generator, size: int = 640, frames: int = 16, codes: int = 6, *, reach: float = REACH
+    rng: np.random.Generator,
+    size: int = 640,
+    frames: int = 16,
+    codes: int = 6,
+    *,
+    reach: float = REACH,
+    world: float = WORLD,
 ) -> list[ClipFrame]:
     """Draw ``frames`` frames of a moving camera over up to ``codes`` carriers of codes.
 
     The camera pans, turns and comes closer. ``reach`` is how far it wanders, in sides of the world: from a hand that
-    hovers (0) to a walk along a counter (0.5).
+    hovers (0) to a walk along a counter (0.5). ``world`` is the side of the world in sides of a frame: frames that were
+    taken from afar show 1.7 of them, and so all of a smaller world.
     """
-    world = round(WORLD * size)
-    stage = Canvas(np.ascontiguousarray(background(rng, world)))
+    stage = Canvas(np.ascontiguousarray(background(rng, round(world * size))))
     for _ in range(codes):
         add_carrier(rng, stage, size * float(np.exp(rng.uniform(np.log(0.1), np.log(0.3)))))
     stage.canvas = light(rng, stage.canvas)
@@ -52,7 +58,7 @@ def draw_clip(
     return [_frame(rng, stage, views[index], views[max(0, index - 1)], size) for index in range(frames)]
 
 
-def _path(rng: np.random.Generator, size: int, world: int, frames: int, reach: float) -> list[Matrix]:
+def _path(rng: np.random.Generator, size: int, world: float, frames: int, reach: float) -> list[Matrix]:
     """Return the homography from the world to each frame of a smooth, shaking camera path."""
     knots = 4
     at = np.linspace(0, knots - 1, frames)
@@ -60,16 +66,16 @@ def _path(rng: np.random.Generator, size: int, world: int, frames: int, reach: f
     def smooth(low: float, high: float) -> np.ndarray:
         return np.asarray(np.interp(at, np.arange(knots), rng.uniform(low, high, knots)))
 
-    half = 0.5 / WORLD
+    half, side = 0.5 / world, round(world * size)
     start = rng.uniform(0.5 - reach / 2, 0.5 + reach / 2, 2)
     x, y = (np.clip(place + smooth(-reach / 2, reach / 2), half, 1 - half) for place in start)
     zoom, turn = np.exp(smooth(np.log(0.6), np.log(1.15))), smooth(-0.2, 0.2)
     tilt = np.stack([smooth(-0.22, 0.22), smooth(-0.22, 0.22)], 1)
-    shake = rng.normal(0, 0.004, (frames, 2)) * world
+    shake = rng.normal(0, 0.004, (frames, 2)) * side
     views = []
     for index in range(frames):
         cos, sin = np.cos(turn[index]) * zoom[index], np.sin(turn[index]) * zoom[index]
-        centre = np.array([x[index], y[index]]) * world + shake[index]
+        centre = np.array([x[index], y[index]]) * side + shake[index]
         turned = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1.0]]) @ np.array(
             [[1, 0, -centre[0]], [0, 1, -centre[1]], [0, 0, 1.0]]
         )
