@@ -13,10 +13,11 @@ pytest.importorskip("zxingcpp")
 
 from arclight.vision.qris.reading import decode  # noqa: E402
 from arclight.vision.qris.reading.decode import LaidGrid, decode_modules, decoded_text  # noqa: E402
-from arclight.vision.qris.reading.error_correction import SoftSymbol, blocks, checks_of, layout  # noqa: E402
+from arclight.vision.qris.reading.error_correction import SoftSymbol, blocks, checks_of, layout, masks  # noqa: E402
 from arclight.vision.qris.reading.finder_patterns import FinderPattern, pairs, triples  # noqa: E402
 from arclight.vision.qris.reading.grid import Grid, fixed_modules, template_correlation  # noqa: E402
 from arclight.vision.qris.reading.grid_search import _Search  # noqa: E402
+from arclight.vision.qris.reading.known_bits import guess_known_bits  # noqa: E402
 from arclight.vision.qris.reading.refinement import (  # noqa: E402
     Slopes,
     Stiffness,
@@ -94,6 +95,81 @@ def test_noise_is_not_corrected_into_a_code() -> None:
         for certainty in (0.05, 0.2, 1.0):
             noise = draw.normal(0, certainty, (17 + 4 * version,) * 2).astype(np.float32)
             assert SoftSymbol.of(noise, version).corrected()[0] is None
+
+
+LAID_OUT = [
+    ("http://q-r.to/bakE4e", 2, "L"),
+    ("5a0SEB06", 1, "L"),
+    ("XIMVJ2O", 1, "M"),
+    ("055550663583934905", 1, "L"),
+    ("0555506635839349", 1, "M"),
+    ("https://www.example.com/menu", 3, "M"),
+    ("00020101021126610014ID.CO.QRIS.WWW01189360091100000000010215ID10200000000015904Toko6304ABCD", 8, "Q"),
+    ("A" * 300, 12, "M"),
+]
+
+
+def data_bits(dark: np.ndarray, version: int, level: str) -> np.ndarray:
+    """The data bits of clean modules, in the order of the data."""
+    symbol = SoftSymbol.of(soft(dark), version)
+    rows, columns = layout(version).bits.T
+    bits = (symbol.soft[rows, columns] > 0) ^ masks(version)[symbol.number & 7]
+    correction, members = blocks(version, level)
+    return bits.reshape(-1, 8)[np.concatenate([block[:-correction] for block in members])].reshape(-1).astype(int)
+
+
+@pytest.mark.parametrize("text, version, level", LAID_OUT)
+def test_known_bits_are_those_of_the_codes_of_another_encoder(text: str, version: int, level: str) -> None:
+    bits = data_bits(modules(text, version, level), version, level)
+    guess = guess_known_bits(np.where(bits > 0, 0.95, 0.05), version)
+    assert guess is not None
+    known = guess.values >= 0
+    np.testing.assert_array_equal(guess.values[known], bits[known])
+    assert guess.gain == pytest.approx(known.sum() * np.log2(1.9))
+    assert not known.all()
+
+
+def test_known_bits_of_noise_are_not_guessed() -> None:
+    draw = np.random.default_rng(0)
+    for version in (1, 3, 9, 12):
+        for _ in range(10):
+            assert guess_known_bits(draw.uniform(0.02, 0.98, 8 * (19 + 50 * version)), version) is None
+
+
+@pytest.mark.parametrize("dark", [
+    modules("gr\u00fc\u00dfe an \u4e50\u54c1 \u00e4\u00f6\u00fc", 3, "M"),
+    np.array(segno.make_sequence("wxyz" * 10, version=2, error="L", mask=3)[0].matrix) > 0,
+], ids=["other characters than ASCII", "structured append"])  # fmt: skip
+def test_symbols_of_unknown_layout_are_never_corrected_into_another_text(dark: np.ndarray) -> None:
+    version = (len(dark) - 17) // 4
+    text = decoded_text(decode_modules(dark, version))
+    for seed in range(20):
+        symbol = SoftSymbol.of(soft(dark, 0.55 + 0.02 * (seed % 10), seed), version)
+        corrected, _ = symbol.corrected()
+        assert corrected is None or decoded_text(decode_modules(corrected, version)) == text
+
+
+@pytest.mark.parametrize("text, version, level", LAID_OUT[:4])
+@pytest.mark.parametrize("only_dark", [False, True])
+def test_retouched_modules_are_corrected_by_the_layout_of_the_data(
+    text: str, version: int, level: str, only_dark: bool
+) -> None:
+    dark = modules(text, version, level)
+    rows, columns = layout(version).bits.T
+    correction, members = blocks(version, level)
+    bits = np.flatnonzero(dark[rows, columns] | (not only_dark))
+    right = 0
+    for seed in range(6):
+        spoilt = np.random.default_rng(seed).permutation(bits)[: round(0.9 * correction * len(members))]
+        seen = soft(dark, 0.45, seed)
+        seen[rows[spoilt], columns[spoilt]] *= -1
+        symbol = SoftSymbol.of(seen, version)
+        assert decode_modules(symbol.dark, version) is None
+        corrected, _ = symbol.corrected()
+        if corrected is not None:
+            assert decoded_text(decode_modules(corrected, version)) == text
+            right += 1
+    assert right >= 2
 
 
 def test_doubt_grows_with_noise() -> None:
