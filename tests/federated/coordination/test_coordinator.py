@@ -513,6 +513,35 @@ def test_clients_measure_the_weights_and_the_mean_goes_by_samples() -> None:
     assert means[1].samples == 8
 
 
+def test_the_mean_of_a_metric_is_over_the_clients_that_reported_it() -> None:
+    """A site whose loss is NaN leaves it out; divided by its samples too, the others' mean would look better than any of them."""
+    run = world(clients=["a", "b", "c"], rounds=1, evaluate_on="clients")
+    node = run.node("n", "abc")
+    for client, samples, metrics in (
+        ("a", 4, {"loss": 2.0, "f1": 0.5}),
+        ("b", 12, {"f1": 0.1}),
+        ("c", 0, {"top": 1.0}),
+    ):
+        message = Evaluated(node="n", session=node.session, client=client, round=0, samples=samples, metrics=metrics)
+        run.said(message, node.session)
+    (mean,) = [r for r in run.journal if isinstance(r, RoundEvaluated) and r.client is None]
+    assert (mean.samples, mean.metrics) == (16, {"loss": 2.0, "f1": pytest.approx(0.2)})
+
+
+def test_an_evaluation_saved_without_samples_by_metric_is_continued() -> None:
+    run = world(clients=["a", "b", "c"], rounds=1, evaluate_on="clients")
+    measuring = run.coordinator.state.measuring[0]
+    measuring.samples, measuring.sums = 4, {"loss": 8.0}  # as former versions saved it
+    del measuring.waiting["a"]
+    assert measuring.mean == {"loss": 2.0}
+    node = run.node("n", "bc")
+    for client, samples, metrics in (("b", 4, {"loss": 1.0}), ("c", 8, {})):
+        message = Evaluated(node="n", session=node.session, client=client, round=0, samples=samples, metrics=metrics)
+        run.said(message, node.session)
+    (mean,) = [r for r in run.journal if isinstance(r, RoundEvaluated) and r.client is None]
+    assert (mean.samples, mean.metrics) == (16, {"loss": 1.5})
+
+
 def test_a_client_that_cannot_measure_goes_on_with_its_next_round_at_once() -> None:
     run = world(clients=["a", "b"], evaluate_on="clients")
     node = run.node("n", "ab")

@@ -66,10 +66,13 @@ class RoundEvaluation:
     samples: int = 0
     sums: dict[str, float] = field(default_factory=dict)
     """Metric to its sum over samples."""
+    sum_samples: dict[str, int] = field(default_factory=dict)
+    """Metric to the samples in its sum: a client leaves out what is NaN at its site."""
 
     @property
     def mean(self) -> dict[str, float]:
-        return {name: value / self.samples for name, value in self.sums.items()} if self.samples else {}
+        over = {name: self.sum_samples.get(name, self.samples) for name in self.sums}
+        return {name: value / over[name] for name, value in self.sums.items() if over[name]}
 
 
 @dataclass
@@ -328,9 +331,11 @@ class RecordApplier:
             del self.state.measuring[record.round]
         elif record.client in measuring.waiting:
             del measuring.waiting[record.client]
-            measuring.samples += record.samples
             for name, value in record.metrics.items():
+                former = measuring.samples if name in measuring.sums else 0  # of a state that does not say it
+                measuring.sum_samples[name] = measuring.sum_samples.get(name, former) + record.samples
                 measuring.sums[name] = measuring.sums.get(name, 0.0) + record.samples * value
+            measuring.samples += record.samples
 
     def _forget(self) -> None:
         """Drop rounds that no client works on any more."""
