@@ -26,7 +26,7 @@ from arclight.cli.arguments import UsageError
 from arclight.cli.federate.federated_run import explain_resume, is_unfinished
 from arclight.cli.federate.progress import Progress
 from arclight.cli.federate.recipe import FederatedRecipe
-from arclight.cli.federate.run_report import federated_report
+from arclight.cli.federate.run_report import client_table, federated_report, round_table
 from arclight.federated.coordination import events, records
 from arclight.federated.coordination.run_database import RunDatabase
 from arclight.federated.coordination.run_state import RunState, StateSaved
@@ -973,6 +973,20 @@ def test_the_page_names_excluded_clients_and_escapes_messages(tmp_path: Path, co
     assert ("largest of all clients" in page) == (count > 8)
     assert page.count("<th class=number>downloaded<") == 2, "by client and by round"
     assert "ε" not in page
+
+
+def test_the_page_counts_an_excluded_client_once_and_a_returned_one_not() -> None:
+    """A refused update is recorded as refused, and its client as failed; a client that failed is asked again in a retry."""
+    refused = [{"client": "b", "reason": "not_finite", "message": "w is NaN"}]
+    out = {"b": "its update was refused: w is NaN", "a": "its node was lost"}
+    rounds = [a_round(1, ["a", "c"], refused=refused, failed=out), a_round(2, ["a", "b", "c"])]
+
+    def excluded(table: str) -> list[str]:
+        head, *rows = (re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in table.split("<tr>")[1:])
+        return [row[head.index("excluded")] for row in rows]
+
+    assert excluded(round_table(rounds)) == ["1", ""]
+    assert excluded(client_table(rounds)) == ["0", "1", "0"]
 
 
 def test_the_page_shows_the_privacy_budget_spent(lines: Path, typed: Typed, folder: Path) -> None:

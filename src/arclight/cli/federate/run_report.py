@@ -256,7 +256,7 @@ def client_table(rounds: Sequence[Round]) -> str:
             size_text(sum(here["bytes_up"].get(client, 0) for here in rounds)),
             size_text(sum(here["bytes_down"].get(client, 0) for here in rounds)),
             f"{sum(here['seconds_by_client'].get(client, 0.0) for here in rounds):,.1f} s",
-            f"{sum(client in here['failed'] for here in rounds) + sum(r['client'] == client for here in rounds for r in here['refused']):,}",
+            f"{sum(client in excluded_clients(here) for here in rounds):,}",
         ])  # fmt: skip
     header = [
         "client",
@@ -348,7 +348,7 @@ def round_table(rounds: Sequence[Round]) -> str:
             number_text(loss) if loss is not None else "",
             *(number_text(here["metrics"][name]) if name in here["metrics"] else "" for name in metrics),
             named,
-            f"{len(here['refused']) + len(here['failed']):,}" if here["refused"] or here["failed"] else "",
+            f"{len(excluded):,}" if (excluded := excluded_clients(here)) else "",
             number_text(here["norm"]) if who and here["norm"] is not None else "",
             size_text(sum(here["bytes_up"].values())) if who else "",
             size_text(sum(here["bytes_down"].values())) if who else "",
@@ -356,6 +356,14 @@ def round_table(rounds: Sequence[Round]) -> str:
         ])  # fmt: skip
     text = 3 + len(metrics)
     return table(header, rows, numbers=[column for column in range(len(header)) if column != text])
+
+
+def excluded_clients(here: Round) -> set[str]:
+    """Return the clients that were refused or failed, and are not in the round all the same.
+
+    A refused client has failed, too, and one that failed may have contributed when the round was requested again.
+    """
+    return {*here["failed"], *(refused["client"] for refused in here["refused"])} - set(here["contributors"])
 
 
 def excluded_updates(rounds: Sequence[Round]) -> str:
