@@ -32,7 +32,7 @@ from arclight.federated.coordination.run_database import RunDatabase
 from arclight.federated.coordination.run_state import RunState, StateSaved
 from arclight.federated.errors import FederatedError, SettingsError
 from arclight.federated.protocol import ActiveWork, Heartbeat
-from arclight.federated.rounds.history import read_history
+from arclight.federated.rounds.history import Round, metrics_row, read_history
 from arclight.recipe import RecipeError, explain, read
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.run.folder import RunFolder
@@ -874,6 +874,18 @@ def test_a_round_is_one_line_with_its_cost(moves: bool) -> None:
         "round 1/3  train/loss 2  2 of 2 clients  8 steps  5.0 MB up, 4.0 MB down  cosine 0.60  "
     )
     assert lines[2] == "node a is lost: silent for 1.5 s"
+
+
+def test_the_line_of_a_round_has_the_training_loss_of_metrics_csv() -> None:
+    stream, samples = Terminal(moves=False), {"0": 30, "1": 10}
+    progress = Progress(3, stream)
+    progress.observe(records.RoundOpened(round=1, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
+    for client, loss in (("0", 1.0), ("1", 3.0)):
+        progress.observe(accepted(client, samples=samples[client], metrics={"train/loss": loss}))
+    progress.observe(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0))
+    here = Round(round=1, samples=samples, train={"0": {"train/loss": 1.0}, "1": {"train/loss": 3.0}})
+    assert metrics_row(here)["train/loss"] == 1.5
+    assert "train/loss 1.500  2 of 2 clients" in stream.getvalue()
 
 
 def test_excluded_clients_are_not_counted() -> None:

@@ -17,6 +17,7 @@ from arclight.cli.style import bold, dim
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.protocol import Heartbeat
+from arclight.federated.rounds.history import mean_by_samples
 from arclight.trainer.callbacks.progress.timing import clock_text
 from arclight.trainer.run.curves import number_text
 from arclight.trainer.run.report import size_text
@@ -164,9 +165,10 @@ class Progress:
 
     def _committed(self, here: _OpenRound, record: r.RoundCommitted) -> None:
         updates = list(here.arrived.values())
-        losses = [u.metrics["train/loss"] for u in updates if "train/loss" in u.metrics]
+        losses = {u.client: u.metrics["train/loss"] for u in updates if "train/loss" in u.metrics}
+        loss = mean_by_samples(losses, {u.client: u.samples for u in updates})
         parts = [
-            f"train/loss {number_text(sum(losses) / len(losses))}" if losses else "",
+            f"train/loss {number_text(loss)}" if loss is not None else "",
             f"{len(updates)} of {len(here.clients)} clients",
             f"{sum(u.steps for u in updates):,} steps",
             f"{size_text(sum(u.bytes for u in updates))} up, {size_text(self.sent_down(here.number))} down",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from arclight.cli.arguments import Parser, UsageError
-from arclight.federated.rounds.history import export_metrics, read_history, read_rounds
+from arclight.federated.rounds.history import export_metrics, mean_by_samples, read_history, read_rounds
 from arclight.federated.rounds.store import Rounds
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.run.curves import Chart, last_finite, number_text
@@ -122,8 +122,7 @@ def metric_curves(rounds: Sequence[Round]) -> dict[str, list[Point]]:
 def train_loss(here: Round) -> float | None:
     """Average the clients' training loss, weighed by samples."""
     losses = {client: values["train/loss"] for client, values in here["train"].items() if "train/loss" in values}
-    weight = sum(here["samples"].get(client, 0) for client in losses)
-    return sum(loss * here["samples"].get(client, 0) for client, loss in losses.items()) / weight if weight else None
+    return mean_by_samples(losses, here["samples"])
 
 
 def last_of_both(one: Sequence[Point], other: Sequence[Point]) -> tuple[float, float, float] | None:

@@ -135,8 +135,13 @@ def _loss(
     if measured is not None:
         return measured
     losses = {client: values["train/loss"] for client, values in train.items() if "train/loss" in values}
-    weight = sum(samples.get(client, 0) for client in losses)
-    return math.fsum(v * samples.get(c, 0) for c, v in losses.items()) / weight if weight else None
+    return mean_by_samples(losses, samples)
+
+
+def mean_by_samples(values: Mapping[str, float], samples: Mapping[str, int]) -> float | None:
+    """Average clients' values, weighed by their samples; None if there are none."""
+    weight = sum(samples.get(client, 0) for client in values)
+    return math.fsum(v * samples.get(c, 0) for c, v in values.items()) / weight if weight else None
 
 
 _OF_UPDATES = ("samples", "tokens", "steps", "norms", "train")
