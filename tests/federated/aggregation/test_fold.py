@@ -173,6 +173,19 @@ def test_integers_take_the_client_that_counted_furthest() -> None:
     assert (most.item(), 5 - least.item(), most.dtype, most.shape) == (12, 12, torch.int64, torch.Size([]))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64])
+def test_changes_of_counters_give_the_counters_that_weights_give(dtype: torch.dtype) -> None:
+    """One client has not counted: of bytes without a sign its change, 0, is smaller than what 0 - 3 wraps around to."""
+    before = torch.tensor([0, 10, 100], dtype=dtype)
+    after = {"a": before, "b": torch.tensor([3, 12, 127], dtype=dtype)}
+    for form in ("delta", "weights"):
+        sent = {name: before - value if form == "delta" else value for name, value in after.items()}
+        given = [Contribution(client=name, weight=1, tensors={"model/n": value}) for name, value in sent.items()]
+        ((_, value),) = Fold(given, form)  # type: ignore[arg-type]
+        assert torch.equal(before - value if form == "delta" else value, after["b"]), form
+        assert value.dtype == dtype
+
+
 def test_weights_and_their_changes_tell_the_same_statistics() -> None:
     before = {key: torch.randn(shape, generator=torch.Generator().manual_seed(9)) for key, shape in SIZES.items()}
     changes = [some(name, seed) for seed, name in enumerate("abc")]

@@ -307,8 +307,11 @@ def _extreme(terms: Terms, holders: Sequence[Contribution]) -> torch.Tensor:
     for given in holders:
         tensor = ChunkedTensor(given.tensors[terms.key])
         terms.admit(given, tensor)
-        whole = tensor.part(0, tensor.elements)
-        found = whole.to(torch.int64) if found is None else _more_extreme(terms.scale, found, whole.to(torch.int64))
+        part = tensor.part(0, tensor.elements)
+        if terms.scale.rule == "least" and part.dtype is torch.uint8:
+            part = part.view(torch.int8)  # a change that counts up has wrapped around: 0 - 3 is 253
+        whole = part.to(torch.int64)
+        found = whole if found is None else _more_extreme(terms.scale, found, whole)
     assert found is not None
     return found.to(terms.dtype).view(terms.shape)
 
