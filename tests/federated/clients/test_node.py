@@ -173,6 +173,32 @@ def test_an_update_that_could_not_be_written_is_not_trained_again(
     assert_equal(server.weights, clean.weights)
 
 
+@pytest.mark.parametrize("call", ["mkdir", "write_text"])
+def test_a_receipt_that_could_not_be_written_keeps_the_residuals_of_its_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The disk fills up between the server's receipt and its record: what the update left unsaid goes into the next one, and once."""
+    order: dict[str, Any] = {"form": "delta", "codec": {"kind": "int8", "block": 32}}
+    clean = AveragingServer(tmp_path / "clean", beginning(256), ("a",), rounds=3, steps=4, **order)
+    run_node(Node(InProcessLink(clean), [client_of("a", width=256)], tmp_path / "other", "n"))
+    server, left = AveragingServer(tmp_path / "server", beginning(256), ("a",), rounds=3, steps=4, **order), [2]
+    real = getattr(Path, call)
+
+    def full(self: Path, *args: Any, **more: Any) -> Any:
+        is_record = self.name == "taken" or self.parent.name == "residuals"
+        if is_record and (tmp_path / "node") in self.parents and len(server.of(Update)) == 2 and left[0]:
+            left[0] -= 1
+            raise OSError(28, "No space left on device")
+        return real(self, *args, **more)
+
+    monkeypatch.setattr(Path, call, full)
+    run_node(Node(InProcessLink(server), [client_of("a", width=256)], tmp_path / "node", "n"))
+    assert left == [0]
+    assert server.of(Failed) == []
+    assert len(server.of(Update)) == 3
+    assert_equal(server.weights, clean.weights)
+
+
 def test_a_refused_update_is_logged_and_not_sent_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = AveragingServer(tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=4)
     server.on_update = lambda update: (

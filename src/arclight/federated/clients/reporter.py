@@ -11,13 +11,15 @@ import errno
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from arclight.fabric.atomic_replace import DISK_FULL
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.transfer import transfer
-from arclight.federated.clients.client_store import ClientStore
+from arclight.federated.clients.client_store import ClientStore, FinishedUpdates
 from arclight.federated.clients.executor import addressed
 from arclight.federated.clients.job_queue import Job, JobQueue
 from arclight.federated.clients.secure_sum_client import Identity, SecureSumClient
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 """Attempts to send an update that arrives damaged."""
+_DISK_RETRY_INTERVAL_S, _DISK_FULL_TIMEOUT_S = 0.25, 3600.0
+"""Seconds between attempts to record a receipt on a full disk, and for how long."""
 
 
 class ResultReporter:
@@ -170,7 +174,7 @@ class ResultReporter:
                 break
             receipt, uploaded = self._receipt(make, f"update of {about}"), False
             if receipt.accepted:
-                finished.accept(update.round, sessions[-1])
+                self._record_accepted(finished, update, sessions[-1])
                 self._commit_in(job.folder, receipt.committed)
                 self.commit(receipt.committed)
                 return True
@@ -187,6 +191,29 @@ class ResultReporter:
         else:
             log.error("the server refuses the update of %s (%s): %s", about, receipt.reason, receipt.message)
         return False
+
+    def _record_accepted(self, finished: FinishedUpdates, update: Update, session: str) -> None:
+        """Record that the server has an update; wait while the disk here is full.
+
+        Raises ClosedError if the node is stopped meanwhile, FederatedError for any other error of the disk. Treated as one that could not be
+        sent, the update would be dropped with its residuals, and the client's next one would add those before it once more.
+        """
+        until, warned = time.monotonic() + _DISK_FULL_TIMEOUT_S, False
+        while True:
+            try:
+                finished.accept(update.round, session)
+                return
+            except OSError as error:
+                if error.errno not in DISK_FULL or time.monotonic() > until:
+                    raise FederatedError(
+                        f"node {self._node} cannot record that the server has round {update.round} of {update.client}: {error}; start it "
+                        "again once its disk can be written, it goes on from here"
+                    ) from error
+                if not warned:
+                    log.error("node %s waits, and continues when there is room on its disk: %s", self._node, error)
+                warned = True
+            if self._stopping.wait(_DISK_RETRY_INTERVAL_S):
+                raise ClosedError("the node was told to stop")
 
     def _put(self, update: Update, blobs: FolderStore, check_wanted: Callable[[], None]) -> None:
         try:
