@@ -6,6 +6,7 @@ import hashlib
 import importlib.abc
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ from tests import warm
 from arclight._installed import pip_install
 from arclight.cli.arguments import UsageError
 from arclight.cli.federate.federated_run import explain_resume, is_unfinished
+from arclight.cli.federate.network import log_to_folder
 from arclight.cli.federate.progress import Progress
 from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.cli.federate.run_report import client_table, federated_report, round_table
@@ -817,6 +819,16 @@ def test_an_app_for_flower_follows_the_recipe(
     assert typed("federate flower lines.toml --out app")[0] == 2  # nothing is overwritten
     for name in [name for name in sys.modules if name == "lines" or name.startswith("lines.")]:
         del sys.modules[name]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_node_on_a_full_disk_ends_with_its_own_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not with the traceback of a log that cannot be closed, nor one for each line."""
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    with pytest.raises(FederatedError, match="the run has ended"), log_to_folder(tmp_path):
+        logging.getLogger("arclight.test_federate").warning("no room for the update of 0")
+        raise FederatedError("the run has ended")
+    assert capsys.readouterr().err == "arclight: no room for the update of 0\n"
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

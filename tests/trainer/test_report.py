@@ -423,3 +423,16 @@ def test_the_log_file(tmp_path: Path) -> None:
     logger.removeHandler(handler)
     handler.close()
     assert re.search(r"WARNING +arclight\.test_report: three checkpoints are gone", run.log.read_text())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_the_log_of_a_full_disk_neither_raises_nor_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, logger = RunFolder(tmp_path), logging.getLogger("arclight.test_report")
+    run.log.symlink_to("/dev/full")
+    handler = run.log_handler()
+    logger.addHandler(handler)
+    logger.error("the disk is full")
+    logger.error("the disk is full " + 10_000 * "x")
+    logger.removeHandler(handler)
+    handler.close()
+    assert capsys.readouterr().err == ""

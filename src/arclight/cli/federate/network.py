@@ -29,6 +29,7 @@ from arclight.fabric.extras import require
 from arclight.federated.errors import FederatedError, LinkError
 from arclight.federated.protocol import Evaluate, Fit, Leave, Message, Receipt, Update, Wait, Welcome
 from arclight.federated.transports.tls import explain_link_error
+from arclight.trainer.run.folder import LogFile
 from arclight.trainer.run.report import size_text
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def count_processes(overrides: list[str]) -> int:
 def log_to_folder(folder: Path) -> Iterator[None]:
     """Keep a node's log in its folder, and print warnings on standard error."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept, seen = logging.FileHandler(folder / "log.txt", encoding="utf-8"), logging.StreamHandler(sys.stderr)
+    kept, seen = LogFile(folder / "log.txt"), logging.StreamHandler(sys.stderr)
     kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     seen.setFormatter(OneLineFormatter())
     seen.setLevel(logging.WARNING)

@@ -13,13 +13,14 @@ import logging
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from arclight._installed import distribution
-from arclight.fabric.atomic_replace import replace_text
+from arclight.fabric.atomic_replace import DISK_FULL, replace_text
 from arclight.fabric.rank_zero import rank_zero_warn
 
 
@@ -121,7 +122,7 @@ class RunFolder:
 
         Use: ``logging.getLogger("arclight").addHandler(run.log_handler())``.
         """
-        handler = logging.FileHandler(self.log, encoding="utf-8", delay=True)
+        handler = LogFile(self.log)
         handler.setLevel(level)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
         return handler
@@ -136,6 +137,29 @@ class RunFolder:
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
+
+
+class LogFile(logging.FileHandler):
+    """Append to a log; lines for which a full disk has no room are dropped.
+
+    What is logged then is often why the disk is full: a traceback for each line would hide it, and an error as the log is closed would take
+    the place of that which ends the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", delay=True)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (the name is logging's)
+        error = sys.exc_info()[1]
+        if not (isinstance(error, OSError) and error.errno in DISK_FULL):
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
 
 
 def run_numbers(parent: Path) -> list[int]:
