@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
@@ -162,6 +163,18 @@ except CheckpointError as error:
     print(error)
 print("step", load(folder + "/last")["step"])
 """
+
+
+@pytest.mark.parametrize(("numbers", "needed"), [(10, 1), (300_000, 2)])
+def test_a_full_disk_is_said_to_need_no_less_than_the_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: int, needed: int
+) -> None:
+    def full(path: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("arclight.checkpoint.files.make_staging", full)
+    with pytest.raises(CheckpointError, match=f"free at least {needed} MB on that disk"):
+        save(tmp_path / "last", {"model": {"w": torch.zeros(numbers)}, "step": 1})
 
 
 @pytest.mark.slow

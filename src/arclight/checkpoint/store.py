@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -263,10 +264,11 @@ def _not_written(path: Path, encoded: tree.Encoded, error: OSError) -> Checkpoin
             f"checkpoint {path} could not be written: {error.strerror or error}; what was there before is intact"
         )
     size = sum(tensor.numel() * tensor.itemsize for group in encoded.files.values() for tensor in group.values())
+    megabytes = f"{max(1, math.ceil(size / 1e6)):,} MB"
     advice = {
-        errno.ENOSPC: f"free at least {size / 1e6:,.0f} MB on that disk",
-        errno.EDQUOT: f"free at least {size / 1e6:,.0f} MB of your quota",
-        errno.EFBIG: f"raise the limit on file sizes (ulimit -f) above {size / 1e6:,.0f} MB",
+        errno.ENOSPC: f"free at least {megabytes} on that disk",
+        errno.EDQUOT: f"free at least {megabytes} of your quota",
+        errno.EFBIG: f"raise the limit on file sizes (ulimit -f) above {megabytes}",
     }.get(error.errno or 0, "choose a folder that you may write to")
     before = "the checkpoint that was there before is intact" if is_checkpoint(path) else "nothing was left there"
     return CheckpointError(f"checkpoint {path} could not be written: {error.strerror or error}; {before}; {advice}")
