@@ -15,6 +15,7 @@ from tests.federated.clients.sites import Net, Rows, centralised, weights_of
 from tests.federated.fakes import AveragingServer, run_node
 
 from arclight import Callback
+from arclight.checkpoint import files
 from arclight.federated.blobs import folder
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients.client import Client
@@ -133,17 +134,40 @@ def test_a_failing_client_is_reported_and_the_others_go_on(tmp_path: Path) -> No
     assert [update.client for update in server.of(Update)] == ["a", "bb", "bb", "bb"]
 
 
-def test_a_full_disk_may_be_tried_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [2, 6], ids=["before any state was saved", "later"])
+def test_a_full_disk_may_be_tried_again(tmp_path: Path, step: int) -> None:
     server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=2, steps=4)
     run_node(
         Node(
             InProcessLink(server),
-            [client_of("a", Fails(6, OSError(28, "No space left on device")))],
+            [client_of("a", Fails(step, OSError(28, "No space left on device")))],
             tmp_path / "node",
             "n",
         )
     )
     assert [failed.retryable for failed in server.of(Failed)] == [True]
+    clean = AveragingServer(tmp_path / "clean", beginning(), ("a",), rounds=2, steps=4)
+    run_node(Node(InProcessLink(clean), [client_of("a")], tmp_path / "other", "n"))
+    assert_equal(server.weights, clean.weights)
+
+
+def test_a_state_that_a_full_disk_did_not_take_may_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the checkpoint that says so, which raises an error of its own."""
+    left, make_staging = [1], files.make_staging
+
+    def full(path: Path) -> Path:
+        if path.parent.name == "states" and left[0]:
+            left[0] -= 1
+            raise OSError(28, "No space left on device")
+        return make_staging(path)
+
+    monkeypatch.setattr(files, "make_staging", full)
+    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=2, steps=4)
+    run_node(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
+    assert [failed.retryable for failed in server.of(Failed)] == [True]
+    assert "No space left on device" in server.of(Failed)[0].error
     clean = AveragingServer(tmp_path / "clean", beginning(), ("a",), rounds=2, steps=4)
     run_node(Node(InProcessLink(clean), [client_of("a")], tmp_path / "other", "n"))
     assert_equal(server.weights, clean.weights)

@@ -221,5 +221,12 @@ def as_client_error(error: BaseException) -> ClientError:
     notes: list[Any] = list(getattr(error, "__notes__", []))
     ours = type(error).__module__.startswith("arclight.")  # they say all in their words
     kind = "" if ours else f"{type(error).__name__}: "
-    retryable = isinstance(error, BlobError) or (isinstance(error, OSError) and error.errno in _TRANSIENT)
+    retryable = isinstance(error, BlobError) or _is_transient(error)
     return ClientError("; ".join([f"{kind}{error}", *map(str, notes)]), retryable=retryable)
+
+
+def _is_transient(error: BaseException | None) -> bool:
+    """Return True if the error is, or was raised from, one of the system that may pass."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in _TRANSIENT):
+        error = error.__cause__  # a checkpoint that cannot be written says so in its own words
+    return error is not None

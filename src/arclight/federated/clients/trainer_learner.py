@@ -79,11 +79,9 @@ class TrainerLearner:
         self.module, self.datamodule, self._seed = module, datamodule if own else LoaderDataModule(datamodule), seed
         self._checkpoints = TrainingCheckpoints(Path(folder) / "states")
         self._callback = RoundCallback()
-        self.trainer = (make_trainer or trainer_factory())([self._callback], Path(folder) / "runs")
-        if self._callback not in self.trainer.callbacks:
-            raise FederatedError(
-                "the function that makes a client's Trainer must hand it the callbacks that it is given"
-            )
+        self._make_trainer, self._runs = make_trainer or trainer_factory(), Path(folder) / "runs"
+        self.trainer = self._new_trainer()
+        self._begun = False
         self._memory: dict[str, Any] | None = None
         """The state between two rounds; None before the first, and after a fit that failed half-way."""
 
@@ -93,6 +91,9 @@ class TrainerLearner:
         callback, self._memory = self._callback, None
         with generators_lock.current, isolate_rng():
             if state is None:
+                if self._begun:  # an earlier fit failed before its first save: its trainer is somewhere in the data
+                    self.trainer = self._new_trainer()
+                self._begun = True
                 self._seed_all(order)
                 self._load_first(order, weights)
             callback.begin(order, weights, inside, at, progress, self._save)
@@ -146,6 +147,14 @@ class TrainerLearner:
             return self._memory, Position.read(self._memory[ENTRY])
         path = self._checkpoints.newest()
         return path, Position.read(checkpoints.load(path, only=ENTRY)[ENTRY]) if path is not None else None
+
+    def _new_trainer(self) -> Trainer:
+        trainer = self._make_trainer([self._callback], self._runs)
+        if self._callback not in trainer.callbacks:
+            raise FederatedError(
+                "the function that makes a client's Trainer must hand it the callbacks that it is given"
+            )
+        return trainer
 
     def _save(self, at: Position) -> None:
         """Save a checkpoint; called in the fit, by all processes."""
