@@ -26,13 +26,13 @@ from arclight._installed import pip_install
 from arclight.cli.arguments import UsageError
 from arclight.cli.federate.federated_run import explain_resume, is_unfinished
 from arclight.cli.federate.network import log_to_folder
-from arclight.cli.federate.progress import Progress
+from arclight.cli.federate.progress import Progress, print_warnings
 from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.cli.federate.run_report import client_table, federated_report, round_table
 from arclight.federated.coordination import events, records
 from arclight.federated.coordination.run_database import RunDatabase
 from arclight.federated.coordination.run_state import RunState, StateSaved
-from arclight.federated.errors import FederatedError, SettingsError
+from arclight.federated.errors import OBSERVED, FederatedError, SettingsError
 from arclight.federated.protocol import ActiveWork, Heartbeat
 from arclight.federated.rounds.history import Round, metrics_row, read_history
 from arclight.recipe import RecipeError, explain, read
@@ -898,6 +898,21 @@ def test_the_line_of_a_round_has_the_training_loss_of_metrics_csv() -> None:
     here = Round(round=1, samples=samples, train={"0": {"train/loss": 1.0}, "1": {"train/loss": 3.0}})
     assert metrics_row(here)["train/loss"] == 1.5
     assert "train/loss 1.500  2 of 2 clients" in stream.getvalue()
+
+
+def test_warnings_are_printed_among_the_rounds_and_none_twice() -> None:
+    stream, log = Terminal(moves=False), logging.getLogger("arclight.federated.server.runtime")
+    progress = Progress(3, stream)
+    with print_warnings(progress):
+        log.info("run r resumes after round 1")
+        log.error("the run pauses until its journal can be written: %s", "the disk is full")
+        log.warning("node a is lost: silent for 1.5 s", extra=OBSERVED)
+        progress.observe(events.NodeLost(node="a", session="s", why="silent for 1.5 s"))
+    log.warning("nobody is here any more")
+    assert stream.getvalue().splitlines() == [
+        "arclight: the run pauses until its journal can be written: the disk is full",
+        "node a is lost: silent for 1.5 s",
+    ]
 
 
 def test_excluded_clients_are_not_counted() -> None:

@@ -12,6 +12,9 @@ Reason = Literal[
     "stale", "duplicate", "unknown_client", "wrong_names", "wrong_shape", "not_finite", "too_large", "damaged", "weight", "version", "session"
 ]  # fmt: skip
 
+OBSERVED = {"observed": True}
+"""``extra`` of a line in the log that says what observers of the run learn by a record, a command or an error: it is not shown twice."""
+
 
 class FederatedError(RuntimeError):
     """Base of a federation's errors, raised itself if a run cannot continue.

@@ -158,7 +158,7 @@ class Worker(threading.Thread):
 @contextmanager
 def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> Iterator[tuple[ServerRun, Progress]]:
     """Open a run for the block; afterwards write its results, or a report of its failure."""
-    from arclight.cli.federate.progress import Progress
+    from arclight.cli.federate.progress import Progress, print_warnings
     from arclight.cli.federate.sites import ServerEvaluation, client_names, with_vocabulary
     from arclight.cli.run_setup import build_loggers
     from arclight.federated.coordination.run_database import has_begun
@@ -167,7 +167,10 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
     begun = has_begun(folder.path)
     kept = options.resume is not None
     rounds = RoundLogging(build_loggers(recipe), folder.path)
-    with remove_unless_begun(folder, kept), Progress(recipe.federation.rounds) as progress, record_run(recipe, folder):
+    with (
+        remove_unless_begun(folder, kept), Progress(recipe.federation.rounds) as progress, print_warnings(progress),
+        record_run(recipe, folder),
+    ):  # fmt: skip
 
         def observe(event: RecordOrCommand) -> None:
             progress.observe(event)

@@ -6,10 +6,12 @@ read the lines: their wording is free.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -241,6 +243,32 @@ def _columns() -> int:
     import shutil
 
     return shutil.get_terminal_size((120, 24)).columns
+
+
+@contextmanager
+def print_warnings(progress: Progress) -> Iterator[None]:
+    """Print the log's warnings among a run's lines, for as long as the block lasts.
+
+    What is logged as ``observed`` is not printed: `Progress` shows the same by a record or command.
+    """
+    handler, log = _Printed(progress), logging.getLogger("arclight")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+class _Printed(logging.Handler):
+    """Print each warning or error as one line; its traceback is in the log file alone."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.WARNING)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "observed", False):
+            self._progress.say(f"arclight: {record.getMessage()}")
 
 
 class ObservedServer:

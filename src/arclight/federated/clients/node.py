@@ -30,7 +30,7 @@ from arclight.federated.clients.reporter import ResultReporter, failure_of
 from arclight.federated.clients.secure_sum_client import Identity
 from arclight.federated.clients.session import ClosedError, Session
 from arclight.federated.codecs.delta_chain import WeightsReplica
-from arclight.federated.errors import BlobError, CancelledError, LinkError, ProtocolError
+from arclight.federated.errors import OBSERVED, BlobError, CancelledError, LinkError, ProtocolError
 from arclight.federated.protocol import Close, Evaluate, Fit, Heartbeat, HeldRound, Receipt, Update, Wait, WorkRequest
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class Node:
             if isinstance(error, CancelledError):
                 log.info("%s: %s", about, error)
             else:
-                log.error("%s: it has failed: %s", about, error, exc_info=True)
+                log.error("%s: it has failed: %s", about, error, exc_info=True, extra=OBSERVED)
             if not self._stopping.is_set():
                 job.folder.end(job.round)
             if isinstance(error, CancelledError) and job.cancelled:
@@ -295,7 +295,7 @@ class Node:
 
     def _not_sent(self, job: Job, error: BlobError | OSError) -> None:
         """Turn an update that cannot be read here into its client's failure."""
-        log.error("node %s cannot send round %d of %s: %s", self.name, job.round, job.client, error)
+        log.error("node %s cannot send round %d of %s: %s", self.name, job.round, job.client, error, extra=OBSERVED)
         job.folder.finished.drop(job.round)
         self._jobs.done(job, failure_of(job, error))
 

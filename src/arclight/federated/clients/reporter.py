@@ -24,7 +24,7 @@ from arclight.federated.clients.executor import addressed
 from arclight.federated.clients.job_queue import Job, JobQueue
 from arclight.federated.clients.secure_sum_client import Identity, SecureSumClient
 from arclight.federated.clients.session import ClosedError, Session, as_client_error
-from arclight.federated.errors import CancelledError, FederatedError, LinkError, ProtocolError, RefusedError
+from arclight.federated.errors import OBSERVED, CancelledError, FederatedError, LinkError, ProtocolError, RefusedError
 from arclight.federated.protocol import Close, Evaluated, Failed, Fit, Message, Receipt, Update
 
 if TYPE_CHECKING:
@@ -130,7 +130,8 @@ class ResultReporter:
             raise
         except Exception as error:  # an error in one client's values must not stop the others
             job.outcome = failure_of(job, error)
-            log.error("node %s: %s has failed in round %d: %s", self._node, job.client, job.round, error, exc_info=True)
+            about = (self._node, job.client, job.round, error)
+            log.error("node %s: %s has failed in round %d: %s", *about, exc_info=True, extra=OBSERVED)
             self.report(job)
             return
         finally:
@@ -181,15 +182,17 @@ class ResultReporter:
             if receipt.reason != "damaged":
                 break
             log.warning(
-                "the update of %s arrived damaged (attempt %d of %d): %s", about, attempt, _ATTEMPTS, receipt.message
-            )
+                "the update of %s arrived damaged (attempt %d of %d): %s",
+                about, attempt, _ATTEMPTS, receipt.message, extra=OBSERVED,
+            )  # fmt: skip
         if not update.secure:  # the round may be repeated, with another secure sum
             finished.drop(update.round)
         # then another process has reported this round; this one has no residuals to keep
         if receipt.reason in ("stale", "duplicate"):
-            log.warning("the update of %s came too late: %s", about, receipt.message)
+            log.warning("the update of %s came too late: %s", about, receipt.message, extra=OBSERVED)
         else:
-            log.error("the server refuses the update of %s (%s): %s", about, receipt.reason, receipt.message)
+            refused = (about, receipt.reason, receipt.message)
+            log.error("the server refuses the update of %s (%s): %s", *refused, extra=OBSERVED)
         return False
 
     def _record_accepted(self, finished: FinishedUpdates, update: Update, session: str) -> None:

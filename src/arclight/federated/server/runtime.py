@@ -22,7 +22,7 @@ from arclight.federated.coordination.coordinator import BrokenError, Coordinator
 from arclight.federated.coordination.records import Record
 from arclight.federated.coordination.run_database import RunDatabase, RunDatabaseError, UnavailableError
 from arclight.federated.coordination.run_state import StateSaved
-from arclight.federated.errors import FederatedError, LinkError, Reason
+from arclight.federated.errors import OBSERVED, FederatedError, LinkError, Reason
 from arclight.federated.protocol import Update
 
 log = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ class Runtime:
     def _fail(self, error: BaseException) -> None:
         if self.error is None:
             self.error, self._paused = error, ""
-            log.error("the server has failed: %s", error)
+            log.error("the server has failed: %s", error, extra=OBSERVED)  # by whoever waits for the run
         self._lock.notify_all()
 
     # -- threads -----------------------------------------------------------------------------------------------------

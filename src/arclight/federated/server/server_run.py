@@ -34,7 +34,7 @@ from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.run_database import Injection, RunDatabase, UnavailableError
-from arclight.federated.errors import BlobError, FederatedError, RefusedError
+from arclight.federated.errors import OBSERVED, BlobError, FederatedError, RefusedError
 from arclight.federated.masks.transfer_mask import MODEL, ServerMasks, TransferMask
 from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.secure_aggregation import Unmasking
@@ -535,9 +535,10 @@ class ServerRun:
             case events.LogMessage():
                 log.info("%s", command.text)
             case events.NodeLost() | events.ClientMoved() | events.ClientNotEvaluated():
-                log.warning("%s", command)
+                log.warning("%s", command, extra=OBSERVED)
             case events.RunOver():
-                log.log(logging.ERROR if command.failed else logging.INFO, "run %s is over: %s", self.name, command.why)
+                level = logging.ERROR if command.failed else logging.INFO
+                log.log(level, "run %s is over: %s", self.name, command.why, extra=OBSERVED)
             case _:
                 return
         self._observer(command)

@@ -30,7 +30,7 @@ from arclight.federated.coordination.events import (
     UpdateRejected,
     UpdateValidated,
 )
-from arclight.federated.errors import LinkError, ProtocolError, Reason, RefusedError, SessionError
+from arclight.federated.errors import OBSERVED, LinkError, ProtocolError, Reason, RefusedError, SessionError
 from arclight.federated.masks.transfer_mask import ServerMasks
 from arclight.federated.privacy import noise
 from arclight.federated.protocol import (
@@ -276,7 +276,7 @@ class Service:
         digest, blobs = digest_of(text), update.manifest.blobs
         if (refused := self._runtime.refusal(update, digest)) is not None:
             reason, why = refused
-            log.warning("%s, round %d: %s", update.client, update.round, why)
+            log.warning("%s, round %d: %s", update.client, update.round, why, extra=OBSERVED)
             if reason != "session":
                 self._quota.refused(update.node, blobs)
             committed = self._runtime.coordinator.state.committed
@@ -286,7 +286,7 @@ class Service:
             try:
                 validated = self._validate(update)
             except RefusedError as error:
-                log.warning("refused: %s", error)
+                log.warning("refused: %s", error, extra=OBSERVED)
                 self._quota.refused(update.node, blobs)
                 why, who = str(error)[:_LONGEST_TEXT], {"session": update.session, "reason": error.reason}
                 return self._request(lambda to: UpdateRejected(to=to, message=update, why=why, **who))  # type: ignore[arg-type]
@@ -338,7 +338,7 @@ class Service:
         if (refused := _mismeasured(message)) is None:
             return self._forward(message)
         reason, why = refused
-        log.warning("refused: %s", why)
+        log.warning("refused: %s", why, extra=OBSERVED)
         who = {"node": message.node, "session": message.session, "client": message.client, "round": message.round}
         receipt = self._forward(Failed(**who, error=why))  # type: ignore[arg-type]
         known = not isinstance(receipt, Receipt) or receipt.accepted
