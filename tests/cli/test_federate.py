@@ -380,6 +380,14 @@ def test_rounds_go_on_without_a_site_where_a_quorum_lets_them(
         assert re.search(rf"round {number}/3 .* 2 of 3 clients", out)
 
 
+def test_settings_of_training_that_rounds_do_not_have_are_named(lines: Path, typed: Typed) -> None:
+    flags = "--federation.rounds 0 --checkpoint.save_top_k 3 --trainer.val_check_interval 5"
+    status, out, err = typed(f"federate lines.toml {flags}")
+    assert status == 0, err
+    assert "arclight: [checkpoint], trainer.val_check_interval: not used in a federated run" in out
+    assert "not used" not in typed("federate lines.toml --federation.rounds 0")[1]
+
+
 def test_invalid_federation_settings_are_refused(lines: Path, typed: Typed) -> None:
     for flags, words in (
         ("--task.kind fed_task:NoSites --task.lr 0.1", "no method site(number, count)"),

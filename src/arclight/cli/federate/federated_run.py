@@ -171,6 +171,11 @@ def open_run(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> 
         remove_unless_begun(folder, kept), Progress(recipe.federation.rounds) as progress, print_warnings(progress),
         record_run(recipe, folder),
     ):  # fmt: skip
+        if recipe.unused:
+            log.warning(
+                "%s: not used in a federated run, whose rounds are its checkpoints (federation.keep_rounds) and are evaluated every "
+                "federation.evaluate_every rounds", ", ".join(recipe.unused),
+            )  # fmt: skip
 
         def observe(event: RecordOrCommand) -> None:
             progress.observe(event)

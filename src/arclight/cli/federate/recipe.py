@@ -65,6 +65,14 @@ class FederatedRecipe(Recipe):
             )
 
     @property
+    def unused(self) -> list[str]:
+        """Return the settings that were given and do nothing in a federated run."""
+        usual = type(self.trainer)()
+        names = ("val_check_interval", "check_val_every_n_epoch")
+        changed = [f"trainer.{name}" for name in names if getattr(self.trainer, name) != getattr(usual, name)]
+        return (["[checkpoint]"] if self.checkpoint != type(self.checkpoint)() else []) + changed
+
+    @property
     def steps(self) -> int:
         """Return the optimizer steps of schedules: trainer.max_steps, else those of all rounds."""
         rounds = self.federation.rounds * self.federation.local_steps
