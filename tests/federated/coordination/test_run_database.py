@@ -309,7 +309,10 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
             lambda: database.append(big),
             lambda: database.write_history(0, ROUNDS[:1], StateSaved(state=RunState(run="y" * 100_000))),
         ):
-            with pytest.raises(UnavailableError, match=r"full.*nothing of this step has happened; make room"):
+            with pytest.raises(
+                UnavailableError,
+                match=r"full.*nothing of this step has happened; make room: the run continues by itself",
+            ):
                 attempt()
             assert (database.records(), len(database)) == (RECORDS[:1], 1)
             assert database.history() == [entry for _, entry in ROUNDS]

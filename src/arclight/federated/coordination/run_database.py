@@ -435,7 +435,7 @@ def _explain(path: Path, error: sqlite3.Error | OSError) -> RunDatabaseError:
     full = isinstance(error, OSError) and error.errno in _NO_ROOM
     if full or name == "SQLITE_FULL" or (name == "SQLITE_IOERR_WRITE" and _is_full(path.parent)):
         return UnavailableError(
-            f"{path} cannot be written ({error}): {nothing}; make room and start the server again, it goes on from here"
+            f"{path} cannot be written ({error}): {nothing}; make room: the run continues by itself, or when the server is started again"
         )
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
         return RunDatabaseError(_DAMAGED.format(what=path, error=error))
