@@ -174,6 +174,25 @@ def test_a_schedule_over_tokens_goes_by_what_was_read() -> None:
         resumed.step()
 
 
+def test_a_schedule_over_tokens_resumed_within_a_window_has_the_rate_of_its_step() -> None:
+    def built() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = SGD(lr=1.0, momentum=0.0).build([("w", nn.Parameter(torch.ones(2)))])
+        return optimizer, Linear(tokens=1000, warmup=0).build(optimizer, 3, counts_tokens=True)
+
+    optimizer, schedule = built()
+    schedule.advance(200)
+    optimizer.step()
+    schedule.step()
+    schedule.advance(300)  # a micro-batch of the next update, after which the run is saved
+    other, resumed = built()
+    other.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(schedule.state_dict())
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.8)
+    other.step()
+    resumed.step()
+    assert resumed.get_last_lr() == [pytest.approx(0.5)]
+
+
 def test_a_schedule_over_seconds_keeps_the_elapsed_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 101.5, 104.0, 5000.0, 5002.0])  # the process that resumes has another clock
     monkeypatch.setattr("arclight.optim.schedules.time.monotonic", lambda: next(clock))

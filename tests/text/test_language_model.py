@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -242,4 +243,50 @@ def test_a_schedule_over_tokens_counts_all_micro_batches_and_resumes_with_the_sa
     schedules = [trainer.lr_scheduler_configs[0].scheduler for trainer in (whole, resumed)]
     assert [schedule.position for schedule in schedules] == [6 * 2 * 8 * 32] * 2
     assert schedules[0].get_last_lr() == schedules[1].get_last_lr() == pytest.approx([1e-3 * (1 - 2048 / 3072)] * 2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+class SaveAt(al.Callback):
+    """Saves once, after the batch ``batches`` of the run, and keeps the state in memory as well."""
+
+    state: dict[str, Any]
+
+    def __init__(self, path: Path, batches: int) -> None:
+        self.path, self.batches = path, batches
+
+    def on_train_batch_end(self, trainer: al.Trainer, *_: Any) -> None:
+        if trainer.progress.batches == self.batches:
+            trainer.save_checkpoint(self.path)
+            self.state = copy.deepcopy(trainer.capture())
+
+
+def test_a_run_saved_within_a_window_resumes_with_the_same_rates_and_expert_biases(tmp_path: Path) -> None:
+    settings = LanguageTask(
+        model="qwen3-moe-debug",
+        overrides={"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "hidden": 32},
+        sampling=None,
+        optimizer=SGD(lr=0.1),
+        schedule=Linear(tokens=8192, warmup=0),
+    )
+    options: dict[str, Any] = {"settings": settings, "accumulate_grad_batches": 3, "limit_val_batches": 0}
+    whole, model = fit(tmp_path / "whole", 3, callbacks=[SaveAt(tmp_path / "within.ckpt", 5)], **options)
+    resumed, again = fit(tmp_path / "resumed", 3, ckpt=tmp_path / "within.ckpt", **options)
+    assert whole.callback_metrics["experts/entropy"] == resumed.callback_metrics["experts/entropy"]
+    assert whole.optimizers[0].param_groups[0]["lr"] == resumed.optimizers[0].param_groups[0]["lr"]
+    for (name, tensor), other in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(tensor, other), name
+
+
+def test_a_window_that_other_processes_had_begun_counts_its_tokens_once(tmp_path: Path) -> None:
+    settings = LanguageTask(
+        overrides=SMALL | {"layers": 1}, sampling=None, optimizer=SGD(lr=0.1), schedule=Linear(tokens=8192)
+    )
+    options: dict[str, Any] = {"settings": settings, "accumulate_grad_batches": 3, "limit_val_batches": 0}
+    kept = SaveAt(tmp_path / "within.ckpt", 5)
+    whole, model = fit(tmp_path / "whole", 3, callbacks=[kept], **options)
+    for part in ("rng", "window"):
+        kept.state["loops"][part] *= 2  # as of two processes
+    resumed, again = fit(tmp_path / "resumed", 3, ckpt=kept.state, **options)
+    assert [t.lr_scheduler_configs[0].scheduler.position for t in (whole, resumed)] == [3 * 3 * 8 * 32] * 2
+    assert whole.optimizers[0].param_groups[0]["lr"] == resumed.optimizers[0].param_groups[0]["lr"]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

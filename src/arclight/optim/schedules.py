@@ -132,12 +132,18 @@ class FactorSchedule(LambdaLR):
         self.resumed_at = -1
         self.position = 0
         """Tokens or ticks so far."""
+        self.stepped_at = 0
+        """Position at the newest step, which the rate is of: tokens may have been counted since, in an accumulation window."""
         self._clock: float | None = None
         super().__init__(optimizer, self._factor_at)
 
     def advance(self, tokens: int) -> None:
         """Add the ``tokens`` of all ranks in the current update."""
         self.position += tokens
+
+    def drop_window(self) -> None:
+        """Discard the tokens counted since the newest step, whose batches will be read again."""
+        self.position = self.stepped_at
 
     def start_clock(self) -> None:
         """Start the clock of a schedule over seconds."""
@@ -154,14 +160,16 @@ class FactorSchedule(LambdaLR):
             if dist.is_available() and dist.is_initialized():
                 dist.broadcast_object_list(ticks)
             self.position = ticks[0]
+        self.stepped_at = self.position
         super().step(epoch)
 
     def _factor_at(self, step: int) -> float:
         again = rewarmed(step, since=self.resumed_at, steps=self.rewarm) if self.resumed_at >= 0 else 1.0
-        return self.factor(step if self.unit == "steps" else self.position) * again
+        return self.factor(step if self.unit == "steps" else self.stepped_at) * again
 
     def state_dict(self) -> dict[str, Any]:
-        place = {} if self.unit == "steps" else {"unit": self.unit, "position": self.position}
+        place = {"unit": self.unit, "position": self.position, "stepped_at": self.stepped_at}
+        place = {} if self.unit == "steps" else place
         return {"last_epoch": self.last_epoch, "resumed_at": self.resumed_at, **place}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -176,6 +184,7 @@ class FactorSchedule(LambdaLR):
                 f"{saved}, or load only the weights"
             )
         self.position = state_dict.get("position", 0)
+        self.stepped_at = state_dict.get("stepped_at", self.position)  # older states do not say
         self._clock = None
         self.last_epoch, self.resumed_at = state_dict["last_epoch"], state_dict.get("resumed_at", -1)
         self._step_count = self.last_epoch + 1

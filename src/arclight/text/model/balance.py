@@ -1,8 +1,8 @@
 """Balance the loads of experts in training, by a bias without a loss, or by a weighed loss.
 
 `LanguageModel` and ``text.heads`` call it around each step: `weigh_balance_loss` before backward, `update_expert_bias` before the optimizer's
-step, on all ranks, as it communicates. The biases (`Router.expert_bias`) are in checkpoints; the counts of choices are not, as they are each
-process's own and begin anew after each step.
+step, on all ranks, as it communicates. The biases (`Router.expert_bias`) are in checkpoints; the counts of choices, which are each
+process's own and begin anew after each step, are in those that are saved within an accumulation window (`save_choices`).
 """
 
 from __future__ import annotations
@@ -52,6 +52,25 @@ def share_tokens(model: nn.Module, strategy: Any) -> None:
     groups = TokenGroups(balance_group(strategy))
     for reader in token_readers(model):
         reader.groups = groups
+
+
+def save_choices(checkpoint: dict[str, Any], model: nn.Module, strategy: Any) -> None:
+    """Add the choices that an accumulation window has counted so far, of each process by router.
+
+    A checkpoint between two windows gets none. A collective.
+    """
+    if not any(checkpoint.get("loops", {}).get("window", ())):
+        return
+    own = {name: router.counts.cpu().clone() for name, router in routers(model)}
+    everyones = strategy.all_gather_object(own)
+    if any(everyones):
+        checkpoint["expert_choices"] = everyones
+
+
+def load_choices(saved: list[dict[str, Tensor]], model: nn.Module, strategy: Any) -> None:
+    """Restore this process's part of what `save_choices` saved."""
+    for name, router in routers(model):
+        router.counts.copy_(saved[strategy.global_rank][name])
 
 
 def weigh_balance_loss(loss: Tensor, model: nn.Module) -> Tensor:

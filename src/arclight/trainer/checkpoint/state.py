@@ -36,6 +36,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.seeding import rng_state
 from arclight.fabric.strategies import Strategy
 from arclight.optim import restore_optimizer
+from arclight.optim.schedules import FactorSchedule
 from arclight.trainer.callback import NEEDED, AveragesWeights
 from arclight.trainer.checkpoint.loading import load_weights
 from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO
@@ -284,6 +285,9 @@ class CheckpointConnector:
         run.loader_state = run.loader_state | {"place": place | {"done": place["window"]}}
         run.progress.batch -= waiting
         run.progress.batches -= waiting
+        for config in run.lr_scheduler_configs:
+            if isinstance(config.scheduler, FactorSchedule):
+                config.scheduler.drop_window()
 
 
 def _digest_of_share(samples: dict[str, int], names: dict[Any, str], optimizers: list[Optimizer]) -> str:
