@@ -228,6 +228,27 @@ def test_speed_is_measured_over_whole_steps(tmp_path: Path, monkeypatch: pytest.
     assert measured == [(step, 2 * 3 * 8 * 32) for step in (2, 4)]
 
 
+def test_speed_is_measured_without_what_follows_a_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(self: LanguageModel, prompts: list[str], **_: Any) -> list[str]:
+        now[0] += 1000
+        return prompts
+
+    now = [0.0]
+    monkeypatch.setattr(LanguageModel, "generate", slow)
+    monkeypatch.setattr("arclight.text.language_model.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("arclight.text.language_model.matmul_rate", lambda *_: 1.0)
+    measured: list[float] = []
+
+    def log(self: TokenThroughput, *_: Any) -> None:
+        measured.append(now[0] - self.since)
+
+    monkeypatch.setattr(TokenThroughput, "_log", log)
+    settings = LanguageTask(overrides=SMALL | {"layers": 1})
+    fit(tmp_path, 4, settings=settings, val_check_interval=2, log_every_n_steps=1)
+    assert now[0] == 2000
+    assert measured == [0.0] * 4
+
+
 def test_a_schedule_over_tokens_counts_all_micro_batches_and_resumes_with_the_same_rates(tmp_path: Path) -> None:
     settings = LanguageTask(
         overrides=SMALL | {"layers": 1},

@@ -413,6 +413,7 @@ class TokenThroughput(Callback):
     def _reset(self) -> None:
         self.tokens, self.waited, self.since = 0, 0.0, time.perf_counter()
         self.free_at: float | None = None
+        self.validated = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LanguageModel) -> None:  # type: ignore[override]
         device, dtype = trainer.strategy.root_device, compute_dtype(trainer.precision_plugin)
@@ -421,6 +422,8 @@ class TokenThroughput(Callback):
         self._reset()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.validated:
+            self._reset()
         if self.free_at is not None:
             self.waited += time.perf_counter() - self.free_at
 
@@ -435,7 +438,7 @@ class TokenThroughput(Callback):
         self.free_at = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._reset()  # what was measured so far has a validation in it
+        self.validated = True  # measure from the next batch on: others still generate, evaluate and save after this
 
     def _log(self, strategy: Strategy, module: LanguageModel) -> None:
         seconds = time.perf_counter() - self.since
