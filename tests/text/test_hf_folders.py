@@ -389,6 +389,24 @@ def test_experts_that_hugging_face_does_not_know_are_not_written(tmp_path: Path)
         to_hf(model, tmp_path / "out")
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "llama4"])
+def test_a_bias_that_hugging_face_does_not_know_is_written_only_if_it_is_zero(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    small: dict[str, Any] = {"vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 32}
+    model = build_model(f"{family}-debug", **small)
+    initialize(model, 0)
+    to_hf(model, tmp_path / "unbiased")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "unbiased")
+    torch.testing.assert_close(model(tokens() % 64), theirs(tokens() % 64).logits, atol=1e-5, rtol=1e-4)
+    (name, bias), *_ = ((name, b) for name, b in model.named_buffers() if name.endswith("expert_bias"))
+    bias[0] = 0.1
+    with pytest.raises(
+        ValueError, match=rf"{re.escape(name)} balances .*keep the checkpoint, or train with overrides\.moe"
+    ):
+        to_hf(model, tmp_path / "biased")
+    assert not (tmp_path / "biased").exists()
+
+
 def test_a_model_that_is_balanced_otherwise_is_filled_all_the_same(folders: Any) -> None:
     folder, _ = folders["deepseek-v3"]
     read = from_hf(folder)

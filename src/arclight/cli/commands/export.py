@@ -250,7 +250,10 @@ def _write_hf(parser: Parser, options: Namespace, rest: Sequence[str]) -> None:
     from arclight.text.language_model import RoundsOperands
 
     model = load_language_model(Path(options.source))
-    to_hf(model.model, options.out, tokenizer=model.tokenizer)
+    try:
+        to_hf(model.model, options.out, tokenizer=model.tokenizer)
+    except (TypeError, ValueError) as error:  # what the family at Hugging Face does not do
+        raise UsageError(f"--format hf: {error}") from error
     size = sum(file.stat().st_size for file in options.out.iterdir())
     print(f"wrote {options.out}: {size / 1e6:.1f} MB, opens with transformers.AutoModelForCausalLM.from_pretrained")
     if any(isinstance(layer, RoundsOperands) for layer in model.model.modules()):

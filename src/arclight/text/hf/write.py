@@ -51,6 +51,9 @@ def to_hf(
     keys = []
     for names in same_tensors(held):
         key = next((key for rule in family.keys if (key := rule.match(names[0])) is not None), None)
+        if key is None and names[0].endswith("router.expert_bias"):
+            _check_unbiased(held[names[0]], names[0], family.model_type)
+            continue
         if key is None:
             raise ValueError(f"{names[0]} has no name at Hugging Face in the table of {family.model_type}")
         keys.append(key)
@@ -77,6 +80,18 @@ def to_hf(
             partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_unbiased(bias: Tensor, name: str, model_type: str) -> None:
+    """Raise ValueError for a bias that moves the choice of experts.
+
+    The family at Hugging Face has none.
+    """
+    if bool(bias.any()):
+        raise ValueError(
+            f"{name} balances the loads of experts, and a {model_type} model at Hugging Face has no such bias, so that it would choose "
+            "other experts: keep the checkpoint, or train with overrides.moe.bias_rate = 0 and a moe.balance_loss"
+        )
 
 
 def _write_shards(
