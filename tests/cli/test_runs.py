@@ -23,7 +23,7 @@ from arclight.checkpoint import load as load_checkpoint
 from arclight.cli.arguments import UsageError
 from arclight.cli.command import sentence
 from arclight.cli.interruption import Interruption
-from arclight.cli.runs import best_checkpoint, checkpoint_note, newest_checkpoint
+from arclight.cli.runs import best_checkpoint, checkpoint_note, newest_checkpoint, step_of
 from arclight.trainer.loop.run_state import RunState
 from arclight.trainer.run.folder import RunFolder
 
@@ -88,6 +88,20 @@ def test_a_run_that_ranks_nothing_has_a_newest_checkpoint(typed: Typed, tiny: Pa
     run = Path("runs/tiny/1")
     assert load_checkpoint(best_checkpoint(run))["progress"] == load_checkpoint(newest_checkpoint(run))["progress"]
     assert checkpoint_note(newest_checkpoint(run)).endswith("the newest")
+
+
+def test_a_run_that_ranks_nothing_is_opened_at_its_newest_step(typed: Typed, tiny: Path) -> None:
+    line = "--trainer.val_check_interval 5 --trainer.check_val_every_n_epoch none --trainer.max_steps 12"
+    line += " --trainer.max_epochs none --checkpoint.every_n_steps 4"
+    _, out, _ = typed(
+        f"train tiny.toml {line}"
+    )  # saved after the validation of step 10, every fourth step, and at the end
+    newest = "runs/tiny/1/checkpoints/last.ckpt"
+    assert f"The newest checkpoint is {newest}\n" in out
+    assert {"epoch=2-step=10.ckpt", "step=12.ckpt"} <= set(checkpoints())
+    assert step_of(best_checkpoint(Path("runs/tiny/1"))) == 12
+    _, out, _ = typed(f"train tiny.toml {line} --checkpoint.save_last false")
+    assert "The newest checkpoint is runs/tiny/2/checkpoints/step=12.ckpt\n" in out
 
 
 def test_saves_between_validations_come_beside_those_after_them(typed: Typed, tiny: Path) -> None:

@@ -54,16 +54,17 @@ def find_recorded(recorded: Path, folder: Path) -> Path | None:
 def recorded_best(checkpoint: str | Path) -> tuple[Path | None, str]:
     """Return the best checkpoint by the record in `checkpoint`, and the monitored value's name.
 
-    None and "" without a record. Each checkpoint of a run has the record of itself and those before it, so the newest has the whole
-    record.
+    None and "" if nothing was ranked: a callback without a monitored value records the newest of its own checkpoints, and another
+    callback's may be newer. Each checkpoint of a run has the record of itself and those before it, so the newest has the whole record.
     """
     checkpoint = to_path(checkpoint)
     if "callbacks" not in read_manifest(checkpoint).entries:
         return None, ""
     states: dict[str, dict[str, Any]] = load(checkpoint, only=["callbacks"])["callbacks"]
     for state in states.values():
-        if best := state.get("best_model_path"):
-            return Path(best), str(state.get("monitor") or "")
+        best, monitor = state.get("best_model_path"), state.get("monitor")
+        if best and monitor:
+            return Path(best), str(monitor)
     return None, ""
 
 

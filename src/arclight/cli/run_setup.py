@@ -7,6 +7,7 @@ belongs in `callbacks`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from arclight.trainer.settings import TrainerSettings
 
 
-def report_paths(folder: RunFolder | None, checkpoints: Checkpoint | None) -> None:
+def report_paths(folder: RunFolder | None, checkpoints: Sequence[Checkpoint]) -> None:
     """Print the paths of a run, its report and its best (or newest) checkpoint.
 
     ``folder``: None for a development run.
@@ -31,12 +32,21 @@ def report_paths(folder: RunFolder | None, checkpoints: Checkpoint | None) -> No
         print("\nThe development run came to its end. It wrote nothing")
         return
     print(f"\nThe run is in {folder.path}")
-    best, last = (getattr(checkpoints, f"{which}_model_path", "") for which in ("best", "last"))
-    if kept := best or last:
-        measured = best and getattr(checkpoints, "best_model_score", None) is not None
+    ranked = [callback for callback in checkpoints if getattr(callback, "best_model_score", None) is not None]
+    paths = [
+        getattr(callback, f"{which}_model_path", "") for callback in ranked or checkpoints for which in ("best", "last")
+    ]
+    if kept := next(filter(None, paths), "") if ranked else _newest(paths):
         near = Path(kept).relative_to(Path.cwd()) if Path(kept).is_relative_to(Path.cwd()) else kept
-        print(f"The {'best' if measured else 'newest'} checkpoint is {near}")
+        print(f"The {'best' if ranked else 'newest'} checkpoint is {near}")
     print(f"The report is {folder.report}")
+
+
+def _newest(paths: Iterable[str]) -> str:
+    """Return the checkpoint of the highest step, the first of equal ones; "" for none."""
+    from arclight.cli.runs import step_of
+
+    return max(filter(None, paths), key=lambda path: step_of(path) or 0, default="")
 
 
 def build_task(recipe: Recipe) -> tuple[Module, DataModule | None]:

@@ -65,10 +65,12 @@ def best_checkpoint(run: Path) -> Path:
     )
 
 
-def step_of(checkpoint: Path) -> int | None:
+def step_of(checkpoint: str | Path) -> int | None:
     """Return the step at which a checkpoint was saved; None if it does not say."""
     from arclight.checkpoint.manifest import is_checkpoint, read_manifest
+    from arclight.checkpoint.remote import to_path
 
+    checkpoint = to_path(checkpoint)
     return read_manifest(checkpoint).step if is_checkpoint(checkpoint) else None
 
 

@@ -102,7 +102,7 @@ def train(run: UserRun, text: str, options: Namespace) -> None:
     with interruption.explained(trainer.paths, again):
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     if trainer.is_global_zero:
-        report_paths(None if trainer.fast_dev_run else trainer.run_folder, trainer.checkpoint_callback)
+        report_paths(None if trainer.fast_dev_run else trainer.run_folder, trainer.checkpoint_callbacks)
 
 
 def evaluate(stage: str, run: UserRun, options: Namespace) -> None:

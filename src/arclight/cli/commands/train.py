@@ -54,7 +54,7 @@ def train(arguments: list[str]) -> None:
     with interruption.explained(trainer.paths, "arclight train --resume {run}"), Preparation():
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     if trainer.is_global_zero:
-        report_paths(None if trainer.fast_dev_run else trainer.run_folder, trainer.checkpoint_callback)
+        report_paths(None if trainer.fast_dev_run else trainer.run_folder, trainer.checkpoint_callbacks)
 
 
 def check_task_of(recipe: Recipe, checkpoint: str | Path | None) -> None:
