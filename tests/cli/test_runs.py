@@ -104,6 +104,11 @@ def test_a_run_that_ranks_nothing_is_opened_at_its_newest_step(typed: Typed, tin
     assert "The newest checkpoint is runs/tiny/2/checkpoints/step=12.ckpt\n" in out
 
 
+def test_steps_are_saved_where_no_best_checkpoint_is_kept(typed: Typed, tiny: Path) -> None:
+    typed("train tiny.toml --trainer.max_steps 10 --checkpoint.save_top_k 0 --checkpoint.every_n_steps 4")
+    assert checkpoints() == ["last.ckpt", "step=8.ckpt"]
+
+
 def test_saves_between_validations_come_beside_those_after_them(typed: Typed, tiny: Path) -> None:
     line = "--trainer.val_check_interval 5 --trainer.check_val_every_n_epoch none --trainer.max_steps 14"
     line += " --trainer.max_epochs none --checkpoint.monitor val/loss"

@@ -73,7 +73,7 @@ class Checkpointing(Checked):
         """
         from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
 
-        if not self.every_n_steps or self.save_top_k == 0:
+        if not self.every_n_steps:
             return None
         return ModelCheckpoint(
             dirpath=self.folder,
