@@ -14,7 +14,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -329,11 +329,13 @@ class LanguageModel(Module):
         ``data``: a `TextDataModule` (default: its own). Its metric is the mean log-likelihood of the next token in
         held-out texts, nats.
         """
-        from arclight.text.language_program import language_deployment
+        from arclight.text.language_program import language_deployment, scored_texts_of
 
         data = self._loaded(data)
         tokens = self._texts(data, batches)
-        held_out = tokens if data.val is None else (batch["tokens"] for batch in data.val_dataloader())
+        held_out: Iterable[Tensor] = tokens
+        if data.val is not None:
+            held_out = (text for batch in data.val_dataloader() for text in scored_texts_of(batch))
         return language_deployment(self.model, tokens, self.tokenizer, {"model": self.settings.model}, held_out)
 
     def configure_example(self, data: Any) -> Tensor:

@@ -22,6 +22,7 @@ from arclight.deploy.capture import frozen_copy
 from arclight.deploy.errors import ProgramError
 from arclight.deploy.programs.program import Program
 from arclight.text.data.tokenizer import Tokenizer
+from arclight.text.loss import IGNORED
 from arclight.text.model.decoder import Decoder
 from arclight.text.model.kv_cache import KVCache
 from arclight.text.model.moe import BaseRouter
@@ -156,6 +157,22 @@ def evaluation_of(
         return {"log_likelihood": likelihood / count, "accuracy": right / count}
 
     return Evaluation(samples=samples(), scores=scores)
+
+
+def scored_texts_of(batch: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Yield the texts (B, T) of a batch without the tokens that fill rows up.
+
+    They are cut to the length that is scored. Rows of full length come together, shorter ones one by one, and those without a label not at all.
+    """
+    tokens, predicted = batch["tokens"], batch["labels"] != IGNORED
+    most = min(SCORED_TOKENS, tokens.shape[1])
+    places = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    lengths = (predicted * places).amax(1).clamp(max=most)  # up to the last token that predicts one
+    whole = lengths == most
+    if bool(whole.any()):
+        yield tokens[whole, :most]
+    for row in torch.nonzero(~whole & (lengths > 1))[:, 0].tolist():
+        yield tokens[row : row + 1, : int(lengths[row])]
 
 
 def _scored_texts(texts: Iterable[Tensor]) -> list[Tensor]:
