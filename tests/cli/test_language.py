@@ -19,6 +19,7 @@ from tests.exports import compare_here
 import arclight
 from arclight.checkpoint import find_last
 from arclight.checkpoint import load as load_checkpoint
+from arclight.cli.runs import newest_checkpoint
 from arclight.deploy import Program
 from arclight.deploy.quantizing.linear import pack
 from arclight.text import Tokenizer, from_hf, generate
@@ -253,6 +254,21 @@ def test_a_pipeline_is_shown_where_the_recipe_asks_for_it(recipe: str) -> None:
     assert {"pipeline.html", "pipeline.json", "pipeline.svg"} <= {file.name for file in plots.iterdir()}
     assert "One training step of the pipeline" in Path("runs/lm/1/report.html").read_text(encoding="utf-8")
     assert "process  stages" in Path("runs/lm/1/log.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_an_average_goes_on_in_pipeline_stages(typed: Typed, recipe: str) -> None:
+    words = "--ema.decay 0.9 --task.overrides.layers 2 --task.sampling none"
+    assert typed(f"train {recipe} {words} --name whole")[0] == 0
+    assert typed(f"train {recipe} {words} --trainer.max_steps 4")[0] == 0
+    environment = os.environ | {"PYTHONPATH": str(Path(arclight.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    staged = f"train {recipe} {words} --plan.pp 2 --plan.micro_batches 4 --trainer.max_steps 8 --resume last"
+    done = warm.run("-m", "arclight.cli", *staged.split(), timeout=180, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert typed(f"train {recipe} {words} --resume last")[0] == 0
+    states = [load_checkpoint(newest_checkpoint(Path("runs", name, "1"))) for name in ("whole", "lm")]
+    assert states[0]["callbacks"]["EMAWeightAveraging"]["updates"] == 12
+    torch.testing.assert_close(states[1]["ema"], states[0]["ema"], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow

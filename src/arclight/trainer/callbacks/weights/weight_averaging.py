@@ -166,6 +166,8 @@ class WeightAveraging(Callback):
             self._last_step = trainer.progress.global_step
         if not self._averages:
             return
+        # a pipeline's stage has a part of them
+        self._averages = trainer.strategy.own_weights(pl_module, self._averages)
         for name, tensor in self._named_tensors():
             # those that are copied: the model may have more of them than when the average was saved
             if not _is_averaged(tensor):
