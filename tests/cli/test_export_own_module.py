@@ -123,6 +123,26 @@ def test_a_trained_network_is_exported_from_its_run(trained: Any, typed: Typed) 
     torch.testing.assert_close(Program.load("net.onnx")(x), trained.model(x).detach())
 
 
+def test_exports_take_the_checkpoints_that_validation_takes(own: Path, typed: Typed) -> None:
+    flags = "--checkpoint.monitor val/loss --checkpoint.mode max --checkpoint.save_last true"
+    quick = "--trainer.max_epochs 3 --trainer.accelerator cpu --trainer.enable_progress_bar false"
+    status, _, err = typed(f"train own_net:Net --data own_net:Points {flags} {quick}")
+    assert status == 0, err
+    named, x = "own_net:Net --config runs/net/1/config.toml --ckpt_path", torch.randn(5, 16)
+    notes = {}
+    for place, kept in (("last", "last.ckpt"), ("runs/net/1", best_checkpoint(Path("runs/net/1")).name)):
+        status, out, err = typed(f"export {named} {place} --out net.onnx")
+        assert status == 0, err
+        notes[place] = out.splitlines()[0]
+        assert notes[place].startswith(f"checkpoint runs/net/1/checkpoints/{kept}"), out
+        wanted = sys.modules["own_net"].Net.load_from_checkpoint(f"runs/net/1/checkpoints/{kept}").model(x).detach()
+        torch.testing.assert_close(Program.load("net.onnx")(x), wanted)
+        assert typed(f"validate {named} {place} --json {kept}.json")[0] == 0
+    assert notes["last"].endswith(", the newest")
+    assert notes["runs/net/1"].endswith(", the best by val/loss")  # that of the first epoch
+    assert Path("last.ckpt.json").read_text() != Path(f"{kept}.json").read_text()
+
+
 @pytest.mark.slow
 def test_a_trained_network_is_quantized_and_its_checkpoints_are_named(trained: Any, typed: Typed) -> None:
     x = torch.randn(5, 16)
@@ -225,7 +245,7 @@ def test_a_module_declares_its_deployment(own: Path, typed: Typed) -> None:
         ("export own_net:Net --data own_net:Points --out p.onnx --batch-size 0", "a batch has at least one sample"),
         ("export own_net:Tagger --out p.onnx --batch-size 2", "would fix what the module frees"),
         ("export own_net:Net --data own_net:Points --out p.onnx --sign k", "only a folder is signed"),
-        ("export own_net:Net --out p.onnx --ckpt_path last", "there is no run with checkpoints in runs/net"),
+        ("export own_net:Net --out p.onnx --ckpt_path last", "--ckpt_path last: there is no run in runs/net"),
         ("export own_net:Net --out p.onnx --ckpt_path nowhere", "nowhere"),
     ],
 )  # fmt: skip

@@ -173,6 +173,10 @@ def test_a_run_folder_is_evaluated_by_its_best_checkpoint(own: Path, typed: Type
     assert value("last") == value("runs/line/1/checkpoints/last.ckpt") < value(str(best)) == value("runs/line/1")
     assert torch.equal(predicted("runs/line/1"), predicted(str(best)))
     assert not torch.equal(predicted("runs/line/1"), predicted("last"))
+    Path("runs/line/2/checkpoints").mkdir(parents=True)
+    for verb in ("train", "test"):  # never an older run in place of the newest
+        status, _, err = typed(f"{verb} {again} --ckpt_path last")
+        assert (status, "runs/line/2" in err) == (2, True), err
 
 
 @pytest.mark.parametrize(
@@ -283,7 +287,7 @@ def test_every_mistake_is_reported_at_once(own: Path, typed: Typed) -> None:
         ("train own_line:Plain", "own_line:Plain must return a Recipe, it returned <own_line.Plain"),
         (
             f"validate {NAMED} --model.hidden 3 --ckpt_path last",
-            '.validate(ckpt_path="last") is set, but there is no last',
+            "--ckpt_path last: there is no run in runs/line",
         ),
     ],
 )

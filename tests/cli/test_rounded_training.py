@@ -204,14 +204,16 @@ def test_the_part_that_was_trained_is_shipped_where_nothing_else_is_named(
     assert Program.load("a.onnx").metadata["quantization"]["quantized_layers"] == 3
 
 
-def test_validation_is_of_what_is_exported(own: Path, typed: Typed) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--config runs/convolutions/1/config.toml --ckpt_path runs/convolutions/1",
+        "--data rounded_own:Images --ckpt_path last",
+    ],
+)
+def test_validation_is_of_what_is_exported(own: Path, typed: Typed, flags: str) -> None:
     assert typed(train("Convolutions", INT8))[0] == 0
-    assert (
-        typed(
-            "validate rounded_own:Convolutions --config runs/convolutions/1/config.toml --ckpt_path runs/convolutions/1 --json v.json"
-        )[0]
-        == 0
-    )
+    assert typed(f"validate rounded_own:Convolutions {flags} --json v.json")[0] == 0
     import rounded_own
 
     images, labels = rounded_own.samples()

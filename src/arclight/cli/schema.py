@@ -113,3 +113,8 @@ class UserRun(TrainingRun):
     """The module: kind = "package.module:Class" and the arguments of its constructor."""
     data: Imported | None = None
     """The data module, likewise; none if the module has loaders of its own."""
+
+    @property
+    def runs(self) -> Path:
+        """Folder of the runs of this name, by default the module's."""
+        return self.root / (self.name or self.model.target.rpartition(":")[2].rpartition(".")[2].lower())

@@ -65,6 +65,16 @@ def imported(target: str) -> Any:
         raise UsageError(str(error)) from error
 
 
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Add ``--ckpt_path``, which `user_run.weights_of` resolves."""
+    parser.add_argument(
+        "--ckpt_path",
+        metavar="last|PATH",
+        help="weights of a module of your own: last for the newest checkpoint of the newest run of this name, or the PATH of a checkpoint, "
+        "or of a run folder for its best one",
+    )
+
+
 def target_of(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 

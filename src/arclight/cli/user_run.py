@@ -26,7 +26,7 @@ from arclight.cli.run_setup import (
     report_paths,
     resume_from,
 )
-from arclight.cli.runs import best_checkpoint
+from arclight.cli.runs import best_checkpoint, newest_checkpoint
 from arclight.cli.schema import UserRun
 
 if TYPE_CHECKING:
@@ -72,11 +72,13 @@ def user_parser(verb: str) -> Parser:
     parser.add_argument(
         "--print_config", action="store_true", help="print all settings in the format of --config, and exit"
     )
-    parser.add_argument(
-        "--ckpt_path", metavar="last|PATH",
-        help="checkpoint to start from: last for the newest one of the newest run of this name, or the PATH of a checkpoint or a run folder, which is "
-        f"{'resumed' if verb == 'train' else 'that of its best one'}",
-    )  # fmt: skip
+    if verb == "train":
+        parser.add_argument(
+            "--ckpt_path", metavar="last|PATH",
+            help="checkpoint to resume from: last for the newest one of the newest run of this name, or the PATH of a checkpoint or a run folder",
+        )  # fmt: skip
+    else:
+        user_module.add_weights(parser)
     if verb in ("validate", "test"):
         parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     if verb == "predict":
@@ -90,8 +92,7 @@ def train(run: UserRun, text: str, options: Namespace) -> None:
     from arclight.cli.interruption import Interruption
     from arclight.trainer.callbacks import RunReport
 
-    name = run.name or run.model.target.rpartition(":")[2].rpartition(".")[2].lower()
-    among = run.root / name if run.checkpoint.folder is None else None
+    among = run.runs if run.checkpoint.folder is None else None
     folder, checkpoint = resume_from(options.ckpt_path, "--ckpt_path", among)
     module, data = build(run)
     if run.plan is not None:
@@ -106,7 +107,7 @@ def train(run: UserRun, text: str, options: Namespace) -> None:
 
 
 def evaluate(stage: str, run: UserRun, options: Namespace) -> None:
-    checkpoint = weights_of(options.ckpt_path)
+    checkpoint = weights_of(options.ckpt_path, run)
     module, data = build(run)
     parts = evaluating_callbacks(run, checkpoint)
     trainer = make_trainer(run, callbacks=parts, logger=False, enable_checkpointing=False)
@@ -118,7 +119,7 @@ def evaluate(stage: str, run: UserRun, options: Namespace) -> None:
 def predict(run: UserRun, options: Namespace) -> None:
     import torch
 
-    checkpoint = weights_of(options.ckpt_path)
+    checkpoint = weights_of(options.ckpt_path, run)
     module, data = build(run)
     parts = evaluating_callbacks(run, checkpoint)
     trainer = make_trainer(run, callbacks=parts, logger=False, enable_checkpointing=False)
@@ -130,11 +131,23 @@ def predict(run: UserRun, options: Namespace) -> None:
         print(f"The predictions are in {options.out}")
 
 
-def weights_of(place: str | None) -> str | Path | None:
-    """Return the checkpoint at ``place``, of a run folder the best one.
+def weights_of(place: str | None, run: UserRun) -> str | Path | None:
+    """Return the checkpoint that ``--ckpt_path`` names where nothing is resumed; None for None.
 
-    ``last`` and None are left to the trainer. Raises UsageError if there is no checkpoint.
+    ``last`` is the newest checkpoint of the newest run of this name, as in training; of a run folder it is the best one. Raises
+    UsageError if there is no checkpoint.
     """
+    from arclight.checkpoint import find_last
+    from arclight.trainer import RunFolder
+
+    if place == "last" and (folder := run.checkpoint.folder) is not None:
+        if (kept := find_last(folder)) is None:
+            raise UsageError(f"--ckpt_path last: there is no checkpoint in {folder}")
+        return kept
+    if place == "last":
+        if (newest := RunFolder.newest(run.root, run.runs.name)) is None:
+            raise UsageError(f"--ckpt_path last: there is no run in {run.runs}")
+        return newest_checkpoint(newest.path)
     if place is not None and (Path(place) / "checkpoints").is_dir():
         return best_checkpoint(Path(place))
     return resume_from(place, "--ckpt_path")[1]

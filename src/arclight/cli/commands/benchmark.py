@@ -25,6 +25,7 @@ from arclight.cli.arguments import (
     write_json,
 )
 from arclight.cli.runs import is_program
+from arclight.cli.user_module import add_weights
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +100,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--config", type=Path, action="append", default=[], metavar="FILE", help="settings of a module of your own"
     )
-    parser.add_argument("--ckpt_path", metavar="last|PATH", help="weights of a module of your own")
+    add_weights(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     return parser
 

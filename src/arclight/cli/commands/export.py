@@ -20,9 +20,7 @@ from arclight.cli import user_module
 from arclight.cli.arguments import Parser, UsageError, check_program_name, check_short_flags, check_writable
 from arclight.cli.quantization import parse_quantization
 from arclight.cli.runs import (
-    best_checkpoint,
     checkpoint_note,
-    checkpoint_of,
     load_language_model,
     load_vision_module,
     run_folder,
@@ -120,10 +118,7 @@ def _parser(verb: str, about: str) -> Parser:
     parser.add_argument(
         "--config", type=Path, action="append", default=[], metavar="FILE", help="settings of a module of your own, as in arclight train"
     )  # fmt: skip
-    parser.add_argument(
-        "--ckpt_path", metavar="last|PATH",
-        help="weights of a module of your own: last for the best of its newest run, or the PATH of a run folder or checkpoint",
-    )  # fmt: skip
+    user_module.add_weights(parser)
     parser.add_argument(
         "--embedding",
         action="store_true",
@@ -338,32 +333,19 @@ def _own_module(
     model: type, options: Namespace, config: Sequence[Path], weights: str | None, flags: Sequence[str]
 ) -> tuple[Module, DataModule | None]:
     """Build a user's module with the weights that are named, and its data."""
-    from arclight.cli.user_run import build
+    from arclight.cli.user_run import build, weights_of
 
     check_short_flags(flags, UserRun)
     run = user_module.read_run(model, Namespace(config=list(config), data=options.data), flags)
     module, data = build(run)
-    if weights is None:
+    if (checkpoint := weights_of(weights, run)) is None:
         print(f"--ckpt_path names no weights: {type(module).__name__} is taken as its constructor makes it")
         module.configure_model()
         return module, data
-    checkpoint = _weights(weights, run)
-    print(checkpoint_note(checkpoint))
+    print(checkpoint_note(Path(checkpoint)))
     from arclight.deploy.quantizing.trained import trained_by
 
     loaded: Module = type(module).load_from_checkpoint(
         checkpoint, map_location="cpu", replaced_by=trained_by(checkpoint), **run.model.arguments
     )  # fmt: skip
     return loaded, data
-
-
-def _weights(named: str, run: UserRun) -> Path:
-    if named != "last":
-        return checkpoint_of(Path(named))
-    from arclight.trainer import RunFolder
-
-    name = run.name or run.model.target.rpartition(":")[2].rpartition(".")[2].lower()
-    newest = RunFolder.newest(run.root, name, having="checkpoints")
-    if newest is None:
-        raise UsageError(f"--ckpt_path last: there is no run with checkpoints in {run.root / name}")
-    return best_checkpoint(newest.path)

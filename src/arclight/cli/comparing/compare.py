@@ -13,6 +13,7 @@ from arclight.cli.arguments import Parser, UsageError, add_trust, check_writable
 from arclight.cli.comparing.candidates import Candidate, check_comparable, evaluation, open_candidate
 from arclight.cli.runs import is_program
 from arclight.cli.style import working
+from arclight.cli.user_module import add_weights
 
 
 def compare(arguments: list[str]) -> int:
@@ -122,9 +123,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--config", type=Path, action="append", default=[], metavar="FILE", help="settings of a module of your own"
     )
-    parser.add_argument(
-        "--ckpt_path", metavar="last|PATH", help="weights of a module of your own, as in arclight export"
-    )
+    add_weights(parser)
     _add_bounds(parser)
     parser.add_argument("--rounds", type=count, default=15, metavar="N", help="timed calls of each, in turn (default: %(default)s)")  # fmt: skip
     parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads (default: %(default)s)")
