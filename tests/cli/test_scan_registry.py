@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +27,7 @@ from arclight.vision.inputs.memory_images import SourceError  # noqa: E402
 from arclight.vision.qris.reading.scanner import Code  # noqa: E402
 from arclight.vision.qris.scenes.fraud import Pair, draw_pair  # noqa: E402
 from arclight.vision.qris.scenes.motion import draw_clip  # noqa: E402
+from arclight.vision.qris.verification import report  # noqa: E402
 from arclight.vision.qris.verification.registry import RegistryError  # noqa: E402
 from arclight.vision.qris.verification.verifier import CheckedCode, Verdict  # noqa: E402
 
@@ -78,6 +83,9 @@ def test_mistakes_are_named_before_anything_is_scanned(photos: Path) -> None:
         scan([str(photos), "--report", "page.html"])
     with pytest.raises(UsageError, match="--watch needs --registry FILE"):
         scan([str(photos), "--watch"])
+    (photos.parent / "file").touch()
+    with pytest.raises(UsageError, match="is not a folder; name another place"):
+        scan([str(photos), "--registry", str(photos.parent / "places.csv"), "--report", f"{photos.parent}/file/p.html"])
     with pytest.raises(RegistryError, match="no place has the NMID or name 'ELSEWHERE'"):
         scan([str(photos), "--registry", str(photos.parent / "places.csv"), "--place", "ELSEWHERE"])
     (photos.parent / "places.csv").write_text("name,nmid\nX,Y\n")
@@ -187,6 +195,64 @@ def test_a_lost_camera_leaves_what_was_seen(
     else:
         assert {one["verdict"] for one in found} == {"match"}
     assert len(found) == 1 or mode is None
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_results_of_a_stream_do_not_stay_in_memory(
+    photos: Path, registered: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept: list[weakref.ref[object]] = []
+    alive: list[int] = []
+
+    class Found(dict[str, object]):
+        pass
+
+    class Seen:
+        def to_json(self) -> Found:
+            code = Code(((0, 0), (9, 0), (9, 9), (0, 9)), (0, 0, 9, 9), 1.0, "ü", "other")
+            return noted(Found(code.to_json()))
+
+    def noted(found: Any) -> Any:
+        kept.append(weakref.ref(found))
+        alive.append(sum(one() is not None for one in kept))
+        return found
+
+    verified = qris.verify
+    monkeypatch.setattr(qris, "verify", lambda *a, **o: noted(verified(*a, **o)))
+    monkeypatch.setattr(qris, "scan", lambda *a: [Seen()])
+    monkeypatch.setattr(report, "MAX_LISTED", 2)
+    root = photos.parent
+    write_clip(root / "clip.avi", [np.full((64, 64, 3), 200, np.uint8)] * 12)
+    files = ["--json", str(root / "found.json")]
+    if registered:
+        files += ["--registry", str(root / "places.csv"), "--report", str(root / "page.html")]
+    assert scan([str(root / "clip.avi"), *files]) == 0
+    assert len(alive) == 12
+    assert max(alive) <= (4 if registered else 2)  # the page lists two
+    text = (root / "found.json").read_text(encoding="utf-8")
+    found = json.loads(text)
+    assert list(found) == [f"{root / 'clip.avi'}#{index}" for index in range(12)]
+    assert text == json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    printed = " ".join(capsys.readouterr().out.split())
+    if registered:
+        page = (root / "page.html").read_text()
+        assert "12 images, 0 codes found" in printed
+        assert "verified: 0 mismatch, 12 unknown, 0 match" in printed
+        assert (page.count("<article"), "12 photos held" in page, "And 10 more" in page) == (2, True, True)
+    else:
+        assert "12 images, 12 codes found, 12 read, 0 are payment codes" in printed
+
+
+def test_json_goes_through_a_pipe(photos: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert scan([str(photos / "monday.png"), "--json", str(pipe)]) == 0
+    reader.join(60)
+    assert list(json.loads(read[0])) == [str(photos / "monday.png")]
+    assert pipe.is_fifo()
 
 
 @pytest.mark.slow

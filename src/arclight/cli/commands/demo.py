@@ -211,6 +211,7 @@ class Demo:
         from arclight.vision.qris.scenes.fraud import draw_pair
         from arclight.vision.qris.verification.registry import Place, Registry
         from arclight.vision.qris.verification.report import VerificationReport, listed
+        from arclight.vision.qris.verification.verifier import Verdict
 
         folder = self.folder / "fraud"
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,12 +222,13 @@ class Demo:
             cv2.imwrite(str(poster), cv2.cvtColor(pair.poster, cv2.COLOR_RGB2BGR))
             places.append(Place.of(qris.parse(pair.own.text), poster=poster))
         registry = Registry(tuple(places))
-        report, found = VerificationReport(f"a registry of {len(places)} places"), []
+        report, found = VerificationReport(f"a registry of {len(places)} places"), Counter[Verdict]()
         for number, (pair, place) in enumerate(zip(pairs, places, strict=True)):
             photo = (pair.forged if number % 2 else pair.clean).image
             cv2.imwrite(str(folder / f"counter-{number}.png"), cv2.cvtColor(photo, cv2.COLOR_RGB2BGR))
-            found.append(qris.verify(photo, registry, place=place.nmid, detector=program.predict_one))
-            report.add(f"counter {number + 1}: {place.name}", photo, found[-1])
+            verification = qris.verify(photo, registry, place=place.nmid, detector=program.predict_one)
+            found[verification.verdict] += 1
+            report.add(f"counter {number + 1}: {place.name}", photo, verification)
         self.say(f"verified photos of {len(pairs)} counters, two of them with a sticker over the code: {listed(found)}")
         return report.write(folder / "page.html")
 

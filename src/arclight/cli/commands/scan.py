@@ -10,10 +10,21 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, add_runtime, add_trust, count, runtime_said, trusted, write_json
+from arclight.cli.arguments import (
+    Parser,
+    UsageError,
+    add_runtime,
+    add_trust,
+    check_writable,
+    count,
+    runtime_said,
+    trusted,
+    write_json,
+)
 from arclight.cli.style import console_of, progressed
 
 if TYPE_CHECKING:
@@ -36,7 +47,7 @@ def scan(arguments: list[str]) -> int:
     from arclight.vision import qris
     from arclight.vision.inputs.image_source import ImageSource
     from arclight.vision.qris.reading.scanner import other_symbols
-    from arclight.vision.results.writers import Names
+    from arclight.vision.results.writers import JsonObject, Names
     from arclight.vision.tasks.processing import load_detector_program
 
     console = console_of()
@@ -52,30 +63,33 @@ def scan(arguments: list[str]) -> int:
         return follow(frames, detector, options.json, console)
     if verifier is not None and options.watch:
         return watch(frames, verifier, detector, options.json, console)
-    found: dict[str, Any] = {}
-    every: list[dict[str, Any]] = []
-    names = Names()
+    names, counts = Names(), Counter[str]()  # results are written as they come: cameras have no end
+    file = None if options.json is None else JsonObject(options.json, escaped=False)
     shown = UntilLost(progressed(frames, len(frames.inputs), "scanning", lambda frame: frame.path))
-    with stopping(frames.stop):
+    with stopping(frames.stop), file or nullcontext():
         for frame in shown:
             name, _ = names.of(frame.path, frame.index)
             if verifier is not None:
-                found[name] = verifier(name, frame.image, detector)
-                every += [one["code"] for one in found[name]["checked"]] + found[name]["others"]
+                found: Any = verifier(name, frame.image, detector)
+                codes = [one["code"] for one in found["checked"]] + found["others"]
             else:
-                codes = qris.scan(frame.image, detector) + other_symbols(frame.image)
-                found[name] = [code.to_json() for code in codes]
-                console.print(listing(name, found[name]))
-                every += found[name]
-    read = [code for code in every if code["text"] is not None]
-    payments = [code for code in every if code["kind"] == "qris"]
+                read = qris.scan(frame.image, detector) + other_symbols(frame.image)
+                found = codes = [code.to_json() for code in read]
+                console.print(listing(name, codes))
+            if file is not None:
+                file.add(name, found)
+            counts.update(
+                images=1,
+                codes=len(codes),
+                read=sum(code["text"] is not None for code in codes),
+                payments=sum(code["kind"] == "qris" for code in codes),
+            )
     summary = (
-        f"{len(found)} images, {len(every)} codes found, {len(read)} read, {len(payments)} are payment codes (QRIS), "
-        f"{len(frames.skipped)} files skipped"
+        f"{counts['images']} images, {counts['codes']} codes found, {counts['read']} read, "
+        f"{counts['payments']} are payment codes (QRIS), {len(frames.skipped)} files skipped"
     )
     console.print(summary, highlight=False)
-    write_json(options.json, found, escaped=False)
-    return _status(shown.lost, verifier is not None and verifier.finish(), found)
+    return _status(shown.lost, verifier is not None and verifier.finish(), counts["images"])
 
 
 def _check_flags(options: argparse.Namespace) -> None:
@@ -84,6 +98,8 @@ def _check_flags(options: argparse.Namespace) -> None:
         raise UsageError("--runtime is about programs: name a detector with --program")
     if options.registry is None and (options.report or options.place):
         raise UsageError("--report and --place need --registry FILE, the places that codes are held against")
+    if options.report is not None:
+        check_writable(options.report, "--report")
     if options.registry is None and options.watch:
         raise UsageError(
             "--watch needs --registry FILE, the places that codes are held against; --follow reads codes without one"
@@ -271,11 +287,11 @@ class _Verifier:
         if place is not None:
             self.registry.named(place)  # an error before the first image
         self.report = VerificationReport(f"{len(self.registry.places)} rows of {registry.name}") if report else None
-        self.found: list[Verification] = []
+        self.found: Counter[Verdict] = Counter()
 
     def __call__(self, name: str, image: Any, detector: Any) -> dict[str, Any]:
         verification = self.verify(image, detector)
-        self.found.append(verification)
+        self.found[verification.verdict] += 1
         self.console.print(verdicts(name, verification))
         self.keep(name, image, verification)
         return verification.to_json()
@@ -296,7 +312,7 @@ class _Verifier:
 
         self.console.print(f"verified: {listed(self.found)}", highlight=False)
         self.write()
-        return any(one.verdict == "mismatch" for one in self.found)
+        return self.found["mismatch"] > 0
 
     def write(self) -> None:
         """Write the report, if one is wanted."""

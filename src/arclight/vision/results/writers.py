@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol, Self
+from typing import IO, Any, Protocol, Self
 
 from arclight.fabric.extras import require
 from arclight.vision.data.images import Image
@@ -123,16 +123,19 @@ class Writer(Protocol):
 
 
 class _FileWriter:
-    """A text file that takes its name at the end."""
+    """A text file that takes its name at the end; pipes and devices, such as /dev/stdout, are written as they are."""
+
+    errors = "surrogateescape"
+    """Handling of names of files, which are bytes and need not be text."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._partial = path.with_name(f".{path.name}.{os.getpid()}")
+        in_place = path.exists() and not path.is_file()
+        self._partial = path if in_place else path.with_name(f".{path.name}.{os.getpid()}")
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # names of files are bytes, and need not be text
-        self.stream: IO[str] = self._partial.open("w", newline="", encoding="utf-8", errors="surrogateescape")
+        self.stream: IO[str] = self._partial.open("w", newline="", encoding="utf-8", errors=self.errors)
         self.start()
         return self
 
@@ -147,25 +150,44 @@ class _FileWriter:
     ) -> None:
         with self.stream:
             self.end()
+        if self._partial == self.path:
+            return
         if kind is None or issubclass(kind, KeyboardInterrupt):
             self._partial.replace(self.path)
         else:
             self._partial.unlink()
 
 
-class JsonFile(_FileWriter):
-    """Writer of one JSON object: image names to the lists of their objects."""
+class JsonObject(_FileWriter):
+    """Writer of one JSON object, member by member; no member stays in memory."""
+
+    errors = "backslashreplace"  # an escape in JSON
+
+    def __init__(self, path: Path, *, escaped: bool = True) -> None:
+        """Initialise the writer of ``path``.
+
+        escaped: write letters beyond ASCII as escapes.
+        """
+        super().__init__(path)
+        self.escaped = escaped
 
     def start(self) -> None:
         self._before = "{\n"
 
-    def write(self, prediction: Prediction) -> None:
-        listed = json.dumps(prediction.found.to_json(), indent=2).replace("\n", "\n  ")
-        self.stream.write(f"{self._before}  {json.dumps(prediction.name)}: {listed}")
+    def add(self, name: str, value: Any) -> None:
+        key, text = (json.dumps(one, indent=2, ensure_ascii=self.escaped) for one in (name, value))
+        self.stream.write(f"{self._before}  {key}: " + text.replace("\n", "\n  "))
         self._before = ",\n"
 
     def end(self) -> None:
         self.stream.write("{}\n" if self._before == "{\n" else "\n}\n")
+
+
+class JsonFile(JsonObject):
+    """Writer of one JSON object: image names to the lists of their objects."""
+
+    def write(self, prediction: Prediction) -> None:
+        self.add(prediction.name, prediction.found.to_json())
 
 
 class JsonLines(_FileWriter):

@@ -7,7 +7,6 @@ file. Its look (report.css) may change freely.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
@@ -27,6 +26,8 @@ PICTURE_SIDE = 900
 """Longest side of a photo on the page, pixels."""
 MAX_PICTURES = 400
 """Photos shown with their picture; further ones are listed, so that the page of a large folder still opens."""
+MAX_LISTED = 10_000
+"""Photos of each verdict that are listed; further ones are counted, since cameras have no end."""
 
 _WORDS: dict[Verdict, tuple[str, str]] = {
     "mismatch": ("Mismatch", "pays somebody else, or was pasted over"),
@@ -53,32 +54,38 @@ class VerificationReport:
         ``registry``: name of the registry on the page.
         """
         self.registry = registry
-        self._entries: list[_Entry] = []
+        self._entries: dict[Verdict, list[_Entry]] = {verdict: [] for verdict in _WORDS}
+        self._counts = Counter[Verdict]()
+        self._pictures = 0
 
     def add(self, name: str, photo: Image, verification: Verification) -> None:
+        """Add a photo under its name; its picture is shown if it is one of the first ``MAX_PICTURES``."""
+        self._counts[verification.verdict] += 1
+        if self._counts[verification.verdict] > MAX_LISTED:
+            return
         height, width = photo.shape[:2]
         name = name.encode("utf-8", "backslashreplace").decode("utf-8")  # file names may hold bytes that are no text
-        shown = sum(entry.jpeg is not None for entry in self._entries) < MAX_PICTURES
-        self._entries.append(_Entry(name, verification, (width, height), _jpeg(photo) if shown else None))
+        jpeg = _jpeg(photo) if self._pictures < MAX_PICTURES else None
+        self._pictures += jpeg is not None
+        self._entries[verification.verdict].append(_Entry(name, verification, (width, height), jpeg))
 
     def write(self, file: Path | str) -> Path:
         """Write the page to ``file``, whole or not at all."""
-        order = list(_WORDS)
-        entries = sorted(self._entries, key=lambda e: (order.index(e.verification.verdict), -e.verification.score))
-        counts = Counter(entry.verification.verdict for entry in entries)
+        counts = self._counts
         tiles = "".join(
             f'<a class="tile {verdict}" href="#{verdict}"><b>{counts[verdict]}</b><span>{word}</span><small>{escape(what)}</small></a>'
             for verdict, (word, what) in _WORDS.items()
         )
         sections = "".join(
             f'<section id="{verdict}"><h2>{word}</h2>'
-            + "".join(_article(entry) for entry in entries if entry.verification.verdict == verdict)
+            + "".join(map(_article, sorted(self._entries[verdict], key=lambda entry: -entry.verification.score)))
+            + _left_out(counts[verdict] - len(self._entries[verdict]))
             + "</section>"
             for verdict, (word, _) in _WORDS.items()
             if counts[verdict]
         )
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-        photos = f"{len(entries)} photo{'s' * (len(entries) != 1)}"
+        photos = f"{counts.total()} photo{'s' * (counts.total() != 1)}"
         body = _BODY.format(
             tiles=tiles, sections=sections, footer=f"Written {now} by Arclight",
             facts=f"{photos} held against {escape(self.registry)}",
@@ -92,6 +99,10 @@ def _jpeg(photo: Image) -> bytes:
     scale = min(1.0, PICTURE_SIDE / max(photo.shape[:2]))
     small = cv2.resize(photo, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA) if scale < 1 else photo
     return encode_jpeg(small, 82)
+
+
+def _left_out(count: int) -> str:
+    return f'<p class="none">And {count} more: the page lists the first {MAX_LISTED} of a verdict.</p>' if count else ""
 
 
 def _article(entry: _Entry) -> str:
@@ -160,9 +171,8 @@ def _percent(score: float) -> str:
     return "<1 %" if score < 0.01 else ">99 %" if score > 0.99 else f"{score:.0%}".replace("%", " %")
 
 
-def listed(verifications: Sequence[Verification]) -> str:
-    """Count photos by verdict, as in "2 mismatch, 1 unknown, 7 match"."""
-    counts = Counter(one.verdict for one in verifications)
+def listed(counts: Counter[Verdict]) -> str:
+    """List numbers of photos by verdict, as in "2 mismatch, 1 unknown, 7 match"."""
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in _WORDS)
 
 
