@@ -101,14 +101,20 @@ def test_pil_images_of_all_modes_become_rgb(kind: str, rgb: tuple[int, ...]) -> 
         (np.full((4, 4), 0.5, np.float32), "mode F holds 0.5 to 0.5, which have no 8-bit meaning"),
         (np.array([[0, 65536]], np.int32), "mode I holds 0 to 65536"),
         (np.array([[-1, 5]], np.int32), "mode I holds -1 to 5"),
+        (np.array([[0, 200]], np.int32), "mode I holds 0 to 200, which are levels of 8 bits or a black picture of 16"),
     ],
 )
 def test_pil_images_of_numbers_without_a_meaning_are_named(numbers: np.ndarray, reason: str) -> None:
-    """Floats in [0, 1] became black."""
+    """Floats in [0, 1] and small integers became black."""
     source = ImageSource([PILImage.fromarray(numbers), solid(5, 5, 5)])
     assert [frame.name for frame in source] == ["array 1"]
     assert reason in source.skipped[0].reason
-    assert first(ImageSource(PILImage.fromarray(np.full((4, 4), 0x4000, np.int32))))[0, 0].tolist() == [64] * 3
+    for number, level in ((0x4000, 64), (256, 1), (0, 0)):
+        deep = PILImage.fromarray(np.full((4, 4), number, np.int32))
+        assert first(ImageSource(deep))[0, 0].tolist() == [level] * 3
+    dark = PILImage.fromarray(np.full((4, 4), 200, np.int32))
+    dark.format = "PNG"  # as Pillow 10 opened a file of 16 bits
+    assert first(ImageSource(dark))[0, 0].tolist() == [0] * 3
 
 
 def test_pil_images_are_turned_and_animations_stand_still(tmp_path: Path) -> None:

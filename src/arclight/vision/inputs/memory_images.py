@@ -73,7 +73,7 @@ def pil_image(image: Any, max_pixels: int) -> Image:
     """Convert a PIL image to RGB, turned by its EXIF, on white where it is transparent.
 
     Of an animation it is the picture that the image stands at. Raises ImageError if it cannot be read, and for numbers that
-    are neither of 8 nor of 16 bits, as of a file that has such.
+    are neither of 8 nor of 16 bits, as of a file that has such, or may be of both.
     """
     from PIL import ImageOps
 
@@ -93,6 +93,10 @@ def pil_image(image: Any, max_pixels: int) -> Image:
             if upright.mode == "F" or low < 0 or high > 65535:
                 raise ImageError(
                     f"PIL image of mode {upright.mode} holds {low:g} to {high:g}, which have no 8-bit meaning of their own: convert it to L or RGB"
+                )
+            if upright.mode == "I" and image.format != "PNG" and 0 < high < 256:  # of a PNG, Pillow 10 gave 16 bits so
+                raise ImageError(
+                    f"PIL image of mode I holds {low:g} to {high:g}, which are levels of 8 bits or a black picture of 16: convert it to L or I;16"
                 )
             return checked_array((numbers.astype(np.uint16) >> 8).astype(np.uint8))
         if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
