@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from arclight import seed_everything
+from arclight.fabric.memory import keep_freed_memory
 from arclight.optim.settings import AdamW
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
@@ -92,6 +93,7 @@ def equal_minutes(
     scenes: Path, minutes: float, seeds: Sequence[int], models: Sequence[str] = CONTENDERS
 ) -> dict[str, list[tuple[DetectionResults, int]]]:
     """Scores on the scenes held out, and steps, of each model and seed after ``minutes`` of CPU time each."""
+    keep_freed_memory()  # as a trainer does
     found: dict[str, list[tuple[DetectionResults, int]]] = {name: [] for name in models}
     for seed in seeds:
         running = {name: Contender(name, scenes, seed, minutes * 60) for name in models}

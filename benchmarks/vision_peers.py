@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from arclight import seed_everything
+from arclight.fabric.memory import keep_freed_memory
 from arclight.vision.data.augment_settings import Augment
 from arclight.vision.data.data_yaml import DataSpec, read_data_yaml
 from arclight.vision.data.dataset import DetectionDataset, collate
@@ -62,6 +63,7 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(1)
     cv2.setNumThreads(1)
+    keep_freed_memory()  # as a trainer of ours does, and here for all alike
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         prepare_libraries(work)
