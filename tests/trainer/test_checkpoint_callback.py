@@ -124,6 +124,24 @@ def test_accumulated_batches_are_saved_once(fit: Any) -> None:
     assert count.saves == 4
 
 
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_checkpoints_of_weights_alone_skip_hooks_of_callbacks_only(
+    fit: Any, scripted: Any, weights_only: bool
+) -> None:  # as Lightning does
+    class Marked(scripted):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["module"] = 1
+
+    class Marks(al.Callback):
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["callback"] = 1
+
+    saver = ModelCheckpoint(save_weights_only=weights_only)
+    fit(Marked({"val/score": [0.0]}), saver, Marks(), max_epochs=1)
+    saved = checkpoint.load(saver.best_model_path)
+    assert (saved["module"], saved.get("callback")) == (1, None if weights_only else 1)
+
+
 def test_train_time_interval_saves_by_elapsed_time(fit: Any) -> None:
     saver = ModelCheckpoint(train_time_interval=timedelta(seconds=0), save_top_k=-1, filename="{step}")
     fit({"val/score": [0.0]}, saver)

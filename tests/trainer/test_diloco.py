@@ -47,6 +47,7 @@ class Recorder(al.Callback):
     def on_train_batch_end(self, trainer: al.Trainer, module: Any, *_: Any) -> None:
         if trainer.global_step == self.save_at:
             trainer.save_checkpoint(self.folder / "state")
+            trainer.save_checkpoint(self.folder / "weights", weights_only=True)
 
     def on_train_end(self, trainer: al.Trainer, module: Any) -> None:
         weights = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in module.state_dict().items()}
@@ -118,6 +119,16 @@ def test_a_resume_between_exchanges_has_the_same_bits(tmp_path: Path, kind: str,
     found = fit(tmp_path / "b", replicas(), diloco(), kind=kind, ckpt=tmp_path / "a" / "state")
     for rank in range(2):
         assert_same(found[rank], wanted[rank])
+
+
+def test_weights_alone_are_the_anchor_too(tmp_path: Path) -> None:
+    fit(tmp_path, replicas(), DiLoCo(3), save_at=4)
+    alone, whole = (checkpoint.load(tmp_path / name) for name in ("weights", "state"))
+    assert "callbacks" not in alone
+    assert_same(alone["model"], whole["callbacks"]["DiLoCo"]["anchor"])
+    assert not torch.equal(
+        alone["model"]["layers.0.weight"], whole["callbacks"]["DiLoCo"]["local"]["layers.0.weight"][0]
+    )
 
 
 def test_another_number_of_replicas_begins_at_the_anchor(tmp_path: Path) -> None:

@@ -130,11 +130,12 @@ def test_checkpoints_saved_under_pruning_masks_hold_them_unless_permanent(
             if trainer.current_epoch == 1:
                 assert prune.is_pruned(pl_module)
                 trainer.save_checkpoint(tmp_path / "saved")
+                trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
 
     net = Net()
     callback = ModelPruning("l1_unstructured", amount=0.5, make_pruning_permanent=permanent)
     fit(net, callback, SaveInLastEpoch(), max_epochs=2)
-    saved = checkpoint.load(tmp_path / "saved")
-    found = {name for entry in ("model", "state_dict") for name in saved.get(entry, {})}
     plain = {f"{layer}.{name}" for layer in ("one", "two") for name in ("weight", "bias")}
-    assert found == (plain if permanent else {f"{name}_{part}" for name in plain for part in ("orig", "mask")})
+    for name in ("saved", "weights"):
+        found = set(checkpoint.load(tmp_path / name)["model"])
+        assert found == (plain if permanent else {f"{name}_{part}" for name in plain for part in ("orig", "mask")})

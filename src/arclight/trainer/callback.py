@@ -2,7 +2,7 @@
 
 Users and all callbacks of this package subclass it; ``loop.hooks`` resolves only hooks that a subclass or an instance overrides. Names
 and arguments of hooks are Lightning 2.x's and stay; state keys and `NEEDED` are in checkpoints. A further ability is a Protocol here:
-``loop.step`` asks for `BuildsStep`, ``checkpoint.state`` for `AveragesWeights`, ``checkpoint.resume`` for `KeepsLast`.
+``loop.step`` asks for `BuildsStep`, ``checkpoint.state`` for `AveragesWeights` and `ReplacesWeights`, ``checkpoint.resume`` for `KeepsLast`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Callback:
         """Run on any exception, before it reaches the caller."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Change a checkpoint before it is saved."""
+        """Change a checkpoint before it is saved; not called for one of weights alone."""
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Inspect a loaded checkpoint before it is restored."""
@@ -179,6 +179,14 @@ class AveragesWeights(Protocol):
 
     def load_averages(self, entries: dict[str, Any]) -> None:
         """Restore the averages from a checkpoint's entries."""
+
+
+@runtime_checkable
+class ReplacesWeights(Protocol):
+    """A callback whose checkpoints, also those of weights alone, hold other weights than the module has."""
+
+    def weights_to_save(self, pl_module: Module, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return what is saved in place of ``weights``, the module's state dict."""
 
 
 @runtime_checkable

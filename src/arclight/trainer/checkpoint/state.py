@@ -37,7 +37,7 @@ from arclight.fabric.seeding import rng_state
 from arclight.fabric.strategies import Strategy
 from arclight.optim import restore_optimizer
 from arclight.optim.schedules import FactorSchedule
-from arclight.trainer.callback import NEEDED, AveragesWeights
+from arclight.trainer.callback import NEEDED, AveragesWeights, ReplacesWeights
 from arclight.trainer.checkpoint.loading import load_weights
 from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO
 from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
@@ -80,6 +80,8 @@ class CheckpointConnector:
         }
         for callback in trainer.callbacks:
             checkpoint.update(callback.averages() if isinstance(callback, AveragesWeights) else {})
+            if isinstance(callback, ReplacesWeights):
+                checkpoint["state_dict"] = callback.weights_to_save(module, checkpoint["state_dict"])
         if not weights_only:
             checkpoint["callbacks"] = {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())}
             names = name_parameters([module]) if trainer.behavior.run_folders else {}
@@ -93,7 +95,7 @@ class CheckpointConnector:
                 checkpoint |= checkpoint_entries(owner)
         if hasattr(data, "state_dict") and (state := profile_data_hook(trainer.profiler, data, "state_dict")()):
             checkpoint[type(data).__qualname__] = state
-        if not weights_only:
+        if not weights_only:  # as in Lightning, whose module hook is called in any case
             trainer.call_all("on_save_checkpoint", checkpoint)
         if overridden(module, "on_save_checkpoint", Module):
             logging_as(module, "on_save_checkpoint", module.on_save_checkpoint)(checkpoint)

@@ -136,15 +136,15 @@ class DiLoCo(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """Save the anchor as the checkpoint's model: no replica's own is what others should open."""
-        weights = _trainable(pl_module)
-        names = {weight: name for name, weight in weights.items()}
-        for name, weight in pl_module.named_parameters(
-            remove_duplicate=False
-        ):  # tied weights are saved under each name
-            if weight in names and name in checkpoint["state_dict"]:
-                checkpoint["state_dict"][name] = _shard_like_weight(self.anchor[names[weight]], weight)
+    def weights_to_save(self, pl_module: Module, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return the anchor: no replica's own weights are what others should open."""
+        names = {weight: name for name, weight in _trainable(pl_module).items() if name in self.anchor}
+        anchors = {
+            name: _shard_like_weight(self.anchor[names[weight]], weight)
+            for name, weight in pl_module.named_parameters(remove_duplicate=False)
+            if weight in names and name in weights  # tied weights are saved under each name
+        }
+        return {**weights, **anchors}
 
     def _stacked(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor`` of this replica as its shard of all replicas'."""

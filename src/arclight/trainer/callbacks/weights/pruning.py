@@ -171,9 +171,9 @@ class ModelPruning(Callback):
         if self._make_pruning_permanent:
             self.make_pruning_permanent(pl_module)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        if self._make_pruning_permanent:
-            checkpoint["state_dict"] = _masked(checkpoint["state_dict"])
+    def weights_to_save(self, pl_module: Module, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return weights without masks if pruning is made permanent."""
+        return _masked(weights) if self._make_pruning_permanent else weights
 
     # -- pruning ---------------------------------------------------------------------------------------------------
 
