@@ -2,7 +2,7 @@
 
 `Server` and `simulate` take a `Federation`; a recipe's table ``[federation]`` is one. Field names are recipe keys. A resumed run must have
 the settings it was begun with, but for those in ``coordinator._FREE``: the journal keeps `coordinator.settings_digest`, which leaves out
-fields of `Federation` at their default. A new field of `Federation` needs a default that changes nothing.
+fields at their default. A new field, here or in a nested setting, needs a default that changes nothing.
 """
 
 from __future__ import annotations

@@ -1,24 +1,29 @@
-"""Settings under their former names."""
+"""Settings under their former names, and the digests of those that older runs were begun with."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from arclight import recipe
 from arclight.federated.clients.node import Node
-from arclight.federated.coordination.coordinator import settings_digest
+from arclight.federated.codecs.settings import Int8, TopK
+from arclight.federated.coordination.coordinator import _FIRST_FIELDS, settings_digest
 from arclight.federated.coordination.sampling import Roster
-from arclight.federated.coordination.settings import Buffered, Waiting
-from arclight.federated.privacy.settings import SecureSum
+from arclight.federated.coordination.settings import Buffered, Hours, Sampling, Streaming, Waiting
+from arclight.federated.masks.settings import Experts, Masks
+from arclight.federated.privacy.settings import Krum, Noise, SecureSum
 from arclight.federated.server.secure_sums import secure_sum_for_clients
-from arclight.federated.settings import Federation
+from arclight.federated.settings import Checks, Federation
 from arclight.federated.simulation.fleet import Costs, Links, Speeds
+from arclight.federated.strategies import DiLoCo, FedAdam, FedNesterov
 from arclight.federated.transports.http_client import HttpLink
 from arclight.recipe import RecipeError
 
@@ -95,6 +100,81 @@ def test_digests_are_those_of_runs_begun_under_the_former_names(settings: dict[s
     """As computed by the release that called the fields ``most_stale``, ``patience`` and ``most_weight``."""
     asked = Federation(clients=4, rounds=2, local_steps=3, **settings)
     assert settings_digest(asked, Roster(4), 1) == digest
+
+
+@pytest.mark.parametrize(
+    ("settings", "digest"),
+    [
+        (
+            {"strategy": FedAdam(lr=0.01), "checks": Checks(norm_times=5.0)},
+            "089f88bfefc8400f01992b2476adfaf51ac932ac42e6088614f8784b4494522b",
+        ),
+        (
+            {"strategy": FedNesterov(momentum=0.8), "up": TopK(share=0.1), "down": Int8()},
+            "3c8b061b260e6e6adfe4eda9453e623b629200b9b4eece7376ffd8bd11b3272b",
+        ),
+        (
+            {"masks": Masks(send=("a.*",), periods={"b": 2}, experts=Experts(tensors=("e",), per_client=2))},
+            "7ddcd1a973af33672c761b044a565d13f73948bfc8946e2d3b9006f847151591",
+        ),
+        (
+            {"sampling": Sampling(per_round=3, hours=Hours(per_round=2.0)), "robust": Krum(byzantine=0)},
+            "52b8971f278526ab1121b2e6dd63cc75365a75b145cee089ec5730bf4ab7004b",
+        ),
+        (
+            {"streaming": Streaming(fragments=3), "strategy": DiLoCo()},
+            "79c83aea0dd7cee08ba0cec528e6395361cc27b49fa92f12fa093bb766bf7650",
+        ),
+        (
+            {"noise": Noise(clip=1.0, multiplier=1.0), "weigh_by": "equal"},
+            "b9651dc8c58c1dc4ed579d80a80e24a7aba385c1800bfc998a394ccd71755f53",
+        ),
+    ],
+    ids=["strategy", "codecs", "masks", "sampling", "streaming", "noise"],
+)
+def test_digests_are_those_of_runs_begun_when_all_nested_fields_counted(settings: dict[str, Any], digest: str) -> None:
+    asked = Federation(clients=4, rounds=2, local_steps=3, **settings)
+    assert settings_digest(asked, Roster(4), 1) == digest
+
+
+def test_a_later_field_of_a_nested_setting_counts_if_it_is_set() -> None:
+    def with_later_field(kind: type[Any]) -> type[Any]:
+        later = dataclasses.make_dataclass(
+            kind.__name__, [("later", bool, False)], bases=(kind,), frozen=True, kw_only=True
+        )
+        later.__qualname__ = kind.__qualname__
+        return later
+
+    def digest(**settings: Any) -> str:
+        return settings_digest(Federation(clients=4, rounds=2, local_steps=3, **settings), Roster(4), 1)
+
+    of_masks, of_experts = {"send": ("a.*",)}, {"per_client": 2}
+    masks, experts = with_later_field(Masks), with_later_field(Experts)
+    before = digest(masks=Masks(experts=Experts(**of_experts), **of_masks))
+    assert digest(masks=masks(experts=experts(**of_experts), **of_masks)) == before
+    assert digest(masks=masks(experts=experts(later=True, **of_experts), **of_masks)) != before
+    assert digest(masks=masks(experts=experts(**of_experts), later=True, **of_masks)) != before
+    buffered = with_later_field(Buffered)
+    assert digest(buffered=buffered(size=3)) == digest(buffered=Buffered(size=3))
+    assert digest(buffered=buffered(size=3, later=True)) != digest(buffered=Buffered(size=3))
+
+
+def test_digests_know_the_fields_of_all_nested_settings() -> None:
+    """A class that is missing would count all its fields for ever, and so could never get more."""
+
+    def nested(kind: Any) -> Iterator[type[Any]]:
+        for part in get_args(kind):
+            yield from nested(part)
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            yield kind
+            for hint in get_type_hints(kind).values():
+                yield from nested(hint)
+
+    found = {kind for name, hint in get_type_hints(Federation).items() if name != "waiting" for kind in nested(hint)}
+    assert {kind.__qualname__ for kind in found} == set(_FIRST_FIELDS)
+    for kind in found:
+        names = {item.name for item in dataclasses.fields(kind)}
+        assert names >= {*_FIRST_FIELDS[kind.__qualname__].split()}, kind
 
 
 def test_secure_sums_have_their_former_names_on_the_wire() -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from arclight._intervals import former_table
 from arclight.federated.coordination import answers, message_rules, round_rules
 from arclight.federated.coordination.cluster import Assignment, ClusterState, NodeState
 from arclight.federated.coordination.events import (
@@ -56,13 +55,42 @@ _FREE = {
     "blobs_at",
 }
 """Settings that may change when a run is resumed."""
+_FIRST_FIELDS = {
+    "FedAvg": "lr",
+    "FedMomentum": "lr momentum",
+    "FedNesterov": "lr momentum",
+    "FedAdam": "lr betas tau bias_correction",
+    "FedYogi": "lr betas tau bias_correction",
+    "DiLoCo": "lr momentum",
+    "SparseLoCo": "lr",
+    "Median": "",
+    "Trimmed": "share",
+    "Krum": "byzantine keep",
+    "NormBound": "largest times",
+    "Noise": "clip multiplier delta epsilon by",
+    "SecureSum": "threshold partners largest step_timeout_s max_weight",
+    "Masks": "send leave_out frozen personal personal_from randomised randomise_every periods experts head_experts",
+    "Experts": "tensors per_client assign overlap every",
+    "HeadExperts": "tensors per_client assign overlap every heads",
+    "Raw": "",
+    "BF16": "feedback",
+    "Int8": "feedback block",
+    "Int4": "feedback block",
+    "TopK": "feedback share bits block",
+    "Sampling": "per_round over_provision dropout hours",
+    "Hours": "per_round length outside",
+    "Buffered": "size max_staleness",
+    "Streaming": "fragments overlap mix",
+    "Checks": "norm_times weight_times bytes_times",
+}
+"""Fields of nested settings that digests have counted from the start, default or not. A class that is added gets a row, a field none."""
 
 
 def settings_digest(settings: Federation, roster: Roster, seed: int) -> str:
     """Return the SHA-256 of all settings that decide a run's result.
 
-    Fields of `Federation` at their default do not count, so that it may get more. Of a nested setting that is not the default one, all
-    fields count.
+    Fields at their default do not count, so that there may be more, but for `_FIRST_FIELDS` of a nested setting that is not the default
+    one.
     """
     parts = [f"{len(roster)} clients of {roster.name(0)} to {roster.name(len(roster) - 1)}, seed {seed}"]
     usual = Federation(clients=settings.clients)
@@ -74,10 +102,19 @@ def settings_digest(settings: Federation, roster: Roster, seed: int) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return ``repr(value)`` with fields under their former names, for digests of older runs."""
-    if not hasattr(type(value), "_former_names"):
+    """Return ``repr(value)`` as older releases gave it: former names, no fields of today that are not set."""
+    kind = type(value)
+    if kind.__qualname__ not in _FIRST_FIELDS:  # a plain value, or a user's own class
         return repr(value)
-    return f"{type(value).__qualname__}({', '.join(f'{name}={one!r}' for name, one in former_table(value).items())})"
+    counted = {*_FIRST_FIELDS[kind.__qualname__].split()}
+    counted |= {item.name for item in fields(value) if getattr(value, item.name) != _default(item)}
+    former = {today: name for name, today in getattr(kind, "_former_names", {}).items()}
+    shown = (item.name for item in fields(value) if item.name in counted)
+    return f"{kind.__qualname__}({', '.join(f'{former.get(one, one)}={_text(getattr(value, one))}' for one in shown)})"
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 class Coordinator:
