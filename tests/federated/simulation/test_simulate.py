@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from arclight.federated.codecs.settings import Int8
+from arclight.federated.coordination.records import Record, RoundClosed, RoundCommitted, RoundOpened, RoundSkipped
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.settings import Federation
 from arclight.federated.simulation.fleet import Costs, Fleet, Links, Speeds
+from arclight.federated.simulation.result import SimulationRecorder
 from arclight.federated.simulation.simulate import simulate
 from arclight.federated.simulation.sizes import Sizes
 
@@ -197,3 +201,29 @@ def test_sampled_rounds_ask_other_clients_each_time() -> None:
     )
     assert [(r.asked, r.accepted) for r in result.rounds] == [(20, 20)] * 3
     assert not result.failed
+
+
+def test_names_of_a_rounds_clients_are_forgotten_with_the_round() -> None:
+    class Name(str):
+        __slots__ = ("__weakref__",)
+
+    def open_and_end(recorder: SimulationRecorder, round: int, *ends: Record) -> list[weakref.ref[Name]]:
+        names = tuple(Name(f"site {round} {number}") for number in range(12))
+        opened = RoundOpened(round=round, base="", clients=names[:8], wanted=8, clock=0, steps=1)
+        for record in (opened, replace(opened, clients=names[6:]), *ends):  # retried
+            recorder.note(record, 1.0 + round)
+        assert recorder.asked(round) == (() if ends else names)
+        return [weakref.ref(name) for name in names]
+
+    recorder = SimulationRecorder()
+    committed = RoundCommitted(round=1, base="", checkpoint="", norm=0.0)
+    kept = open_and_end(recorder, 1, RoundClosed(round=1, clients=()), committed)
+    kept += open_and_end(recorder, 2, RoundSkipped(round=2, why=""))
+    still_open = open_and_end(recorder, 3)
+    assert [name() for name in kept] == [None] * 24
+    assert all(name() is not None for name in still_open)
+    for number in (2, 3):
+        recorder.note(replace(committed, round=number), 9.0)
+    known = dict.fromkeys(("seconds", "check_seconds", "fold_seconds"), 0.0) | {"ended": "", "failed": False}
+    sizes = dict.fromkeys(("events", "model_bytes", "update_bytes", "weights_bytes"), 0)
+    assert [round.asked for round in recorder.result(**known, **sizes).rounds] == [12, 12, 12]

@@ -17,6 +17,7 @@ from arclight.federated.coordination.records import (
     RoundClosed,
     RoundCommitted,
     RoundOpened,
+    RoundSkipped,
     UpdateAccepted,
 )
 
@@ -119,6 +120,9 @@ class _Round:
     opened: float = 0.0
     closed: float = 0.0
     asked: dict[str, None] = field(default_factory=dict)
+    """Clients of the round, until it is committed or skipped."""
+    asked_before: int = 0
+    """Their number from then on."""
     accepted: int = 0
     failed: int = 0
     compute: float = 0.0
@@ -127,9 +131,13 @@ class _Round:
     late: dict[str, None] = field(default_factory=dict)
     late_count: int = 0
 
+    def forget_names(self) -> None:
+        self.asked_before += len(self.asked)
+        self.asked.clear()
+
 
 class SimulationRecorder:
-    """Count events by round; the names of a round's clients are kept, too."""
+    """Count events by round; the names of its clients are kept until it is committed or skipped."""
 
     def __init__(self) -> None:
         self._rounds: dict[int, _Round] = {}
@@ -152,6 +160,9 @@ class SimulationRecorder:
                 self._at(record.round).closed = now
             case RoundCommitted(round=number) if number > 0:
                 self._done[number] = (self._at(number), now)
+                self._at(number).forget_names()
+            case RoundSkipped():
+                self._at(record.round).forget_names()
 
     def asked(self, round: int) -> tuple[str, ...]:
         return tuple(self._at(round).asked)
@@ -177,7 +188,7 @@ class SimulationRecorder:
     def result(self, **known: Any) -> SimulationResult:
         rounds = tuple(
             RoundTimes(
-                round=number, opened=r.opened, closed=r.closed, committed=committed, asked=len(r.asked), accepted=r.accepted,
+                round=number, opened=r.opened, closed=r.closed, committed=committed, asked=r.asked_before + len(r.asked), accepted=r.accepted,
                 failed=r.failed, compute=r.compute, bytes_down=r.down, bytes_up=r.up, late=r.late_count, late_names=tuple(r.late),
             )
             for number, (r, committed) in sorted(self._done.items())
