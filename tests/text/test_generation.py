@@ -181,7 +181,11 @@ def test_invalid_generation_options_are_refused() -> None:
             generate(ours, tokenizer, "a", 4, **options)
     with pytest.raises(ValueError, match="at least 1"):
         generate(ours, tokenizer, "a", 0)
-    with pytest.raises(ValueError, match="more than the model's 2048 positions"):
+    with pytest.raises(ValueError, match=r"leave none of the model's 2048 positions for an answer: shorten it$"):
+        generate(ours, tokenizer, "a" * 2048, 1)
+    with pytest.raises(
+        ValueError, match="more than the model's 2048 positions: shorten it, or lower max_new_tokens to 3"
+    ):
         generate(ours, tokenizer, "a" * 2045, 4)
     with pytest.raises(ValueError, match="another model's"):
         generate(build_model("llama3-debug", vocab_size=100, layers=1), tokenizer, "z", 4)

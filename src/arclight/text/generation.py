@@ -194,10 +194,16 @@ def check_lengths(ids: list[list[int]], run: _Run, new: int, setting: str = "max
             raise ValueError(
                 f"prompt {number} has token {unknown}, the model knows {run.vocab_size}: the tokenizer is another model's"
             )
-        if len(prompt) + new > run.max_positions:
+        room = run.max_positions - len(prompt)
+        if room < 1:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens, which leave none of the model's {run.max_positions} positions for an answer: "
+                "shorten it"
+            )
+        if new > room:
             raise ValueError(
                 f"prompt {number} has {len(prompt)} tokens; with {new} new ones that is more than the model's "
-                f"{run.max_positions} positions: shorten it or lower {setting}"
+                f"{run.max_positions} positions: shorten it, or lower {setting} to {room}"
             )
 
 
