@@ -13,8 +13,10 @@ import pytest
 
 from arclight.vision.data.data_yaml import read_data_yaml
 from arclight.vision.data.formats.annotations import AnnotatedSet, joined_outline, read_images, read_yolo, write_yolo
-from arclight.vision.data.formats.coco import decode_mask, is_coco, mask_polygons, read_coco, split_of, write_coco
+from arclight.vision.data.formats.coco import is_coco, mask_polygons, read_coco, split_of, write_coco
+from arclight.vision.data.formats.run_lengths import decode_mask, encode_mask
 from arclight.vision.data.formats.voc import is_voc, read_voc
+from arclight.vision.data.images import MAX_PIXELS
 from arclight.vision.data.labels import DatasetError, check_labels
 
 masks = pytest.importorskip("pycocotools.mask")
@@ -75,11 +77,18 @@ def test_masks_are_those_of_pycocotools(seed: int) -> None:
         width, height = (int(side) for side in rng.integers(5, 80, 2))
         mask = (cv2.resize(rng.random((6, 6)), (width, height)) > rng.uniform(0, 1)).astype(np.uint8)
         text = masks.encode(np.asfortranarray(mask))["counts"].decode()
-        decoded = decode_mask({"size": [height, width], "counts": text}, width, height)
+        decoded = decode_mask({"size": [height, width], "counts": text}, width, height, MAX_PIXELS)
         np.testing.assert_array_equal(decoded, mask)
+        left, top = (int(side) for side in rng.integers(0, (width, height)))  # of the part that holds the mask
+        mask[:top], mask[:, :left] = 0, 0
+        encoded = encode_mask(mask[top:, left:].astype(np.bool_), left, top, (height, width))
+        assert encoded["counts"] == masks.encode(np.asfortranarray(mask))["counts"].decode()
+        np.testing.assert_array_equal(decode_mask(encoded, width, height, MAX_PIXELS), mask)
         runs = np.diff(np.flatnonzero(np.diff(np.concatenate(([2], mask.T.ravel(), [2])))))
         plain = [int(run) for run in ([0, *runs] if mask.T.ravel()[0] else runs)]
-        np.testing.assert_array_equal(decode_mask({"size": [height, width], "counts": plain}, width, height), mask)
+        np.testing.assert_array_equal(
+            decode_mask({"size": [height, width], "counts": plain}, width, height, MAX_PIXELS), mask
+        )
 
 
 def test_outlines_of_masks_cover_what_the_masks_cover() -> None:
@@ -256,11 +265,11 @@ def test_an_image_without_an_ending_gets_one_by_which_it_is_found(tmp_path: Path
 def test_a_mask_of_a_huge_image_is_refused_before_it_is_allocated() -> None:
     side = 100_000
     with pytest.raises(ValueError, match=r"100000 x 100000 pixels is too large: at most 50 million are read"):
-        decode_mask({"size": [side, side], "counts": [side * side]}, side, side)
+        decode_mask({"size": [side, side], "counts": [side * side]}, side, side, MAX_PIXELS)
     with pytest.raises(ValueError, match="not run lengths"):
-        decode_mask({"size": [2, 2], "counts": [0] * 100}, 2, 2)
+        decode_mask({"size": [2, 2], "counts": [0] * 100}, 2, 2, MAX_PIXELS)
     with pytest.raises(ValueError, match="its image 4"):
-        decode_mask({"size": [2, 2], "counts": "0" * 1000 + "4"}, 2, 2)
+        decode_mask({"size": [2, 2], "counts": "0" * 1000 + "4"}, 2, 2, MAX_PIXELS)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from arclight.fabric.extras import require
+from arclight.vision.data.formats.run_lengths import encode_mask
 
 if TYPE_CHECKING:
     from arclight.vision.data.letterbox import Letterbox
@@ -141,37 +142,13 @@ class Masks:
     @property
     def rle(self) -> list[dict[str, Any]]:
         """Each mask as COCO's compressed run lengths: ``{"size": [height, width], "counts": text}``."""
-        height, width = self.shape
-        found = []
-        for left, top, bits in self.patches:
-            columns = np.zeros((bits.shape[1], height), np.bool_)  # COCO counts down the columns
-            columns[:, top : top + bits.shape[0]] = bits.T
-            edges = np.flatnonzero(np.diff(columns.ravel(), prepend=False, append=False)) + left * height
-            runs = np.diff(edges, prepend=0, append=height * width).tolist()
-            text = _compressed(runs[:-1] if runs[-1] == 0 else runs)
-            found.append({"size": [height, width], "counts": text})
-        return found
+        return [encode_mask(bits, left, top, self.shape) for left, top, bits in self.patches]
 
     @property
     def xyn(self) -> list[NDArray[np.float32]]:
         """The same as shares of the image's width and height."""
         height, width = self.shape
         return [(points / (width, height)).astype(np.float32) for points in self.xy]
-
-
-def _compressed(runs: Sequence[int]) -> str:
-    """Encode run lengths as COCO does, 5 bits a letter and a flag for more.
-
-    From the fourth on the difference from the last but one is encoded.
-    """
-    letters = []
-    for place, run in enumerate(runs):
-        value, more = run - runs[place - 2] if place > 2 else run, True
-        while more:
-            bits, value = value & 0x1F, value >> 5
-            more = value != (-1 if bits & 0x10 else 0)
-            letters.append(chr((bits | 0x20 if more else bits) + 48))
-    return "".join(letters)
 
 
 def _whole_pixels(xyxy: ArrayLike, shape: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:

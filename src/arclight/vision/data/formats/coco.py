@@ -28,6 +28,7 @@ from arclight.vision.data.formats.annotations import (
     locate,
     safe_name,
 )
+from arclight.vision.data.formats.run_lengths import decode_mask
 from arclight.vision.data.images import MAX_PIXELS
 from arclight.vision.data.labels import DatasetError, FileProblem, KeypointShape
 
@@ -35,7 +36,6 @@ cv2 = require("cv2", extra="vision")
 
 MAX_POINTS = 100_000
 """Most corners of a polygon."""
-_MAX_SHIFT = 30
 _FINE = 4
 """Factor by which masks are enlarged before they are traced: outlines then lie an eighth of a pixel inside the mask's edge."""
 _MAX_FINE_PIXELS = 4_000_000
@@ -261,7 +261,7 @@ class _Reader:
                 if without_box or self.masks:
                     raise
         elif isinstance(outline, dict) and (self.masks or without_box):
-            polygons = mask_polygons(decode_mask(outline, width, height))
+            polygons = mask_polygons(decode_mask(outline, width, height, MAX_PIXELS))
         elif outline and not isinstance(outline, list | dict):
             raise ValueError(f"segmentation is {type(outline).__name__}, not polygons or a run-length mask")
         if without_box and not polygons:
@@ -325,63 +325,7 @@ def _polygon(values: Any) -> Polygon:
     return points
 
 
-# ---------------------------------------------------------------- run-length masks
-
-
-def decode_mask(value: Any, width: int, height: int) -> NDArray[np.uint8]:
-    """Decode ``{"size": [height, width], "counts": ...}`` to (height, width) of 0 and 1.
-
-    counts: run lengths, column by column, zeros first, as a list or in COCO's compressed text. Raises ValueError if the size is
-    not that of the image, is too large, or the runs do not add up to it; nothing is allocated before.
-    """
-    size, counts = value.get("size"), value.get("counts")
-    if not isinstance(size, list) or len(size) != 2 or size != [height, width]:
-        raise ValueError(f"the mask has size {str(size)[:40]}, its image is {height} high and {width} wide")
-    if width * height > MAX_PIXELS:
-        raise ValueError(
-            f"the mask of {width} x {height} pixels is too large: at most {MAX_PIXELS / 1e6:g} million are read"
-        )
-    if isinstance(counts, str):
-        runs = _decompress(counts, width * height)
-    elif isinstance(counts, list):
-        if len(counts) > width * height + 1 or not all(
-            type(run) is int and 0 <= run <= width * height for run in counts
-        ):
-            raise ValueError("the mask's counts are not run lengths of its image")
-        runs = counts
-    else:
-        raise ValueError(f"the mask's counts are {type(counts).__name__}, not a list or a text")
-    if sum(runs) != width * height:
-        raise ValueError(f"the mask's runs add up to {sum(runs):,} pixels, its image has {width * height:,}")
-    values = np.arange(len(runs), dtype=np.uint8) & 1
-    return np.repeat(values, runs).reshape(width, height).T
-
-
-def _decompress(text: str, pixels: int) -> list[int]:
-    """Decode the compressed run lengths of a COCO mask (6 bits a letter, delta-coded)."""
-    runs: list[int] = []
-    value = shift = 0
-    for letter in text:
-        bits = ord(letter) - 48
-        if not 0 <= bits < 64:
-            raise ValueError(f"the mask's counts have the letter {letter!r}, which is not valid in a run length")
-        if shift > _MAX_SHIFT:
-            raise ValueError("the mask's counts have a run length of more than 32 bits")
-        value |= (bits & 0x1F) << shift
-        shift += 5
-        if bits & 0x20:
-            continue
-        if bits & 0x10:
-            value -= 1 << shift
-        if len(runs) > 2:
-            value += runs[-2]
-        if not 0 <= value <= pixels or len(runs) > pixels:
-            raise ValueError(f"the mask's run {len(runs)} has {value:,} pixels, its image {pixels:,}")
-        runs.append(value)
-        value = shift = 0
-    if shift:
-        raise ValueError("the mask's counts end inside a run length")
-    return runs
+# ---------------------------------------------------------------- masks
 
 
 def mask_polygons(mask: NDArray[np.uint8]) -> tuple[NDArray[np.float64], ...]:
