@@ -112,6 +112,32 @@ def test_large_outputs_do_not_hide_small_ones(joined: bool, tmp_path: Path) -> N
     assert leftovers(tmp_path) == []
 
 
+class Ids(nn.Module):
+    """Scores, and ids of 50,000 and more; ``shift`` is what a faulty conversion adds to them."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.ids = 50_000 + shift
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x.argmax(-1) + self.ids
+
+
+@pytest.mark.parametrize("bound", [None, 10.0])
+def test_ids_that_differ_are_refused(bound: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By less than a share of the largest value, or than a bound for the pixels beside them."""
+    whole, x, named = exporting.capture, torch.rand(3, 5), {"output_names": ["scores", "ids"]}
+    compare_here(monkeypatch)
+    program = export(Ids(0), tmp_path / "right.onnx", example_inputs=x, max_difference=bound, **named)
+    assert program.metadata["parity"]["outputs"]["ids"].items() >= {"integers": 6, "differing": 0}.items()
+    monkeypatch.setattr(exporting, "capture", lambda model, *given, **options: whole(Ids(1), *given, **options))
+    with pytest.raises(
+        ExportError, match=r"ids of the program differs .* in 6 of 6 elements, .* integers must be equal"
+    ):
+        export(Ids(0), tmp_path / "wrong.onnx", example_inputs=x, max_difference=bound, **named)
+    assert leftovers(tmp_path) == ["right.onnx"]
+
+
 def test_every_output_is_recorded(tmp_path: Path) -> None:
     x = torch.rand(3, 50, 6)
     two = export(Boxes(joined=False, broken=False), tmp_path / "2.onnx", example_inputs=x, output_names=["b", "s"])

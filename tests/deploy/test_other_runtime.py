@@ -155,6 +155,51 @@ def test_quantized_programs_are_given_their_rounding_noise(boxes: Path, monkeypa
     assert Program.load(boxes, runtime="openvino").choice.sqnr_db == pytest.approx(26, abs=0.1)
 
 
+class Labels(nn.Module):
+    """A label from 1000 on for each of many pixels."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.argmax(1) + 1000
+
+
+def relabelled(count: int) -> Change:
+    """Let the first labels be the next ones."""
+
+    def change(outputs: list[Array]) -> list[Array]:
+        outputs[0].reshape(-1)[:count] += 1
+        return outputs
+
+    return change
+
+
+def test_integers_are_counted_in_another_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "labels.onnx"
+    export(Labels(), path, example_inputs=torch.rand(1, 3, 25, 40), output_names=["labels"])
+    with monkeypatch.context() as patch:
+        change_openvino(patch, relabelled(1))
+        with pytest.raises(
+            ProgramError, match=r"labels in OpenVINO differs .*, in 1 of 1000 elements, .* must be equal"
+        ):
+            Program.load(path, runtime="openvino")
+    monkeypatch.setattr(Program, "precision", property(lambda self: "int8"))
+    with monkeypatch.context() as patch:
+        change_openvino(patch, relabelled(10))
+        assert Program.load(path, runtime="openvino").choice.parity["labels"].differing == 10
+    change_openvino(monkeypatch, relabelled(20))
+    with pytest.raises(
+        ProgramError, match=r"in 20 of 1000 elements, .* int8 programs may differ in 1% of their integers"
+    ):
+        Program.load(path, runtime="openvino")
+    opened = Program.__init__
+
+    def noisier(self: Program, path: Path, session: Any, metadata: dict[str, Any], *rest: Any, **more: Any) -> None:
+        noise = {"against_float": {"outputs": {"labels": {"sqnr_db": 25.0, "integers": 50, "differing": 1}}}}
+        opened(self, path, session, metadata | {"quantization": noise}, *rest, **more)
+
+    monkeypatch.setattr(Program, "__init__", noisier)
+    assert Program.load(path, runtime="openvino").choice.parity["labels"].differing == 20
+
+
 def test_inputs_are_drawn_in_the_ranges_of_the_examples_without_their_values(tags: Path) -> None:
     program = Program.load(tags)
     first, *others = other_runtime.drawn(program)

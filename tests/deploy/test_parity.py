@@ -11,6 +11,7 @@ from arclight.deploy.parity import (
     FLOAT_TOLERANCE,
     INT8_SQNR_DB,
     LISTED,
+    ROUNDED_INTEGERS,
     Distance,
     Parity,
     broken_bound,
@@ -66,6 +67,37 @@ def test_references_that_tell_nothing_are_refused(values: list[float], kind: str
         compare([torch.tensor(values)], [torch.zeros(2)])
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_integers_must_be_equal_with_any_bound(dtype: torch.dtype) -> None:
+    wanted = torch.tensor([1, 0, 120, 1]).to(dtype)
+    given = wanted.clone()
+    given[1] = 1
+    assert broken_bound(compare([wanted], [wanted])["0"], "fp32") is None
+    found = compare([wanted], [given])["0"]
+    assert (found.integers, found.differing, found.difference) == (4, 1, "in 1 of 4 elements, by up to 1")
+    for bound in (None, 50.0):
+        assert broken_bound(found, "fp32", bound) == "integers must be equal"
+    assert to_json(found).items() >= {"integers": 4, "differing": 1}.items()
+
+
+@pytest.mark.parametrize("ids", [(50_000, 50_001), (2**53, 2**53 + 1), (-(2**63), 2**63 - 1)])
+def test_large_ids_that_differ_are_seen(ids: tuple[int, int]) -> None:
+    """As values they differ by less than a share of the largest, beyond 2 ** 53 by nothing in float64."""
+    found = compare([torch.tensor([ids[0], ids[0]])], [torch.tensor([ids[0], ids[1]])])["0"]
+    assert (found.integers, found.differing) == (2, 1)
+    assert found.max_difference > 0
+    assert broken_bound(found, "fp32") == "integers must be equal"
+
+
+def test_rounded_programs_may_decide_ties_otherwise() -> None:
+    allowed = Distance(integers=1000, differing=round(1000 * ROUNDED_INTEGERS))
+    assert broken_bound(allowed.parity, "int8") is None
+    more = worst([allowed.parity, Distance(integers=1, differing=1).parity])
+    assert (more.integers, more.differing) == (1001, allowed.differing + 1)
+    for bound in (None, 50.0):
+        assert broken_bound(more, "int8", bound) == "int8 programs may differ in 1% of their integers"
+
+
 def test_ratios_without_a_number_are_written_as_json() -> None:
     assert to_json(parity())["sqnr_db"] is None
     assert to_json(parity(1.0, 0.0, -math.inf))["sqnr_db"] == -999.0
@@ -78,6 +110,10 @@ def test_summaries_say_how_close_each_output_is() -> None:
     metadata = {"parity": {"sqnr_db": 41.4, "outputs": outputs}}
     each = ", ".join(f"out{place} differ by up to 0.25 of 4" for place in range(LISTED))
     assert parity_summary(metadata) == f"agrees with its torch model to 41 dB ({each})"
+    counted = {"parity": {"sqnr_db": 41.4, "outputs": {"ids": to_json(Parity(
+        max_difference=7, largest=9, sqnr_db=41.0, integers=160, differing=3
+    ))}}}  # fmt: skip
+    assert parity_summary(counted) == "agrees with its torch model to 41 dB (ids differ in 3 of 160 integers)"
     metadata["parity"]["outputs"] |= {"x": outputs["out0"], "y": outputs["out0"]}
     assert parity_summary(metadata) == f"agrees with its torch model to 41 dB ({each}, 2 more outputs)"
 

@@ -26,6 +26,7 @@ from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmet
 
 from arclight.deploy import ExportError, QuantizeError, benchmark, verify_quantizer
 from arclight.deploy.errors import VerificationError
+from arclight.deploy.programs.onnx_runtime import OnnxRuntimeSession
 from arclight.deploy.quantizing import pt2e
 from arclight.deploy.quantizing.placement import PlacementQuantizer
 from arclight.deploy.verifying.float64_reference import run_in_float64
@@ -184,6 +185,30 @@ def test_outputs_that_are_none_are_left_out_and_doubles_judged_in_float32(
     assert list(report.outputs) == ["0"]
     assert report.outputs["0"].sqnr_db > 20
     assert report.backends["onnxruntime"].outputs["0"].sqnr_db > 40
+
+
+class Labelled(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.net(x)
+        return scores, scores.argmax(-1) + 50_000
+
+
+def test_ids_of_a_runtime_are_counted(net: nn.Module, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As values they agree to 94 dB."""
+    original = OnnxRuntimeSession.run
+
+    def run(self: OnnxRuntimeSession, values: Any) -> list[Any]:
+        return [output + (output.dtype == np.int64) for output in original(self, values)]
+
+    monkeypatch.setattr(OnnxRuntimeSession, "run", run)
+    how: Any = {"backends": ["onnxruntime"], "bounds": {"speedup": 0}}
+    told = r"backend_db: onnxruntime, output 1 differs in 12 of 12 elements, by up to 1, and int8 programs may differ in 1%"
+    error = fails(told, Labelled(net), batches[:1], PlacementQuantizer(weight_bits=7), **how)
+    assert len(error.report.failures) == 1
 
 
 @pytest.mark.slow

@@ -449,4 +449,6 @@ def _is_on_cuda(model: nn.Module) -> bool:
 def _described(parity: Parity) -> str:
     if parity.sqnr_db == math.inf:
         return "equal in every bit"
+    if parity.integers:
+        return f"{parity.sqnr_db:.1f} dB, differs {parity.difference}"
     return f"{parity.sqnr_db:.1f} dB, differs by up to {parity.max_difference:.2g} of {parity.largest:.3g}"

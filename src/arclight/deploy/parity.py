@@ -20,6 +20,9 @@ FLOAT_TOLERANCE = 1e-4
 INT8_SQNR_DB = 30.0
 """Default bound for programs of any precision but float32, decibels against the model's simulation: kernels and simulation round ties
 differently, which must stay below the rounding noise of quantization itself."""
+ROUNDED_INTEGERS = 0.01
+"""Largest share of an output's integers that may differ in programs of any precision but float32, where rounding decides which of two nearly equal
+scores is greater. Masks of 18,000 labels from a random network differ in 1 (int8) and 11 (bfloat16) of them in OpenVINO."""
 LISTED = 4
 """Most outputs whose difference a summary shows."""
 Parts = Callable[..., Mapping[str, Tensor]]
@@ -36,6 +39,17 @@ class Parity:
     """Largest absolute value in the reference, in the same unit."""
     sqnr_db: float
     """Signal-to-noise ratio, decibels: 20 log10(|reference| / |difference|), infinite for equal outputs."""
+    integers: int = 0
+    """Elements of an integer or bool output, 0 for any other: their differences mean nothing, as those of class and token ids."""
+    differing: int = 0
+    """How many of ``integers`` are not equal."""
+
+    @property
+    def difference(self) -> str:
+        """Say how the output differs, as the rest of a sentence."""
+        if self.integers:
+            return f"in {self.differing} of {self.integers} elements, by up to {self.max_difference:.3g}"
+        return f"by up to {self.max_difference:.3g} in values of up to {self.largest:.3g} ({self.sqnr_db:.1f} dB)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +62,8 @@ class Distance:
     """Sum of squares of the reference."""
     noise: float = 0.0
     """Sum of squares of the difference."""
+    integers: int = 0
+    differing: int = 0
 
     def __add__(self, other: Distance) -> Distance:
         return Distance(
@@ -55,13 +71,17 @@ class Distance:
             largest=max(self.largest, other.largest),
             signal=self.signal + other.signal,
             noise=self.noise + other.noise,
+            integers=self.integers + other.integers,
+            differing=self.differing + other.differing,
         )
 
     @property
     def parity(self) -> Parity:
         ratio = self.signal / self.noise if self.noise > 0 else math.inf
         sqnr_db = 10 * math.log10(ratio) if ratio > 0 else -math.inf
-        return Parity(max_difference=self.max_difference, largest=self.largest, sqnr_db=sqnr_db)
+        return Parity(
+            max_difference=self.max_difference, largest=self.largest, sqnr_db=sqnr_db, integers=self.integers, differing=self.differing
+        )  # fmt: skip
 
 
 def compare(reference: Sequence[Tensor], outputs: Sequence[Tensor], parts: Parts | None = None) -> dict[str, Parity]:
@@ -79,20 +99,29 @@ def compare(reference: Sequence[Tensor], outputs: Sequence[Tensor], parts: Parts
 
 
 def worst(found: Sequence[Parity]) -> Parity:
-    """Return the largest of the differences and the smallest of the ratios."""
+    """Return the largest of the differences, the smallest of the ratios, and the sums of integers."""
     return Parity(
         max_difference=max(p.max_difference for p in found),
         largest=max(p.largest for p in found),
         sqnr_db=min(p.sqnr_db for p in found),
+        integers=sum(p.integers for p in found),
+        differing=sum(p.differing for p in found),
     )
 
 
 def broken_bound(parity: Parity, precision: str, max_difference: float | None = None) -> str | None:
     """Return the bound that ``parity`` violates as a clause, or None.
 
-    It is ``max_difference`` if that is given, else the default one of ``precision``, such as fp32 or int8.
+    It is ``max_difference`` if that is given, else the default one of ``precision``, such as fp32 or int8. Integers must be equal with either, but for
+    `ROUNDED_INTEGERS` of them in other precisions than fp32.
     """
-    if max_difference is not None:
+    if parity.integers:
+        share = 0.0 if precision == "fp32" else ROUNDED_INTEGERS
+        fits = parity.differing <= share * parity.integers
+        limit = (
+            f"{precision} programs may differ in {share:.0%} of their integers" if share else "integers must be equal"
+        )
+    elif max_difference is not None:
         fits, limit = parity.max_difference <= max_difference, f"max_difference is {max_difference:.3g}"
     elif precision != "fp32":
         fits, limit = parity.sqnr_db >= INT8_SQNR_DB, f"{precision} programs need {INT8_SQNR_DB:.0f} dB"
@@ -104,9 +133,13 @@ def broken_bound(parity: Parity, precision: str, max_difference: float | None = 
 
 
 def to_json(parity: Parity) -> dict[str, float | None]:
-    """Write a Parity for JSON, which has no infinity: the ratio of equal outputs is null."""
+    """Write a Parity for JSON, which has no infinity: the ratio of equal outputs is null.
+
+    Counts of integers are there if there are any.
+    """
     ratio = None if parity.sqnr_db == math.inf else max(parity.sqnr_db, -999.0)  # noise beside a reference of zeros
-    return {**asdict(parity), "sqnr_db": ratio}
+    found = {**asdict(parity), "sqnr_db": ratio}
+    return found if parity.integers else {name: found[name] for name in ("max_difference", "largest", "sqnr_db")}
 
 
 def parity_summary(metadata: Mapping[str, Any]) -> str:
@@ -115,7 +148,9 @@ def parity_summary(metadata: Mapping[str, Any]) -> str:
     closest = "every bit" if parity["sqnr_db"] is None else f"{parity['sqnr_db']:.0f} dB"
     outputs = parity.get("outputs", {})  # programs of the release before have none
     differences = [
-        f"{name} differ by up to {one['max_difference']:.2g} of {one['largest']:.3g}"
+        f"{name} differ in {one.get('differing')} of {one['integers']} integers"
+        if one.get("integers")
+        else f"{name} differ by up to {one['max_difference']:.2g} of {one['largest']:.3g}"
         for name, one in list(outputs.items())[:LISTED]
     ]
     if len(outputs) > LISTED:
@@ -156,8 +191,10 @@ def distance(reference: Tensor, output: Tensor, name: str) -> Distance:
         )
     if not torch.equal(finite, given.isfinite()) or not torch.equal(wanted[~finite], given[~finite]):
         raise ValueError(f"output {name} is NaN or infinite in other places than its reference")
-    wanted, given = wanted[finite], given[finite]
-    difference = given - wanted
+    integers = _holds_integers(reference)
+    wanted, difference = wanted[finite], (given - wanted)[finite]
+    if integers and _holds_integers(output):  # float64 would round ids beyond 2 ** 53; a sum that overflows is not 0
+        difference = (output.long() - reference.long()).flatten().double()
     if not len(wanted):
         return Distance()
     return Distance(
@@ -165,7 +202,13 @@ def distance(reference: Tensor, output: Tensor, name: str) -> Distance:
         largest=float(wanted.abs().max()),
         signal=float(wanted.square().sum()),
         noise=float(difference.square().sum()),
+        integers=len(wanted) if integers else 0,
+        differing=int(difference.count_nonzero()) if integers else 0,
     )
+
+
+def _holds_integers(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _real_numbers(tensor: Tensor) -> Tensor:

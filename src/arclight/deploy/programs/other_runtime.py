@@ -254,25 +254,24 @@ def _compared(
                 ) from error
             found.setdefault(spec.name, []).append(parity)
             broken = broken_bound(parity, precision)
-            if broken and parity.sqnr_db >= _rounding_db(program.metadata, spec.name):
+            if broken and _is_within_rounding(parity, program.metadata, spec.name):
                 broken = None  # runtimes round activations in their own ways: not by more than quantization has changed
             if limit := broken or _broken_channel(reference, output, precision):
                 raise ProgramError(
-                    f"{where} differs from {NAMES[exported_for]}, which it was exported for, by up to {parity.max_difference:.3g} in values of "
-                    f"up to {parity.largest:.3g} ({parity.sqnr_db:.1f} dB), and {limit}: leave the runtime out"
+                    f"{where} differs from {NAMES[exported_for]}, which it was exported for, {parity.difference}, and {limit}: leave the runtime out"
                 )
     return {name: worst(several) for name, several in found.items()}
 
 
-def _rounding_db(metadata: Mapping[str, Any], output: str) -> float:
-    """Return the recorded signal-to-noise ratio of a quantized output to the float model.
-
-    Infinite if the exporter recorded none.
-    """
+def _is_within_rounding(parity: Parity, metadata: Mapping[str, Any], output: str) -> bool:
+    """Return True if quantization has changed an output at least as much, as the exporter recorded."""
     try:
-        return float(metadata["quantization"]["against_float"]["outputs"][output]["sqnr_db"])
-    except (KeyError, TypeError, ValueError):
-        return math.inf
+        recorded = metadata["quantization"]["against_float"]["outputs"][output]
+        if parity.integers:
+            return parity.differing / parity.integers <= float(recorded["differing"]) / float(recorded["integers"])
+        return parity.sqnr_db >= float(recorded["sqnr_db"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return False
 
 
 def _pair(wanted: Array, given: Array) -> tuple[Tensor, Tensor]:
@@ -286,9 +285,9 @@ def _pair(wanted: Array, given: Array) -> tuple[Tensor, Tensor]:
 def _broken_channel(reference: Tensor, output: Tensor, precision: str) -> str | None:
     """Return the bound that a channel (position of the last dimension) violates, or None.
 
-    Outputs of one or two dimensions are not judged so.
+    Outputs of one or two dimensions are not judged so, nor integers, which are all counted.
     """
-    if reference.dim() < 3 or reference.shape[-1] > MAX_CHANNELS:
+    if reference.dim() < 3 or reference.shape[-1] > MAX_CHANNELS or not reference.is_floating_point():
         return None
     from arclight.deploy.parity import distance
 

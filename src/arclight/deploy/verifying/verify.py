@@ -36,7 +36,7 @@ from arclight.deploy.capture import (
 )
 from arclight.deploy.errors import QuantizeError, VerificationError
 from arclight.deploy.formats import onnx_graph
-from arclight.deploy.parity import Parity, compare, worst
+from arclight.deploy.parity import Parity, broken_bound, compare, worst
 from arclight.deploy.programs.benchmark import benchmark
 from arclight.deploy.programs.onnx_runtime import INTEGER_KERNELS
 from arclight.deploy.programs.openvino import LAYERS
@@ -315,11 +315,20 @@ def _parity(
     return {name: worst(parities) for name, parities in found.items()}, []
 
 
-def _below(found: Mapping[str, Parity], least: float, what: str) -> list[str]:
+def _below(found: Mapping[str, Parity], least: float, what: str, precision: str | None = None) -> list[str]:
+    """Return the outputs below ``least`` decibels; with ``precision`` integers are counted in place of that."""
+    counted = {name: parity for name, parity in found.items() if precision is not None and parity.integers}
     return [
-        f"{what} {name} has {parity.sqnr_db:.1f} dB, and the bound is {least:.1f}"
-        for name, parity in found.items()
-        if parity.sqnr_db < least
+        *(
+            f"{what} {name} has {parity.sqnr_db:.1f} dB, and the bound is {least:.1f}"
+            for name, parity in found.items()
+            if name not in counted and parity.sqnr_db < least
+        ),
+        *(
+            f"{what} {name} differs {parity.difference}, and {limit}"
+            for name, parity in counted.items()
+            if precision is not None and (limit := broken_bound(parity, precision))
+        ),
     ]
 
 
@@ -336,7 +345,8 @@ def _compare_outputs(
     """
     model = _outputs(made.reference, trials)
     twin, failures = _parity(model, _outputs(made.twin, trials), trials, what="annotation")
-    failures += _below(twin, TWIN_DB, "annotation: the graph that the quantizer has prepared, without rounding, output")
+    what = "annotation: the graph that the quantizer has prepared, without rounding, output"
+    failures += _below(twin, TWIN_DB, what, "fp32")
 
     def judged(what: str, bound: str, reference: Sequence[list[Tensor]]) -> Mapping[str, Parity]:
         found, problems = _parity(reference, given, trials, what=what)
@@ -390,7 +400,7 @@ def _run_backend(
         scratch = Path(folder)
         program = _written(made.program, trials[0], free, scratch / "quantized.onnx", backend)
         found, failures = _parity(given, _outputs(program, trials), trials, what=backend)
-        failures += _below(found, limits["backend_db"], f"backend_db: {backend}, output")
+        failures += _below(found, limits["backend_db"], f"backend_db: {backend}, output", "int8")
         kernels, integer = _kernels(backend, program)
         planned = len(report.integer_layers)
         if integer < limits["integer_share"] * planned:
