@@ -285,6 +285,7 @@ def test_eight_bits_without_vnni_warn(monkeypatch: pytest.MonkeyPatch, recwarn: 
     monkeypatch.setattr("arclight.deploy.programs.processor.instruction_sets", lambda: frozenset({"avx2"}))
     check_processor({"precision": "int8", "quantization": {"reduce_range": True}})
     check_processor({"precision": "fp32"})
+    check_processor({"precision": "int8", "quantization": {"reduce_range": False, "target": "executorch"}})
     assert not recwarn.list
     with pytest.warns(UserWarning, match="has no VNNI"):
         check_processor({"precision": "dynamic int8", "quantization": {"kind": "dynamic_int8", "reduce_range": False}})

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from tests.deploy import executorch_site
 from tests.exports import compare_here
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -301,6 +302,24 @@ def test_a_program_that_overflows_is_refused_with_the_way_out(tmp_path: Path, mo
     seven = quantize(model, [batch])
     with pytest.raises(ExportError, match=r"no program was written$"):
         export(seven, tmp_path / "q.onnx", example_inputs=batch, max_difference=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("onnxruntime", r" \(this processor has no VNNI, and its sums of 8-bit products overflow: quantize with reduce_range=True\)"),
+        ("tensorrt", r" \(.* overflow, in ONNX Runtime, where programs for tensorrt are compared: quantize with reduce_range=True\)"),
+        pytest.param("executorch", "", marks=executorch_site.NEEDED),  # its kernels widen before they multiply
+    ],
+)  # fmt: skip
+def test_missing_instructions_are_blamed_only_for_targets_that_need_them(
+    target: Target, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "instruction_sets", lambda: frozenset({"avx", "avx2"}))
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.rand(4, 8)
+    eight = quantize(model, [batch], recipe=Int8(reduce_range=False), target=target)
+    with pytest.raises(ExportError, match=rf"no program was written{reason}$"):
+        export(eight, tmp_path / "q", example_inputs=batch, max_difference=-1.0)
 
 
 @pytest.mark.slow

@@ -862,9 +862,10 @@ def precision_of(recipe: Quantization) -> str:
 
 def _way_out(quantized: QuantizedModel | None) -> str:
     """Return what to do about a program that differs, if the reason is known."""
-    if quantized is None or not overflows():
+    if quantized is None or not overflows(quantized.target):
         return ""
-    reason = "this processor has no VNNI, and its sums of 8-bit products overflow"
+    where = ", in ONNX Runtime, where programs for tensorrt are compared" if quantized.target == "tensorrt" else ""
+    reason = f"this processor has no VNNI, and its sums of 8-bit products overflow{where}"
     if quantized.quantizer is not None:
         return f" ({reason}: let the configuration of {quantized.quantizer} round weights to 7 bits, where it has reduce_range)"
     if getattr(quantized.recipe, "reduce_range", None) is False:

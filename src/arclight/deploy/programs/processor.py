@@ -34,13 +34,17 @@ def instruction_sets() -> frozenset[str]:
     return frozenset(_TOLD.intersection(flags.partition(":")[2].split()))
 
 
-def overflows() -> bool:
+_WIDENED = ("executorch",)
+"""Targets whose kernels widen 8-bit values before they multiply (XNNPACK's), so that no sum overflows on any processor."""
+
+
+def overflows(target: str | None = None) -> bool:
     """Return True for an x86 processor that adds 8-bit products in 16 bits, where two overflow.
 
-    Such are those with AVX2 and without VNNI.
+    Such are those with AVX2 and without VNNI. ``target``: what a program was quantized for, if that is known.
     """
     present = instruction_sets()
-    return "avx2" in present and not _VNNI & present
+    return target not in _WIDENED and "avx2" in present and not _VNNI & present
 
 
 def check_processor(description: Mapping[str, Any]) -> None:
@@ -59,8 +63,9 @@ def check_processor(description: Mapping[str, Any]) -> None:
             f"the program was compiled for {', '.join(missing)}, which this processor lacks: compile it here, or take an onnx "
             "or openvino program"
         )
-    reduced = description.get("quantization", {}).get("reduce_range")
-    if description.get("precision") in ("int8", "dynamic int8") and not reduced and overflows():
+    quantization = description.get("quantization", {})
+    rounded = description.get("precision") in ("int8", "dynamic int8")
+    if rounded and not quantization.get("reduce_range") and overflows(str(quantization.get("target"))):
         warnings.warn(
             "this processor has no VNNI: it adds 8-bit products in 16 bits, which overflow with weights of 8 bits; quantize with "
             "reduce_range=True for it",
