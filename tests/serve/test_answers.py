@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 import httpx
@@ -280,8 +282,27 @@ def test_requests_that_do_not_end_are_given_up_at_the_limit(serve_with, sample):
         wait_until(lambda: server.in_flight() == 1, "the upload has begun")
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(60)
-        assert stalled.recv(400).startswith(b"HTTP/1.1 5"), "it was not read to its end"
+        with stalled.makefile("rb") as answer:
+            head, body = answer.read().split(b"\r\n\r\n", 1)
+    assert head.startswith(b"HTTP/1.1 503")
+    assert b"\r\nretry-after: 1\r\n" in head.lower()
+    assert json.loads(body) == {"error": "The server stops; send the request again in a second."}
+    assert "Traceback" not in server.process.said()[1]
     assert refused(server)
+
+
+def test_requests_that_are_worked_on_are_refused_at_the_limit(serve_with, sample, tmp_path):
+    calls, gate = tmp_path / "calls", tmp_path / "gate"
+    server = serve_with(f"--gate={gate}", f"--calls={calls}", drain_s=0.1, shutdown_s=1, workers=1)
+    with ThreadPoolExecutor(2) as clients:
+        asked = [clients.submit(server.detect, sample("counter")) for _ in range(2)]
+        wait_until(lambda: calls.exists() and server.in_flight() == 2, "one is worked on, one waits")
+        server.process.send_signal(signal.SIGTERM)
+        answers = [one.result() for one in asked]
+        gate.touch()
+        server.process.wait(60)
+    assert [(answer.status_code, answer.headers["retry-after"]) for answer in answers] == [(503, "1")] * 2
+    assert "Traceback" not in server.process.said()[1]
 
 
 def refused(server) -> bool:

@@ -17,6 +17,7 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -146,11 +147,17 @@ class Front:
         await self._complete(exchange, work())
 
     async def _complete(self, exchange: Exchange, work: Awaitable[None]) -> None:
-        """Wait for the end of a request's work, and answer its errors."""
+        """Wait for the end of a request's work, and answer its errors, also that the server ends before it."""
         try:
             await work
         except Refusal as refusal:
             await refusal.answer(exchange.scope, exchange.receive, exchange.send)
+        except asyncio.CancelledError:  # the server ends, and uvicorn would call it an error of the application
+            if exchange.status is not None:
+                raise
+            stopping = busy("The server stops", 1, status=503)
+            with suppress(asyncio.CancelledError):  # again, as the loop ends while this lingers
+                await stopping.answer(exchange.scope, exchange.receive, exchange.send)
         except Exception:
             request_id = exchange.record.id
             log.exception("%s %s failed, request %s", exchange.scope["method"], exchange.labels.path, request_id)
@@ -216,8 +223,12 @@ class Exchange:
             self._sent += len(message.get("body", b""))
             if self._lingers and not message.get("more_body", False):
                 await self._send({**message, "more_body": True})
-                await drop_upload(self.receive, total_s=self._front.linger_s, idle_s=2.0)
                 message = {"type": "http.response.body", "body": b"", "more_body": False}
+                try:
+                    await drop_upload(self.receive, total_s=self._front.linger_s, idle_s=2.0)
+                except asyncio.CancelledError:  # the server ends
+                    await self._send(message)
+                    raise
         await self._send(message)
 
     async def answer(self, content: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
