@@ -99,7 +99,7 @@ def compare(reference: Sequence[Tensor], outputs: Sequence[Tensor], parts: Parts
 
 
 def worst(found: Sequence[Parity]) -> Parity:
-    """Return the largest of the differences, the smallest of the ratios, and the sums of integers."""
+    """Return the largest difference, the smallest ratio, and the sums of integers."""
     return Parity(
         max_difference=max(p.max_difference for p in found),
         largest=max(p.largest for p in found),

@@ -147,7 +147,7 @@ class Front:
         await self._complete(exchange, work())
 
     async def _complete(self, exchange: Exchange, work: Awaitable[None]) -> None:
-        """Wait for the end of a request's work, and answer its errors, also that the server ends before it."""
+        """Wait for the end of a request's work; answer its errors, and that the server ends."""
         try:
             await work
         except Refusal as refusal:

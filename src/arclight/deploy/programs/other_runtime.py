@@ -264,7 +264,7 @@ def _compared(
 
 
 def _is_within_rounding(parity: Parity, metadata: Mapping[str, Any], output: str) -> bool:
-    """Return True if quantization has changed an output at least as much, as the exporter recorded."""
+    """Return True if the exporter recorded that quantization changed an output as much."""
     try:
         recorded = metadata["quantization"]["against_float"]["outputs"][output]
         if parity.integers:

@@ -316,7 +316,7 @@ def _parity(
 
 
 def _below(found: Mapping[str, Parity], least: float, what: str, precision: str | None = None) -> list[str]:
-    """Return the outputs below ``least`` decibels; with ``precision`` integers are counted in place of that."""
+    """Return the outputs below ``least`` decibels; with ``precision`` integers are counted."""
     counted = {name: parity for name, parity in found.items() if precision is not None and parity.integers}
     return [
         *(
