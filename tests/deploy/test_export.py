@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from tests.deploy import executorch_site
 from tests.exports import compare_here
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ from arclight.deploy import (
 from arclight.deploy.capture import trial_run
 from arclight.deploy.formats import export as exporting
 from arclight.deploy.formats.formats import Format
+from arclight.deploy.settings import Target
 from arclight.fabric.signing import SigningKey
 
 
@@ -136,6 +138,37 @@ def test_ids_that_differ_are_refused(bound: float | None, tmp_path: Path, monkey
     ):
         export(Ids(0), tmp_path / "wrong.onnx", example_inputs=x, max_difference=bound, **named)
     assert leftovers(tmp_path) == ["right.onnx"]
+
+
+class Ends(nn.Module):
+    """Outputs of a convolution that is only decoded, and of a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.decoded, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1), nn.Linear(8, 5)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.stem(images).relu()
+        return self.decoded(features), self.head(features.mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("target", "form"),
+    [("onnxruntime", "onnx"), ("openvino", "openvino"), pytest.param("executorch", "executorch", marks=executorch_site.NEEDED)],
+)  # fmt: skip
+def test_outputs_without_names_are_called_alike_in_every_format(
+    target: Target, form: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_here(monkeypatch, rounds=2)
+    monkeypatch.setattr(
+        exporting, "_measured", lambda *_: {}
+    )  # the model is too small for integer kernels in every runtime
+    model, images = Ends().eval(), torch.rand(4, 3, 8, 8)
+    quantized = quantize(model, [images], target=target)
+    for exported in (model, quantized):
+        program = export(exported, tmp_path / f"{type(exported).__name__}", example_inputs=images, format=form)
+        assert [spec.name for spec in program.outputs] == ["conv2d_1", "linear"]
+        assert list(program.metadata["parity"]["outputs"]) == ["conv2d_1", "linear"]
 
 
 def test_every_output_is_recorded(tmp_path: Path) -> None:

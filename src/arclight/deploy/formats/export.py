@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args, overload
@@ -185,8 +186,9 @@ def export(
     A ``path`` that ends in .onnx is that one file, any other a folder. ``format``: onnx, openvino, pt2, aoti or executorch; by default that of the target
     that the model was quantized for, or openvino. Several of them are written of one capture, each as the folder ``path/FORMAT``, all or none, and returned
     by format; "fastest" times ``candidates`` (default: openvino and onnx; aoti only if named) in turns on the example, and keeps the one with the lowest
-    median, with the times as its ``fastest``. ``example_inputs``: the positional inputs, batch first; the more samples, the more is compared. A program
-    computes in float32: inputs in another type that the model's weights have are taken in that. ``dynamic`` names the dimensions of any size, by the
+    median, with the times as its ``fastest``. ``example_inputs``: the positional inputs, batch first. Its first 1, 2 and 3 samples are compared,
+    all of them with ``dynamic`` or a fixed batch size; more are ``comparisons``. A program computes in float32: inputs in another type that the model's
+    weights have are taken in that. ``dynamic`` names the dimensions of any size, by the
     parameters of ``forward``, in place of the batch: ``{"tokens": {0: "batch", 1: "time"}}``, equal names for equal sizes (those of ``*past`` are all
     called past); ``comparisons`` are further inputs of other sizes that the program is compared on (with fewer than two, other sizes of the example are),
     and what is empty there may be so in the program. ``metadata`` is stored in the program beside what the exporter knows (precision, parity, versions).
@@ -469,9 +471,21 @@ class _Source:
         start = time.perf_counter()
         exported = self.sizes.capture(self._module, formats)
         self._build_s["capture"] = time.perf_counter() - start
-        return Captured(
-            exported, self.sizes.names(), self._request.input_names, self._request.output_names, self._output_keys
-        )
+        names, keys = self._request.output_names, self._output_keys
+        if self._quantized is not None and names is None and keys is None:
+            keys = self._named(self.float_model, None, None).names()[1]  # placements end in operators of their own
+        return self._named(exported, names, keys)
+
+    def _named(
+        self, exported: ExportedProgram, output_names: Sequence[str] | None, keys: Sequence[str] | None
+    ) -> Captured:
+        return Captured(exported, self.sizes.names(), self._request.input_names, output_names, keys)
+
+    @cached_property
+    def float_model(self) -> ExportedProgram:
+        """Capture the float model that a quantized one was made of, once."""
+        assert self._quantized is not None
+        return self.sizes.capture(frozen_copy(self._quantized.reference), ["onnx"])
 
     def drafted(self, plan: _Plan, captured: Captured, stack: ExitStack) -> _Draft:
         """Write the program as a draft, and accept it by its outputs, kernels and scores.
@@ -497,9 +511,7 @@ class _Source:
             "build_s": build_s,
         }
         if quantized:
-            draft.described["quantization"] = _quantization_report(
-                quantized, program, self.inputs, request.parts, self.sizes
-            )
+            draft.described["quantization"] = _quantization_report(quantized, program, self.inputs, request.parts, self)
         draft.described |= _environment(program.runtime, draft.lone)
         return draft
 
@@ -888,7 +900,7 @@ def _accept(found: Mapping[str, Parity], max_difference: float | None, precision
 
 
 def _quantization_report(
-    quantized: QuantizedModel, program: Program, inputs: Inputs, parts: Parts | None, sizes: _Sizes
+    quantized: QuantizedModel, program: Program, inputs: Inputs, parts: Parts | None, source: _Source
 ) -> dict[str, Any]:
     """Report what was quantized, its distance to the float model, kernels, speed and scores."""
     calibrated = isinstance(quantized.recipe, Int8)
@@ -906,13 +918,13 @@ def _quantization_report(
         "calibration_batches": 0 if quantized.trained else quantized.batches,
         "quantized_layers": len(quantized.quantized_layers),
         "float_layers": list(quantized.float_layers),
-        **_measured(quantized, program, inputs, sizes),
+        **_measured(quantized, program, inputs, source),
         "against_float": _described(against_float),
         **scored,
     }
 
 
-def _measured(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
+def _measured(quantized: QuantizedModel, program: Program, inputs: Inputs, source: _Source) -> dict[str, Any]:
     """Count kernels and measure speed in the program's runtime; nothing for TensorRT.
 
     Raises ExportError if fewer than `INTEGER_SHARE` of the quantized layers run on the kernels of the recipe.
@@ -935,7 +947,7 @@ def _measured(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes
             f"these kernels in float{field}, quantize for another target, or export the float model"
         )
     name = "integer_kernels" if isinstance(quantized.recipe, Int8) else "kernels"
-    return {name: found, "speed": _speed(quantized, program, inputs, sizes)}
+    return {name: found, "speed": _speed(program, inputs, source)}
 
 
 def _kernels(quantized: QuantizedModel, program: Program) -> dict[str, int]:
@@ -959,22 +971,21 @@ _INTEGERS: Mapping[Runtime, set[str]] = {
 """Maps a runtime to its kernels of integer layers, if that is not ONNX Runtime."""
 
 
-def _speed(quantized: QuantizedModel, program: Program, inputs: Inputs, sizes: _Sizes) -> dict[str, Any]:
+def _speed(program: Program, inputs: Inputs, source: _Source) -> dict[str, Any]:
     """Time the program against the float32 program of the same model.
 
     Each call has one sample, if the batch size is free. The float32 program runs in OpenVINO for programs of runtime openvino, else in ONNX Runtime.
     """
-    exported = sizes.capture(frozen_copy(quantized.reference), ["onnx"])
     place = program.path if program.path.is_dir() else program.path.parent  # where the program is being made
     size = sum(file.stat().st_size for file in place.iterdir() if file.name != folder.NAME)
     # bfloat16, AOTInductor and ExecuTorch are judged by speed over what runs anywhere, which is ONNX Runtime
     runtime: Runtime = "openvino" if program.runtime == "openvino" else "onnxruntime"
     with tempfile.TemporaryDirectory(prefix="fp32-", dir=place) as scratch:
         plain = Path(scratch) / "fp32.onnx"
-        written = onnx_graph.write(onnx_graph.convert(exported, input_names=None, output_names=None), plain)
+        written = onnx_graph.write(onnx_graph.convert(source.float_model, input_names=None, output_names=None), plain)
         size_fp32 = sum(file.stat().st_size for file in written)
         programs = {"fp32": Program.load(plain, device="cpu", runtime=runtime), "quantized": program}
-        table = benchmark(programs, sizes.one(inputs), rounds=TIMED_ROUNDS)
+        table = benchmark(programs, source.sizes.one(inputs), rounds=TIMED_ROUNDS)
     row = table["quantized"]
     if row.speedup_high < 1:
         log.warning(
