@@ -328,9 +328,10 @@ def test_a_report_of_a_large_folder_lists_the_rest(tmp_path: Path) -> None:
     photo = np.zeros((8, 8, 3), np.uint8)
     for number in range(MAX_PICTURES + 3):
         report.add(f"{number}.jpg", photo, Verification("unknown"))
+    report.add("late.jpg", photo, Verification("mismatch"))  # is shown, however many others came before
     page = report.write(tmp_path / "page.html").read_text()
-    assert page.count("data:image/jpeg") == MAX_PICTURES
-    assert page.count("<article") == MAX_PICTURES + 3
+    assert page.count("data:image/jpeg") == MAX_PICTURES + 1
+    assert page.count("<article") == MAX_PICTURES + 4
 
 
 def test_documents_are_plain_json(registry: Path) -> None:

@@ -102,7 +102,10 @@ def settings_digest(settings: Federation, roster: Roster, seed: int) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return ``repr(value)`` as older releases gave it: former names, no fields of today that are not set."""
+    """Return ``repr(value)`` as older releases gave it.
+
+    It has former names, and no fields of today that are at their default.
+    """
     kind = type(value)
     if kind.__qualname__ not in _FIRST_FIELDS:  # a plain value, or a user's own class
         return repr(value)

@@ -123,7 +123,10 @@ class Writer(Protocol):
 
 
 class _FileWriter:
-    """A text file that takes its name at the end; pipes and devices, such as /dev/stdout, are written as they are."""
+    """A text file that takes its name at the end.
+
+    Pipes and devices, such as /dev/stdout, are written as they are.
+    """
 
     errors = "surrogateescape"
     """Handling of names of files, which are bytes and need not be text."""

@@ -221,8 +221,9 @@ class SoftSymbol:
     def _with_known_bits(self, words: Words, wrong: Floats, dark: Bools) -> Iterator[tuple[Words, Floats]]:
         """Yield codewords with their known data bits set, and how likely each bit is wrong.
 
-        Nothing is yielded if no layout of the data is likely. First as the modules are seen. Then, if `SURPRISING` many of the known bits are wrong, all as often as these, where modules seem
-        ``dark`` (8 C,) and where they seem light: modules that were retouched, or worn off, look certain.
+        Nothing is yielded if no layout of the data is likely. First as the modules are seen. Then, if `SURPRISING` many of the known bits are
+        wrong, all as often as these, where modules seem ``dark`` (8 C,) and where they seem light: modules that were retouched, or worn off,
+        look certain.
         """
         correction, members = blocks(self.version, LEVELS[self.number >> 3])
         data = (8 * np.concatenate([block[:-correction] for block in members])[:, None] + np.arange(8)).reshape(-1)

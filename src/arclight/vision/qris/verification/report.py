@@ -25,7 +25,7 @@ STYLE = Path(__file__).with_name("report.css")
 PICTURE_SIDE = 900
 """Longest side of a photo on the page, pixels."""
 MAX_PICTURES = 400
-"""Photos shown with their picture; further ones are listed, so that the page of a large folder still opens."""
+"""Photos of each verdict that are shown with their picture; further ones are listed, so that the page of a large folder still opens."""
 MAX_LISTED = 10_000
 """Photos of each verdict that are listed; further ones are counted, since cameras have no end."""
 
@@ -56,17 +56,15 @@ class VerificationReport:
         self.registry = registry
         self._entries: dict[Verdict, list[_Entry]] = {verdict: [] for verdict in _WORDS}
         self._counts = Counter[Verdict]()
-        self._pictures = 0
 
     def add(self, name: str, photo: Image, verification: Verification) -> None:
-        """Add a photo under its name; its picture is shown if it is one of the first ``MAX_PICTURES``."""
+        """Add a photo under its name; the first ``MAX_PICTURES`` of its verdict are shown."""
         self._counts[verification.verdict] += 1
         if self._counts[verification.verdict] > MAX_LISTED:
             return
         height, width = photo.shape[:2]
         name = name.encode("utf-8", "backslashreplace").decode("utf-8")  # file names may hold bytes that are no text
-        jpeg = _jpeg(photo) if self._pictures < MAX_PICTURES else None
-        self._pictures += jpeg is not None
+        jpeg = _jpeg(photo) if self._counts[verification.verdict] <= MAX_PICTURES else None
         self._entries[verification.verdict].append(_Entry(name, verification, (width, height), jpeg))
 
     def write(self, file: Path | str) -> Path:
@@ -124,7 +122,9 @@ def _article(entry: _Entry) -> str:
 def _picture(entry: _Entry) -> str:
     width, height = entry.size
     if entry.jpeg is None:
-        return f'<p class="none">{width} × {height} px; the page shows the first {MAX_PICTURES} pictures.</p>'
+        return (
+            f'<p class="none">{width} × {height} px; the page shows the first {MAX_PICTURES} pictures of a verdict.</p>'
+        )
     marks = "".join(
         _mark(one.code, width, one.verdict, number) for number, one in enumerate(entry.verification.checked, 1)
     )
