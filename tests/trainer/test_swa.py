@@ -150,3 +150,18 @@ def test_one_optimizer(make_trainer: Any) -> None:
     module.configure_optimizers = lambda: [torch.optim.SGD([p], lr=0.1) for p in module.parameters()]
     with pytest.raises(ValueError, match="1 `optimizer`, not 6"):
         train(make_trainer, module, StochasticWeightAveraging(0.05))
+
+
+def test_a_checkpoint_within_the_fit_loads_as_what_was_validated(make_trainer: Any) -> None:
+    class Validated(Normed):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/loss", (self(batch[0]) - batch[1]).square().mean())
+
+    saver = ModelCheckpoint(monitor="val/loss", save_top_k=-1)
+    trainer = make_trainer(StochasticWeightAveraging(0.05, swa_epoch_start=2), saver, max_epochs=4)
+    trainer.fit(Validated(), data(), data())
+    assert len(saver.best_k_models) == 4
+    for path, score in saver.best_k_models.items():
+        assert trainer.validate(Validated(), data(), ckpt_path=path)[0]["val/loss"] == pytest.approx(float(score))
+        loaded = Validated.load_from_checkpoint(path)
+        assert trainer.validate(loaded, data())[0]["val/loss"] == pytest.approx(float(score))

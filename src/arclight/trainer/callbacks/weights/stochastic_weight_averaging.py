@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_UNFINISHED = "swa"
+"""The entry of an average that lacks its statistics; the model is loaded without it."""
 
 
 class StochasticWeightAveraging(WeightAveraging):
@@ -41,7 +43,8 @@ class StochasticWeightAveraging(WeightAveraging):
 
     When training ends the average becomes the model's weights, and the statistics of batch normalization are measured
     again for it in one pass over the training data. Validation before that sees the trained weights, as these statistics
-    are theirs. In a checkpoint the average is the entry ``ema``.
+    are theirs, and a checkpoint loads as them: the average so far is beside them, the entry ``swa``. One of the end has the
+    average and its statistics as the entry ``ema``, which is what it loads as.
     Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (2018).
     Raises MisconfigurationError for arguments out of range, several optimizers or schedulers, and sharded models.
     """
@@ -101,10 +104,17 @@ class StochasticWeightAveraging(WeightAveraging):
         super().load_state_dict(state_dict)
         self._scheduler_state = state_dict["scheduler_state"]
 
+    def averages(self) -> dict[str, Any]:
+        entries = super().averages()
+        if self._backup is None and self.entry == "ema" and self.entry in entries:
+            entries[_UNFINISHED] = entries.pop(self.entry)
+        return entries
+
     def load_averages(self, entries: dict[str, Any]) -> None:
         """Load the averaged parameters; statistics that were measured for them are measured again."""
         names = tensor_owners(self._module, False) if self._module is not None else {}
-        averages = {name: tensor for name, tensor in (entries.get(self.entry) or {}).items() if name in names}
+        saved = (entries.get(_UNFINISHED) if self.entry == "ema" else None) or entries.get(self.entry) or {}
+        averages = {name: tensor for name, tensor in saved.items() if name in names}
         super().load_averages({self.entry: averages})
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
