@@ -104,13 +104,29 @@ class Reporter:
             logger.save()
 
     @property
-    def row_number(self) -> int:
-        """The x-axis of a row: updates completed, or the number of the newest one counted from 0."""
+    def counts_batches(self) -> bool:
+        """Return True if rows are numbered by batches.
+
+        So are Lightning's in manual optimization, where a batch may step several optimizers or none.
+        """
+        return self._zero_based and not self._automatic
+
+    @property
+    def steps(self) -> int:
+        """Steps completed, as rows count them: updates, or batches."""
         progress = self.run.progress
-        if not self._zero_based:
-            return progress.global_step
-        steps = progress.global_step if self._automatic else progress.batches
-        return max(0, steps - 1) if self.run.state.fn == TrainerFn.FITTING else steps
+        return progress.batches if self.counts_batches else progress.global_step
+
+    @property
+    def row_number(self) -> int:
+        """The x-axis of a row: steps completed, or the number of the step under way counted from 0.
+
+        That is the newest one; in a validation within an accumulation window the one that the window is for.
+        """
+        run, steps = self.run, self.steps
+        if not self._zero_based or run.state.fn != TrainerFn.FITTING or (run.stage == "validate" and run.window.count):
+            return steps
+        return max(0, steps - 1)
 
     # -- the end of an epoch -------------------------------------------------------------------------------------------
 

@@ -217,7 +217,8 @@ class FitLoop:
         batch_start, batch_end, batch_save = plan.batch_start, plan.batch_end, plan.batch_save
         total, validate_at, max_steps = run.num_training_batches, trainer.next_validation(), trainer.step_limit
         log_every = trainer.log_every_n_steps or sys.maxsize  # 0: never
-        logged_at, timed = progress.global_step // log_every * log_every, self._timed_validation()
+        by_batch, timed = trainer.reporter.counts_batches, self._timed_validation()
+        logged_at = (progress.batches if by_batch else progress.global_step) // log_every * log_every
         clock, show_at, scheduled, stop = time.monotonic, 0.0, False, self.strategy.stop
         enter("training_step")
         run.logged.in_batches = True
@@ -245,11 +246,12 @@ class FitLoop:
                 for hook in batch_end:
                     hook(output, batch, index)
                 enter("training_step")
-            if progress.global_step - logged_at >= log_every:
+            steps = progress.batches if by_batch else progress.global_step
+            if steps - logged_at >= log_every:
                 logged_at += log_every
                 trainer.log_step()
-            elif progress.global_step < logged_at:  # a callback has gone back to an earlier step
-                logged_at = progress.global_step // log_every * log_every
+            elif steps < logged_at:  # a callback has gone back to an earlier step
+                logged_at = steps // log_every * log_every
             for hook in batch_save:
                 hook(output, batch, index)
             if progress.batch == validate_at or (timed is not None and timed()):

@@ -80,16 +80,15 @@ class LearningRateMonitor(Callback):
         self._logged_at = -1
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        step = updates(trainer) + 1  # the step that this batch is part of
+        step = trainer.reporter.steps + 1  # the step that this batch is part of
         every = trainer.log_every_n_steps or sys.maxsize
-        closes = trainer.window.count + 1 >= trainer.accumulate_grad_batches  # in the batch whose step uses the rates
-        if closes and step % every == 0 and step != self._logged_at:
+        if _steps(trainer, batch_idx) and step % every == 0 and step != self._logged_at:
             self._logged_at = step
             self._log(trainer, "step", step - trainer.behavior.zero_based_rows)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         if trainer.progress.batch == 0:  # a resume in the middle of an epoch has logged this already
-            self._log(trainer, "epoch", updates(trainer))
+            self._log(trainer, "epoch", trainer.reporter.steps)
 
     def _log(self, trainer: Trainer, interval: str, step: int) -> None:
         stats: dict[str, float] = {}
@@ -122,10 +121,11 @@ class LearningRateMonitor(Callback):
         return stats
 
 
-def updates(trainer: Trainer) -> int:
-    """Count the batches after which optimizers stepped, once for several optimizers."""
-    counted = len(trainer.optimizers) if trainer.behavior.count_optimizer_steps else 1
-    return trainer.progress.global_step // max(1, counted)
+def _steps(trainer: Trainer, batch_idx: int) -> bool:
+    """Return True for a batch that closes its accumulation window: its step uses the rates."""
+    ends = not trainer.behavior.windows_span_epochs or trainer.current_epoch + 1 == trainer.max_epochs
+    last = ends and batch_idx + 1 == trainer.num_training_batches
+    return last or trainer.window.count + 1 >= trainer.accumulate_grad_batches
 
 
 def momentum(group: dict[str, Any]) -> float | None:

@@ -1,0 +1,101 @@
+"""Rows that ``L.Trainer`` gives to loggers, and when, as recorded from runs of Lightning 2.6.6."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ExponentialLR
+
+import arclight.compat.lightning as L
+from arclight.compat.lightning.pytorch.callbacks import LearningRateMonitor
+from arclight.compat.lightning.pytorch.demos.boring_classes import BoringModel
+from arclight.compat.lightning.pytorch.loggers.logger import Logger
+
+
+class Rows(Logger):
+    """Keeps what it is given: the step of each name's rows, and how it was finalized."""
+
+    name, version = "rows", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[str, list[int | None]] = {}
+        self.ends: list[str] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert not self.ends, "logged after it was finalized"
+        for name in metrics:
+            self.steps.setdefault(name, []).append(step)
+
+    def log_hyperparams(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def finalize(self, status: str) -> None:
+        self.ends.append(status)
+
+
+def fit(model: L.LightningModule, *callbacks: L.Callback, **options: Any) -> Rows:
+    rows = Rows()
+    quiet = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    quiet |= {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    L.Trainer(**quiet | {"logger": rows, "callbacks": list(callbacks), "max_epochs": 2} | options).fit(model)
+    return rows
+
+
+class Model(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train", loss["loss"])
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", 1.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+class Manual(Model):
+    """Steps one optimizer at every batch, the other at every second one or, with ``rest``, both at every third one only."""
+
+    def __init__(self, rest: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization, self.rest = False, rest
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        loss = self.layer(batch).square().mean()
+        self.log("train", loss)
+        self.manual_backward(loss)
+        for optimizer, every in ((first, 3 if self.rest else 1), (second, 3 if self.rest else 2)):
+            if batch_idx % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [SGD([self.layer.weight], lr=0.1), SGD([self.layer.bias], lr=0.1)]
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_rows_of_manual_optimization_count_batches_whatever_steps_in_them(rest: bool) -> None:
+    rows = fit(Manual(rest), LearningRateMonitor("step"), limit_train_batches=6, limit_val_batches=1)
+    assert rows.steps["train"] == rows.steps["lr-SGD"] == rows.steps["lr-SGD-1"] == list(range(12))
+    assert rows.steps["val"] == [5, 11]
+    rows = fit(Manual(rest), limit_train_batches=6, limit_val_batches=0, log_every_n_steps=4)
+    assert rows.steps["train"] == [3, 7, 11]
+
+
+def test_rates_of_a_window_that_the_epochs_end_closes_are_logged() -> None:
+    rows = fit(Model(), LearningRateMonitor(), limit_train_batches=5, limit_val_batches=0, accumulate_grad_batches=2)
+    assert rows.steps["train"] == sorted(set(rows.steps["lr-SGD"])) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_validation_within_a_window_has_the_number_of_the_windows_step() -> None:
+    options = {"limit_train_batches": 6, "limit_val_batches": 1, "accumulate_grad_batches": 2, "max_epochs": 1}
+    rows = fit(Model(), val_check_interval=3, **options)
+    assert rows.steps["train"] == [0, 1, 2]
+    assert rows.steps["val"] == [1, 2]
+    assert fit(Model(), val_check_interval=2, **options).steps["val"] == [0, 1, 2]
