@@ -99,3 +99,45 @@ def test_a_validation_within_a_window_has_the_number_of_the_windows_step() -> No
     assert rows.steps["train"] == [0, 1, 2]
     assert rows.steps["val"] == [1, 2]
     assert fit(Model(), val_check_interval=2, **options).steps["val"] == [0, 1, 2]
+
+
+def test_loggers_are_finalized_after_the_hooks_that_may_still_log() -> None:
+    class Last(Model):
+        def on_fit_end(self) -> None:
+            self.logger.log_metrics({"fit_end": 1.0}, step=7)
+
+        def teardown(self, stage: str) -> None:
+            self.logger.log_metrics({"teardown": 1.0}, step=8)
+
+    rows = fit(Last(), limit_train_batches=1, limit_val_batches=0)
+    assert (rows.steps["fit_end"], rows.steps["teardown"], rows.ends) == ([7], [8], ["success"])
+
+
+def test_the_end_of_the_sanity_check_belongs_to_it() -> None:
+    class Look(L.Callback):
+        def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            self.seen = trainer.sanity_checking, float(trainer.callback_metrics["val"])
+
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            assert trainer.training
+            assert not trainer.callback_metrics
+
+    look = Look()
+    fit(Model(), look, limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=1)
+    assert look.seen == (True, 1.0)
+
+
+@pytest.mark.parametrize(("check", "stage"), [(1, "sanity_check"), (0, "validate")])
+def test_an_error_in_validation_is_reported_from_there(check: int, stage: str) -> None:
+    class Broken(Model):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            raise ArithmeticError
+
+    class Look(L.Callback):
+        def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+            self.stage = trainer.state.stage.value
+
+    look = Look()
+    with pytest.raises(ArithmeticError):
+        fit(Broken(), look, limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=check)
+    assert look.stage == stage

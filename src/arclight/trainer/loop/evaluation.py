@@ -66,7 +66,10 @@ class EvaluationLoop:
         self.strategy = trainer.strategy
 
     def validate_during_fit(self) -> None:
-        """Validate within a fit: training values are set aside and restored."""
+        """Validate within a fit: training values are set aside and restored.
+
+        After an error the stage stays, for ``on_exception`` to see where it was.
+        """
         run = self.run_state
         training_values, before, run.stage = run.logged, run.stage, "validate"
         # A run that is broken off in here validates again when it is resumed, with the random numbers of the first time.
@@ -79,7 +82,8 @@ class EvaluationLoop:
             self.evaluate(data)
             run.validated_time = time.monotonic()
         finally:
-            run.logged, run.stage = training_values, before
+            run.logged = training_values
+        run.stage = before
 
     def evaluate(self, data: StageData) -> list[dict[str, float]]:
         """Evaluate the data once and return the results for each loader.

@@ -297,8 +297,6 @@ class Session:
         trainer.checkpoint_io.teardown()
         if stage == "fit":
             trainer.call("on_fit_end")
-        for logger in trainer.loggers if trainer.is_global_zero else []:
-            logger.finalize("success")
         self._teardown(module)
 
     def _teardown(self, module: Module) -> None:
@@ -307,6 +305,8 @@ class Session:
         if trainer.datamodule is not None and hasattr(trainer.datamodule, "teardown"):
             profiling.profile_data_hook(trainer.profiler, trainer.datamodule, "teardown")(stage=function)
         module.teardown(stage=function)  # type: ignore[arg-type]
+        for logger in trainer.loggers if trainer.is_global_zero else []:
+            logger.finalize("success")  # only now: the hooks may have logged
         profiling.describe_profile(trainer.profiler)
 
     # -- fit -----------------------------------------------------------------------------------------------------------
@@ -419,9 +419,10 @@ class Session:
         try:
             with isolate_rng():  # whether one looks first must not change what is drawn later
                 EvaluationLoop(trainer, module).evaluate(trainer.data.load("validate"))
+            trainer.call("on_sanity_check_end")  # which sees the check's values
         finally:
-            run.logged, run.metrics, run.stage = training_values, metrics, "train"
-        trainer.call("on_sanity_check_end")
+            run.logged, run.metrics = training_values, metrics
+        run.stage = "train"
 
     # -- validate, test, predict ---------------------------------------------------------------------------------------
 
