@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, IterableDataset
 
 import arclight.compat.lightning as L
 from arclight.compat.lightning.pytorch.callbacks import LearningRateMonitor
@@ -90,6 +92,24 @@ def test_rows_of_manual_optimization_count_batches_whatever_steps_in_them(rest: 
 
 def test_rates_of_a_window_that_the_epochs_end_closes_are_logged() -> None:
     rows = fit(Model(), LearningRateMonitor(), limit_train_batches=5, limit_val_batches=0, accumulate_grad_batches=2)
+    assert rows.steps["train"] == sorted(set(rows.steps["lr-SGD"])) == [0, 1, 2, 3, 4, 5]
+
+
+class Five(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.randn(5, 32))
+
+
+def test_a_window_is_closed_by_the_last_batch_of_a_stream() -> None:
+    class Streamed(Model):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Five())
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert self.trainer.is_last_batch == (batch_idx == 4)
+            assert self.trainer.global_step == 3 * self.current_epoch + (batch_idx + 1) // 2 + (batch_idx == 4)
+
+    rows = fit(Streamed(), LearningRateMonitor(), limit_val_batches=0, accumulate_grad_batches=2)
     assert rows.steps["train"] == sorted(set(rows.steps["lr-SGD"])) == [0, 1, 2, 3, 4, 5]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import arclight as al
 from arclight.fabric.precision import names
@@ -350,6 +351,26 @@ def test_the_last_batch_is_known_in_its_step(limit: int | None) -> None:
     trainer(max_epochs=2, limit_train_batches=limit).fit(module, batches())
     epoch = [(where, index, index + 1 == total) for index in range(total) for where in ("start", "step", "end")]
     assert module.seen == epoch * 2
+
+
+class Stream(IterableDataset[Any]):
+    """Batches whose number is not known."""
+
+    def __iter__(self) -> Any:
+        return iter(batches())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_last_batch_of_a_stream_is_known_in_its_step(workers: int, tmp_path: Path) -> None:
+    module, saver = AsksForTheLastBatch(), al.ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    stream = DataLoader(Stream(), batch_size=None, num_workers=workers)
+    trainer(max_epochs=2, callbacks=[saver], enable_checkpointing=True).fit(module, stream)
+    epoch = [(where, index, index == 7) for index in range(8) for where in ("start", "step", "end")]
+    assert module.seen == epoch * 2
+    resumed = AsksForTheLastBatch()
+    trainer(max_epochs=2).fit(resumed, stream, ckpt_path=next(tmp_path.glob("*step=6*")))
+    assert resumed.seen == module.seen[18:]
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), resumed.parameters(), strict=True))
 
 
 def test_a_schedule_stepped_by_hand_at_the_last_batch() -> None:

@@ -874,8 +874,12 @@ class Trainer:
 
     @property
     def is_last_batch(self) -> bool:
-        """True within the last batch of a training epoch."""
-        return self.run_state.is_last_batch
+        """True within the last batch of a training epoch.
+
+        If their number is not known, the next one is read to tell.
+        """
+        run = self.run_state
+        return run.is_last_batch or (run.upcoming is not None and run.upcoming.ended)
 
     @property
     def last_loss(self) -> torch.Tensor | None:

@@ -31,7 +31,7 @@ from arclight.fabric.precision import Precision
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.seeding import isolate_rng
 from arclight.trainer.data import checks, limits
-from arclight.trainer.data.stage_data import HOOKS, BatchIterator, StageData
+from arclight.trainer.data.stage_data import HOOKS, BatchIterator, Lookahead, StageData
 from arclight.trainer.datamodule import DataModule
 from arclight.trainer.loop.hooks import logging_as, note_iterator, overridden, takes_iterator
 from arclight.trainer.module import Module
@@ -297,7 +297,10 @@ class DataConnector:
             run.batch_iterator = BatchIterator(triples, total, start)
             return run.batch_iterator.turns()
         batches = self._fetched(loader, epoch, start)
-        return batches if total == math.inf else islice(batches, int(total) - start)
+        if total != math.inf:
+            return islice(batches, int(total) - start)
+        run.upcoming = Lookahead(batches)
+        return run.upcoming
 
     def _fetched(self, loader: ResumableLoader | ResumableCombination, epoch: int, start: int) -> Iterator[Any]:
         """Profile the wait for batches; of unknown length, check that all ranks have a first one.

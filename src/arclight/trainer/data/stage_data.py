@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -147,3 +148,21 @@ class BatchIterator:
         """Yield this iterator once for every step that has batches left."""
         while not self.done:
             yield self
+
+
+class Lookahead(Iterator[Any]):
+    """Iterator over batches of unknown number that can tell whether another one follows."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._next: list[Any] = []
+
+    def __next__(self) -> Any:
+        return self._next.pop() if self._next else next(self._batches)
+
+    @property
+    def ended(self) -> bool:
+        """True if no batch follows; the next one is read to know."""
+        if not self._next:
+            self._next.extend(islice(self._batches, 1))
+        return not self._next

@@ -95,13 +95,13 @@ class GradientAccumulator:
     of other ranks may differ in weight too, so several processes agree on a window's total, once for each.
 
     ``batch_weight``: the module's own, if it has one; ``length``: gives the batches of a window that begins now; ``batch_size``: the samples
-    of the batch under way; ``ends``: tells if the batch of an index ends an epoch that closes its window; ``weigh_windows``: batches
+    of the batch under way; ``ends``: tells if that batch ends an epoch that closes its window; ``weigh_windows``: batches
     count by their samples; else, without a ``batch_weight``, alike.
     """
 
     def __init__(
         self, window: AccumulationState, strategy: Strategy, optimizer: Optimizer, batch_weight: BatchWeight | None, *,
-        length: Callable[[], int], batch_size: Callable[[], int], ends: Callable[[int], bool], weigh_windows: bool,
+        length: Callable[[], int], batch_size: Callable[[], int], ends: Callable[[], bool], weigh_windows: bool,
     ) -> None:  # fmt: skip
         self.window, self.strategy, self.optimizer = window, strategy, optimizer
         self._length, self._batch_size, self._ends = length, batch_size, ends
@@ -112,8 +112,8 @@ class GradientAccumulator:
         self.exchanged = self.several or self.counts is not None
         """Whether a window's total is only known at its end; losses then carry their weight as it is."""
 
-    def take(self, index: int, batch: Any) -> tuple[Any, bool, bool]:
-        """Add batch ``index`` to the window.
+    def take(self, batch: Any) -> tuple[Any, bool, bool]:
+        """Add a batch to the window.
 
         Returns the factor of its loss, and True if it is the window's first, and its last.
         """
@@ -126,7 +126,7 @@ class GradientAccumulator:
         if first:
             window.begin(self._length(), 1 if self.exchanged or not self.weigh else max(1, size))
         window.count += 1
-        last = window.count >= window.length or self._ends(index)
+        last = window.count >= window.length or self._ends()
         self.size = size
         return size / window.first_size / window.length, first, last
 

@@ -270,6 +270,7 @@ class FitLoop:
                 return progress.batch == total
             if plateaus is not None and progress.batch != total:
                 plateaus()
+        run.is_last_batch, run.upcoming = True, None
         return scheduled or plan.step_epoch_schedulers()
 
     # -- what a step calls -----------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from arclight.trainer.loop.predictions import Predictions
 from arclight.trainer.loop.progress import Progress, RunningStage, TrainerState
 
 if TYPE_CHECKING:
-    from arclight.trainer.data.stage_data import BatchIterator, StageData
+    from arclight.trainer.data.stage_data import BatchIterator, Lookahead, StageData
     from arclight.trainer.loop.optimizers import LRSchedulerConfig, ManagedOptimizer
 
 
@@ -52,6 +52,7 @@ class RunState:
         self.evaluated: Counter[str] = Counter()
         """Batches of all evaluations, by stage."""
         self.is_last_batch = False
+        """Whether the batch is known to be its epoch's last; see `Trainer.is_last_batch`."""
         self.pending_rng: dict[str, Any] | None = None
         """Random state of a checkpoint, to go on from at the epoch's start."""
         self.warned_of_minimum = False
@@ -71,6 +72,8 @@ class RunState:
         self.data: dict[str, StageData] = {}
         self.num_training_batches: int | float = math.inf
         self.batch_iterator: BatchIterator | None = None
+        self.upcoming: Lookahead | None = None
+        """The rest of an epoch of unknown length."""
         self.loader_state: dict[str, Any] = {}
         self.loader_seeds: list[int] | int = []
         """Seeds of the training loaders from a checkpoint, until the loaders are made; older checkpoints have one number for all."""

@@ -226,6 +226,7 @@ class Session:
             detach_log(trainer.callbacks)
             for data in trainer.data.stages.values():
                 data.close()
+            run.upcoming = None
             trainer.paths.drop_empty_folder()
             run.stage = ""
 

@@ -187,9 +187,8 @@ class StepBuilder:
         def batch_size() -> int:
             return run.logged.batch.size()
 
-        def ends(index: int) -> bool:
-            ends_epoch = index + 1 == run.num_training_batches
-            return ends_epoch and (not spans or run.progress.epoch + 1 == trainer.max_epochs)
+        def ends() -> bool:
+            return (not spans or run.progress.epoch + 1 == trainer.max_epochs) and trainer.is_last_batch
 
         return GradientAccumulator(
             run.window,
@@ -254,7 +253,7 @@ class StepBuilder:
             progress.global_step += 1
 
         def step(batch: Any, index: int) -> Any:
-            share, first, last = windows.take(index, batch)
+            share, first, last = windows.take(batch)
             with nullcontext() if last else strategy.accumulating(run.step_module or module):
                 output = forward(batch, index)
                 loss = loss_of(output)
@@ -287,7 +286,7 @@ class StepBuilder:
 
         def step(batch: Any, index: int) -> Any:
             output, ran = None, False
-            share, first, last = windows.take(index, batch)
+            share, first, last = windows.take(batch)
             total = run.window.total
             grown = parameters_of(optimizer) if repeats and not first else []
             before = [(p, p.grad.clone()) for p in grown if p.grad is not None]

@@ -82,7 +82,7 @@ class LearningRateMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         step = trainer.reporter.steps + 1  # the step that this batch is part of
         every = trainer.log_every_n_steps or sys.maxsize
-        if _steps(trainer, batch_idx) and step % every == 0 and step != self._logged_at:
+        if _steps(trainer) and step % every == 0 and step != self._logged_at:
             self._logged_at = step
             self._log(trainer, "step", step - trainer.behavior.zero_based_rows)
 
@@ -121,11 +121,10 @@ class LearningRateMonitor(Callback):
         return stats
 
 
-def _steps(trainer: Trainer, batch_idx: int) -> bool:
+def _steps(trainer: Trainer) -> bool:
     """Return True for a batch that closes its accumulation window: its step uses the rates."""
     ends = not trainer.behavior.windows_span_epochs or trainer.current_epoch + 1 == trainer.max_epochs
-    last = ends and batch_idx + 1 == trainer.num_training_batches
-    return last or trainer.window.count + 1 >= trainer.accumulate_grad_batches
+    return trainer.window.count + 1 >= trainer.accumulate_grad_batches or (ends and trainer.is_last_batch)
 
 
 def momentum(group: dict[str, Any]) -> float | None:
