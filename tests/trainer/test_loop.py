@@ -327,6 +327,17 @@ def test_python_calls_per_step(logs: int, ratio: float) -> None:
     assert calls_per_step(ours) <= ratio * calls_per_step(raw)
 
 
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_clip_value_of_zero_clips_nothing(algorithm: str, accumulate: int) -> None:
+    clipped, plain = Mlp(), Mlp()
+    plain.load_state_dict(clipped.state_dict())
+    setting = {"max_epochs": 1, "accumulate_grad_batches": accumulate}
+    trainer(gradient_clip_val=0, gradient_clip_algorithm=algorithm, **setting).fit(clipped, batches())
+    trainer(**setting).fit(plain, batches())
+    assert all(torch.equal(a, b) for a, b in zip(clipped.parameters(), plain.parameters(), strict=True))
+
+
 class AsksForTheLastBatch(Mlp):
     """Notes ``trainer.is_last_batch`` wherever a batch is under way."""
 
@@ -389,7 +400,7 @@ def test_a_schedule_stepped_by_hand_at_the_last_batch() -> None:
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
-    fitted = trainer(max_epochs=3)
+    fitted = trainer(max_epochs=3, gradient_clip_val=0.0)  # no clipping: nothing to refuse by hand
     fitted.fit(ByHand(), batches())
     assert fitted.optimizers[0].param_groups[0]["lr"] == 0.125
 

@@ -79,7 +79,7 @@ class TrainerSettings(Checked):
     accumulate_grad_batches: PositiveInt = 1
     """Batches per optimizer step; an accumulation window may continue in the next epoch."""
     gradient_clip_val: NonNegativeFloat | None = None
-    """Largest gradient norm (or value); none means no clipping."""
+    """Largest gradient norm (or value); none or 0 means no clipping."""
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
     """Clip the global norm (the default) or each element."""
     log_every_n_steps: NonNegativeInt = 50

@@ -163,7 +163,7 @@ class StepBuilder:
         if overridden(module, "configure_gradient_clipping", Module) or overridden(module, "clip_gradients", Module):
             named = logging_as(module, "configure_gradient_clipping", module.configure_gradient_clipping)
             clipping = partial(named, optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
-        elif value is not None:
+        elif value:  # 0 clips nothing, as None
             clipping = partial(clip, self.strategy, optimizer, value, algorithm or "norm")
         else:
             return actions

@@ -123,7 +123,7 @@ def _check_predict(module: Module) -> None:
 def _check_manual(module: Module, clip_value: float | None, accumulate: int) -> None:
     if module.automatic_optimization:
         return
-    if clip_value is not None:
+    if clip_value:
         raise MisconfigurationError(
             "Automatic gradient clipping is not supported for manual optimization. Remove "
             f"`Trainer(gradient_clip_val={clip_value})` and call self.clip_gradients(optimizer, ...) in training_step"
