@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, IterableDataset
 
 import arclight as al
 import arclight.compat.lightning as L
@@ -375,3 +376,62 @@ def test_a_fabric_without_loggers_has_no_first_one() -> None:
     for owner in (fabric, module):
         with pytest.raises(IndexError, match="no loggers"):
             _ = owner.logger
+
+
+def test_each_call_of_optimizer_step_counts_whether_or_not_it_steps() -> None:
+    class Model(BoringModel):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+            if batch_idx % 2 == 0:
+                optimizer.step(closure=closure)
+            else:
+                closure()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=1.0)
+            return [optimizer], [{"scheduler": StepLR(optimizer, 1, gamma=0.5), "interval": "step"}]
+
+    model, run = Model(), trainer(limit_train_batches=100, max_epochs=-1, max_steps=5, limit_val_batches=0)
+    run.fit(model)
+    assert (run.global_step, run.fit_loop.total_batch_idx) == (5, 4)
+    assert run.optimizers[0].param_groups[0]["lr"] == 0.5**5
+
+
+def test_training_goes_on_with_tensors_of_the_validation() -> None:
+    class Model(BoringModel):
+        center: Any = 0.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return (self.layer(batch) * self.center).sum()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert not torch.is_grad_enabled()
+            self.center = self.layer(batch).mean()
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            assert torch.is_inference_mode_enabled()
+
+    model, run = Model(), trainer(max_epochs=2, num_sanity_val_steps=1)
+    run.fit(model)
+    assert float(model.center) != 0
+    run.test(model)
+
+
+def test_a_limit_at_the_last_batch_of_a_stream_ends_its_epoch() -> None:
+    class Four(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Any:
+            return iter(torch.randn(4, 32))
+
+    class Model(Recorder):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Four())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=1.0)
+            return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+    model, run = Model(), trainer(limit_train_batches=None, max_epochs=-1, max_steps=8)
+    run.fit(model)
+    assert [seen[:2] for seen in model.seen if seen[0] in ("validation", "epoch")] == [
+        ("validation", 0), ("epoch", 0), ("validation", 1), ("epoch", 1),
+    ]  # fmt: skip
+    assert run.optimizers[0].param_groups[0]["lr"] == 0.25

@@ -95,7 +95,7 @@ class TrainerSettings(Checked):
     benchmark: bool | None = None
     """Let cuDNN time its kernels for each shape."""
     inference_mode: bool = True
-    """Evaluate under torch.inference_mode rather than no_grad."""
+    """Evaluate under torch.inference_mode rather than no_grad; the validations of a fit are always under no_grad."""
     sync_batchnorm: bool = False
     """Synchronise batch norms over all ranks."""
     barebones: bool = False

@@ -164,9 +164,11 @@ class EvaluationLoop:
     def without_gradients(self) -> AbstractContextManager[Any]:
         """Disable gradients for an evaluation.
 
-        ``torch.inference_mode(False)`` inside it enables them again.
+        ``torch.inference_mode(False)`` inside it enables them again. A fit may train with tensors that its validation has made
+        (prototypes, for one), which it could not if they were of inference mode.
         """
-        inference = self.trainer.inference_mode and self.strategy.evaluates_in_inference_mode
+        within_fit = self.run_state.state.fn == TrainerFn.FITTING
+        inference = self.trainer.inference_mode and self.strategy.evaluates_in_inference_mode and not within_fit
         return torch.inference_mode() if inference else torch.no_grad()
 
     def _collect(self, data: StageData, keep: bool) -> Predictions:

@@ -220,6 +220,10 @@ class FitLoop:
         by_batch, timed = trainer.reporter.counts_batches, self._timed_validation()
         logged_at = (progress.batches if by_batch else progress.global_step) // log_every * log_every
         clock, show_at, scheduled, stop = time.monotonic, 0.0, False, self.strategy.stop
+
+        def over() -> bool:
+            return trainer.is_last_batch and (scheduled or plan.step_epoch_schedulers())
+
         enter("training_step")
         run.logged.in_batches = True
         for index, batch in enumerate(trainer.data.train_batches(progress.epoch, progress.batch), progress.batch):
@@ -258,7 +262,7 @@ class FitLoop:
                 self.evaluation.validate_during_fit()
                 self.agree_on_stop()
                 if run.should_stop and self.trainer.may_stop():
-                    return progress.batch == total
+                    return over()
                 validate_at = trainer.next_validation()
                 enter("training_step")
             if on_progress and (now := clock()) >= show_at:
@@ -267,7 +271,7 @@ class FitLoop:
                     hook()
             stop.position = progress.batches  # before looking whether a stop is asked for: other ranks go by it
             if ((run.should_stop or stop.asked) and self.stops_here()) or progress.global_step >= max_steps:
-                return progress.batch == total
+                return over()
             if plateaus is not None and progress.batch != total:
                 plateaus()
         run.is_last_batch, run.upcoming = True, None

@@ -330,8 +330,11 @@ class StepBuilder:
         return step
 
     def _after_closure(self, parts: StepParts, stepped: list[ManagedOptimizer], ran: bool) -> None:
-        """Run the actions after an update and count it."""
-        if not stepped:
+        """Run the actions after an update and count it.
+
+        In Lightning the call of ``optimizer_step`` is what counts, once, whether and how often it steps the optimizer.
+        """
+        if not stepped and not self.behavior.count_optimizer_steps:
             return
         if not ran:
             raise MisconfigurationError(
@@ -340,7 +343,7 @@ class StepBuilder:
             )
         for action in parts.after_step:
             action()
-        self.run.progress.global_step += len(stepped) if self.behavior.count_optimizer_steps else 1
+        self.run.progress.global_step += 1
         stepped.clear()
 
     def _forward_only(self, forward: Step) -> Step:
