@@ -212,18 +212,13 @@ class FitLoop:
     def train_batches(self, plan: FitPlan) -> bool:
         """Run the innermost loop; True if the epoch's batches came to their end."""
         trainer, run, enter = self.trainer, self.run_state, self.trainer.enter
-        progress, current = run.progress, run.logged.batch
+        progress, current, by_batch = run.progress, run.logged.batch, trainer.reporter.counts_batches
         step, move, on_progress, plateaus = plan.step, plan.move, plan.on_progress, plan.step_plateaus
         batch_start, batch_end, batch_save = plan.batch_start, plan.batch_end, plan.batch_save
         total, validate_at, max_steps = run.num_training_batches, trainer.next_validation(), trainer.step_limit
-        log_every = trainer.log_every_n_steps or sys.maxsize  # 0: never
-        by_batch, timed = trainer.reporter.counts_batches, self._timed_validation()
+        log_every, timed = trainer.log_every_n_steps or sys.maxsize, self._timed_validation()  # 0: never
         logged_at = (progress.batches if by_batch else progress.global_step) // log_every * log_every
         clock, show_at, scheduled, stop = time.monotonic, 0.0, False, self.strategy.stop
-
-        def over() -> bool:
-            return trainer.is_last_batch and (scheduled or plan.step_epoch_schedulers())
-
         enter("training_step")
         run.logged.in_batches = True
         for index, batch in enumerate(trainer.data.train_batches(progress.epoch, progress.batch), progress.batch):
@@ -250,8 +245,7 @@ class FitLoop:
                 for hook in batch_end:
                     hook(output, batch, index)
                 enter("training_step")
-            steps = progress.batches if by_batch else progress.global_step
-            if steps - logged_at >= log_every:
+            if (steps := progress.batches if by_batch else progress.global_step) - logged_at >= log_every:
                 logged_at += log_every
                 trainer.log_step()
             elif steps < logged_at:  # a callback has gone back to an earlier step
@@ -262,7 +256,7 @@ class FitLoop:
                 self.evaluation.validate_during_fit()
                 self.agree_on_stop()
                 if run.should_stop and self.trainer.may_stop():
-                    return over()
+                    return trainer.is_last_batch and self._complete(plan, scheduled)
                 validate_at = trainer.next_validation()
                 enter("training_step")
             if on_progress and (now := clock()) >= show_at:
@@ -271,10 +265,14 @@ class FitLoop:
                     hook()
             stop.position = progress.batches  # before looking whether a stop is asked for: other ranks go by it
             if ((run.should_stop or stop.asked) and self.stops_here()) or progress.global_step >= max_steps:
-                return over()
+                return trainer.is_last_batch and self._complete(plan, scheduled)
             if plateaus is not None and progress.batch != total:
                 plateaus()
-        run.is_last_batch, run.upcoming = True, None
+        return self._complete(plan, scheduled)
+
+    def _complete(self, plan: FitPlan, scheduled: bool) -> bool:
+        """Step the schedulers of an epoch's end, unless ``scheduled`` before; always True."""
+        self.run_state.is_last_batch, self.run_state.upcoming = True, None
         return scheduled or plan.step_epoch_schedulers()
 
     # -- what a step calls -----------------------------------------------------------------------------------------------
