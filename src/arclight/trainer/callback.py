@@ -183,7 +183,10 @@ class AveragesWeights(Protocol):
 
 @runtime_checkable
 class ReplacesWeights(Protocol):
-    """A callback whose checkpoints hold other weights than the module has, also those of weights alone."""
+    """A callback whose checkpoints hold other weights than the module has.
+
+    So do those of weights alone.
+    """
 
     def weights_to_save(self, pl_module: Module, weights: dict[str, Any]) -> dict[str, Any]:
         """Return what is saved in place of ``weights``, the module's state dict."""
