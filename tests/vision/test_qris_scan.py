@@ -18,6 +18,7 @@ pytest.importorskip("zxingcpp")
 from arclight.vision.qris import Code, build, scan  # noqa: E402
 from arclight.vision.qris.reading import decode, finder_patterns, grid, grid_search, scanner  # noqa: E402
 from arclight.vision.qris.reading.decode import read_at, read_grid, read_opencv, read_view, read_zxing, views_of  # noqa: E402
+from arclight.vision.qris.reading.evidence import CodeEvidence  # noqa: E402
 from arclight.vision.qris.reading.grid import Grid, alignment_centres, side_in_modules, template  # noqa: E402
 from arclight.vision.qris.reading.grid_search import rivals  # noqa: E402
 from arclight.vision.qris.reading.refinement import Slopes  # noqa: E402
@@ -278,6 +279,20 @@ def test_real_photos(shared_data: Path, group: str, every: int, least: float) ->
     assert ours > least * plain
 
 
+@pytest.mark.parametrize(
+    ("name", "box", "text"),
+    [
+        ("phone_12", (238, 435, 415, 587), "http://cokeurl.com/q/2017-00776"),  # cut off at the bottom; a view shows it
+        ("phone_35", (190, 429, 399, 634), "hudson"),  # a grid fits well, and is off by a share of a module
+    ],
+)
+def test_codes_are_read_where_they_are_seen_in_a_wrong_box(
+    shared_data: Path, name: str, box: tuple[float, ...], text: str
+) -> None:
+    photo = cv2.imread(str(shared_data / "qr_photos" / "images" / "test" / f"{name}.jpg"))
+    assert text in {code.text for code in scan(cv2.cvtColor(photo, cv2.COLOR_BGR2RGB), finder(box))}
+
+
 def test_reading_samples_truly(shared_data: Path) -> None:
     """The payloads of zxing-cpp's own samples: what is read is what its authors say is there."""
     checked = 0
@@ -512,6 +527,29 @@ def test_the_work_on_a_photo_is_bounded_and_what_was_left_untried_named(monkeypa
     assert [code.problems for code in codes] == [(scanner.NOT_READ,)] * 4 + [(scanner.NOT_TRIED,)] * 2
 
 
+def test_few_boxes_are_searched_again_where_a_code_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (300, 600, 3)).astype(np.uint8)
+    boxes = [(20.0 + 140 * i, 100.0, 140.0 + 140 * i, 220.0) for i in range(4)]
+    elsewhere = (5.0, 7.0, 130.0, 140.0)
+    searched: list[object] = []
+
+    def fails(grey: object, box: object, tries: int, thorough: bool) -> decode.GridReading:
+        searched.append(box)
+        return decode.GridReading([], 1, 0.9)
+
+    monkeypatch.setattr(scanner, "read_view", lambda view: [])
+    monkeypatch.setattr(scanner, "read_grid", fails)
+    monkeypatch.setattr(scanner, "code_evidence", lambda grey, box: CodeEvidence(0.5, elsewhere))
+    codes = scan(noise, finder(*boxes))
+    assert searched == [*boxes, *[elsewhere] * scanner.MAX_PLACED_TRIES]
+    problems = [code.problems for code in codes]
+    assert problems == [(scanner.NOT_READ,)] * scanner.MAX_PLACED_TRIES + [(scanner.NOT_TRIED,)] * 2
+    monkeypatch.setattr(scanner, "code_evidence", lambda grey, box: CodeEvidence(0.3, elsewhere))  # too weak to go by
+    searched.clear()
+    assert {code.problems for code in scan(noise, finder(*boxes))} == {(scanner.NOT_READ,)}
+    assert searched == boxes
+
+
 def test_a_scan_that_is_stopped_keeps_what_it_has_read_and_names_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     grids: list[object] = []
     monkeypatch.setattr(scanner, "read_grid", lambda grey, box, tries: grids.append(box) or ([], 1))
@@ -633,8 +671,8 @@ def test_forty_undecodable_symbols_take_bounded_work_and_are_named_as_left_untri
     named = [code.problems for code in codes]
     assert named.count((scanner.NOT_TRIED,)) >= 36
     assert {*named} <= {(scanner.NOT_TRIED,), (scanner.NOT_READ,)}
-    assert len(searched) == scanner.MAX_GRID_BOXES, (
-        "a plain grid is not looked for again in larger views or wider boxes"
+    assert len(searched) == scanner.MAX_GRID_BOXES + scanner.MAX_PLACED_TRIES, (
+        "a plain grid is not looked for again in larger views or wider boxes, but in the places of two codes that are seen"
     )
 
 

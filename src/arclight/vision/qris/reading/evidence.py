@@ -3,7 +3,8 @@
 Text and checkers have no finder patterns, and a code that is seen shows where a box should be. Its figures were chosen on the train
 and val photos of `benchmarks/qr_photos.py`, which measures it.
 
-``arclight predict --code-evidence`` wraps a detector of codes with it; a `Detect` comes in and goes out.
+``arclight predict --code-evidence`` wraps a detector of codes with it; a `Detect` comes in and goes out. `scanner` asks where the code of a box
+is that it cannot read.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def _weighed(found: Detections, grey: Grey, classes: Collection[str] | None) -> 
         seen = code_evidence(grey, (x0, y0, x1, y1))
         shift = np.clip(SLOPE * (seen.strength - NEUTRAL), -MAX_SHIFT, MAX_SHIFT)
         conf[row] = _confidence(_log_odds(conf[row]) + shift)
-        if seen.hull is not None and seen.strength >= PLACING:
-            xyxy[row] = np.clip(seen.hull, 0, [width, height, width, height])
+        if seen.place is not None:
+            xyxy[row] = np.clip(seen.place, 0, [width, height, width, height])
     return replace(found, boxes=Boxes(xyxy, conf, found.boxes.cls))[np.argsort(-conf, kind="stable")]
 
 
@@ -115,6 +116,11 @@ class CodeEvidence:
     """1 if a plain reader decodes it; else the best correlation of the fixed modules with parallelograms of three likely finder patterns."""
     hull: Box | None
     """Upright box around the code (xyxy, pixels of the picture); None if its place is not known."""
+
+    @property
+    def place(self) -> Box | None:
+        """The ``hull`` of a code that is seen well enough to tell its place better than a detector."""
+        return self.hull if self.strength >= PLACING else None
 
 
 NO_EVIDENCE = CodeEvidence(0.0, None)

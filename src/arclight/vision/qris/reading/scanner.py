@@ -35,6 +35,7 @@ from arclight.vision.qris.reading.decode import (
     views_of,
     widened,
 )
+from arclight.vision.qris.reading.evidence import code_evidence
 from arclight.vision.qris.reading.finder_patterns import Floats
 from arclight.vision.qris.reading.grid import Box, clockwise
 from arclight.vision.rotated import refusal_of_quadrilateral
@@ -58,6 +59,8 @@ a box too small for the first round may lack, at most: with more, none of 60 was
 MIN_WIDENED_SCORE, MAX_WIDENED_SCORE = 0.2, 0.7
 """Correlations of a box's best grid from which, and below which, the wider box is searched: with less there is no code, and more is as
 right as a grid gets. Boxes that were read by the wider one had 0.24 to 0.64."""
+MAX_PLACED_TRIES = 2
+"""Boxes per photo on which a further grid may fail, where the code that is seen has given the box another place."""
 MIN_HINTING_SCORE = 0.3
 """Least correlation of a box's best grid for the search of the wider box to be thorough; boxes that were read so had 0.34 and more."""
 
@@ -129,7 +132,7 @@ def scan(image: Image, detector: DetectFn | None = None, *, stop: StopFn = never
 
     The whole picture is read first, so that nothing a plain reader finds is lost; then each of the detector's
     boxes that nothing was read in is enlarged, straightened (by its corners, where the detector gives them) and read
-    again. Without a detector only the whole picture is read. The work on one photo is bounded, whatever it shows, and ends early
+    again; at last it is placed where a code is seen. Without a detector only the whole picture is read. The work on one photo is bounded, whatever it shows, and ends early
     once ``stop()`` is true, which is asked between readers: boxes on which a reader was left untried say so.
     Raises ValueError for an array that is no such image.
     """
@@ -141,7 +144,8 @@ def scan(image: Image, detector: DetectFn | None = None, *, stop: StopFn = never
     found = _read_cornered(grey, boxes, read_views(grey, boxes, found, stop), stop)
     if not stop() and (not boxes or not all(_is_read(box, found) for box in boxes)):
         found = _merged(found, _read_enlarged(grey))
-    return _codes(_read_grids(grey, boxes, found, stop), boxes)
+    found = _read_placed(grey, boxes, _read_grids(grey, boxes, found, stop), stop)
+    return _codes(found, boxes)
 
 
 def other_symbols(image: Image) -> list[Code]:
@@ -228,6 +232,31 @@ def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], 
             thorough = known is None or known >= MIN_HINTING_SCORE
             read = read_grid(grey, widened(box.xyxy, WIDER), 1, thorough=thorough)
             found, tries = _merged(found, read.codes), tries - read.views
+    return found
+
+
+def _read_placed(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], stop: StopFn) -> list[DecodedCode]:
+    """Read unread boxes once more where the code itself is seen; return all codes.
+
+    A detector's box may cut off a code's edge or be too wide for its views. A module grid that fitted well is searched anew from there.
+    """
+    placed = []
+    for box in boxes:
+        if box.grid_score is None or _is_read(box, found):
+            continue
+        if stop():
+            box.left_untried = True
+        elif (place := code_evidence(grey, box.xyxy).place) is not None:
+            placed.append((box, replace(box, xyxy=place)))
+    found = read_views(grey, [at for _, at in placed], found, stop)
+    tries = MAX_PLACED_TRIES
+    for box, at in placed:
+        if not (_is_read(at, found) or box.grid_score is None or box.grid_score < MAX_WIDENED_SCORE):
+            at.left_untried |= not tries or stop()
+            if not at.left_untried:
+                read = read_grid(grey, at.xyxy, 1, thorough=True)
+                found, tries = _merged(found, read.codes), tries - (not read.codes)
+        box.left_untried = at.left_untried
     return found
 
 
