@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, IterableDataset
 
 import arclight as al
 import arclight.compat.lightning as L
@@ -414,24 +413,3 @@ def test_training_goes_on_with_tensors_of_the_validation() -> None:
     run.fit(model)
     assert float(model.center) != 0
     run.test(model)
-
-
-def test_a_limit_at_the_last_batch_of_a_stream_ends_its_epoch() -> None:
-    class Four(IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Any:
-            return iter(torch.randn(4, 32))
-
-    class Model(Recorder):
-        def train_dataloader(self) -> Any:
-            return DataLoader(Four())
-
-        def configure_optimizers(self) -> Any:
-            optimizer = SGD(self.parameters(), lr=1.0)
-            return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
-
-    model, run = Model(), trainer(limit_train_batches=None, max_epochs=-1, max_steps=8)
-    run.fit(model)
-    assert [seen[:2] for seen in model.seen if seen[0] in ("validation", "epoch")] == [
-        ("validation", 0), ("epoch", 0), ("validation", 1), ("epoch", 1),
-    ]  # fmt: skip
-    assert run.optimizers[0].param_groups[0]["lr"] == 0.25

@@ -371,6 +371,19 @@ class Stream(IterableDataset[Any]):
         return iter(batches())
 
 
+def test_a_stream_is_not_asked_for_a_batch_beyond_max_steps() -> None:
+    """It may be a live one, that another process of the run has ended, or that takes long."""
+
+    class Live(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from batches()[:4]
+            raise AssertionError("the fifth batch was asked for")
+
+    run = trainer(max_epochs=-1, max_steps=4)
+    run.fit(Mlp(), DataLoader(Live(), batch_size=None))
+    assert run.global_step == 4
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_last_batch_of_a_stream_is_known_in_its_step(workers: int, tmp_path: Path) -> None:
     module, saver = AsksForTheLastBatch(), al.ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)

@@ -256,7 +256,7 @@ class FitLoop:
                 self.evaluation.validate_during_fit()
                 self.agree_on_stop()
                 if run.should_stop and self.trainer.may_stop():
-                    return trainer.is_last_batch and self._complete(plan, scheduled)
+                    return progress.batch == total
                 validate_at = trainer.next_validation()
                 enter("training_step")
             if on_progress and (now := clock()) >= show_at:
@@ -265,7 +265,7 @@ class FitLoop:
                     hook()
             stop.position = progress.batches  # before looking whether a stop is asked for: other ranks go by it
             if ((run.should_stop or stop.asked) and self.stops_here()) or progress.global_step >= max_steps:
-                return trainer.is_last_batch and self._complete(plan, scheduled)
+                return progress.batch == total
             if plateaus is not None and progress.batch != total:
                 plateaus()
         return self._complete(plan, scheduled)
