@@ -16,7 +16,7 @@ import yaml
 
 import arclight as al
 from arclight import checkpoint
-from arclight.trainer.callbacks import MissingMetricError, ModelCheckpoint, OnExceptionCheckpoint
+from arclight.trainer.callbacks import EMAWeightAveraging, MissingMetricError, ModelCheckpoint, OnExceptionCheckpoint
 from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO, CheckpointIO, FolderCheckpointIO, TorchCheckpointIO
 
 
@@ -122,6 +122,30 @@ def test_accumulated_batches_are_saved_once(fit: Any) -> None:
         accumulate_grad_batches=2,
     )
     assert count.saves == 4
+
+
+@pytest.mark.parametrize("averages_first", [False, True])
+def test_replaced_weights_are_saved_beside_an_average_in_any_order(
+    fit: Any, scripted: Any, tmp_path: Path, averages_first: bool
+) -> None:
+    class Replaces(al.Callback):
+        def weights_to_save(self, pl_module: Any, weights: dict[str, Any]) -> dict[str, Any]:
+            return {name: torch.full_like(tensor, 7) for name, tensor in weights.items()}
+
+    class Saves(al.Callback):
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "within")  # the average stands in the model
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "end")
+
+    callbacks = [Replaces(), EMAWeightAveraging(decay=0.5)]
+    ordered = (*(reversed(callbacks) if averages_first else callbacks), Saves())
+    fit(scripted({"val/score": [0.0]}), *ordered, max_epochs=1)
+    for name in ("within", "end"):
+        saved = checkpoint.load(tmp_path / name)["model"]
+        assert saved
+        assert all(bool((tensor == 7).all()) for tensor in saved.values()), name
 
 
 @pytest.mark.parametrize("weights_only", [False, True])

@@ -80,6 +80,7 @@ class CheckpointConnector:
         }
         for callback in trainer.callbacks:
             checkpoint.update(callback.averages() if isinstance(callback, AveragesWeights) else {})
+        for callback in trainer.callbacks:
             if isinstance(callback, ReplacesWeights):
                 checkpoint["state_dict"] = callback.weights_to_save(module, checkpoint["state_dict"])
         if not weights_only:
