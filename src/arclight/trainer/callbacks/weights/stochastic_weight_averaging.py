@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_UNFINISHED = "swa"
+_UNFINISHED = "swa_unfinished"
 """The entry of an average that lacks its statistics; the model is loaded without it."""
 
 
@@ -43,7 +43,7 @@ class StochasticWeightAveraging(WeightAveraging):
 
     When training ends the average becomes the model's weights, and the statistics of batch normalization are measured
     again for it in one pass over the training data. Validation before that sees the trained weights, as these statistics
-    are theirs, and a checkpoint loads as them: the average so far is beside them, the entry ``swa``. One of the end has the
+    are theirs, and a checkpoint loads as them: the average so far is beside them, the entry ``swa_unfinished``. One of the end has the
     average and its statistics as the entry ``ema``, which is what it loads as.
     Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (2018).
     Raises MisconfigurationError for arguments out of range, several optimizers or schedulers, and sharded models.
