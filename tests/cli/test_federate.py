@@ -916,11 +916,23 @@ def test_warnings_are_printed_among_the_rounds_and_none_twice() -> None:
         log.error("the run pauses until its journal can be written: %s", "the disk is full")
         log.warning("node a is lost: silent for 1.5 s", extra=OBSERVED)
         progress.observe(events.NodeLost(node="a", session="s", why="silent for 1.5 s"))
+        log.warning("node %s", "b\x1b[2J\nround 3/3")
     log.warning("nobody is here any more")
     assert stream.getvalue().splitlines() == [
         "arclight: the run pauses until its journal can be written: the disk is full",
         "node a is lost: silent for 1.5 s",
+        "arclight: node b\N{REPLACEMENT CHARACTER}[2J round 3/3",
     ]
+
+
+def test_a_lost_terminal_does_not_end_who_warns(capsys: pytest.CaptureFixture[str]) -> None:
+    class Closed(Terminal):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError("the terminal is gone")
+
+    with print_warnings(Progress(3, Closed(moves=False))):
+        logging.getLogger("arclight.federated.server.runtime").warning("node a is slow")
+    assert "the terminal is gone" in capsys.readouterr().err
 
 
 def test_excluded_clients_are_not_counted() -> None:

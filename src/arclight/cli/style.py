@@ -6,11 +6,12 @@ Verbs print most tables through `console_of` and show waiting by `progressed`, `
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,3 +94,9 @@ def styled(code: str, text: str) -> str:
     """Return ``text`` in an ANSI style if standard output is a terminal that wants it."""
     wanted = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     return f"\x1b[{code}m{text}\x1b[0m" if wanted and text else text
+
+
+def printable(value: Any) -> str:
+    """Return text on one line without control characters, which could command a terminal."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.splitlines()))

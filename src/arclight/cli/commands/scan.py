@@ -7,7 +7,6 @@ is printed by `printable` only. Flags, keys of the JSON and the exit status `MIS
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ from arclight.cli.arguments import (
     trusted,
     write_json,
 )
-from arclight.cli.style import console_of, progressed
+from arclight.cli.style import console_of, printable, progressed
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -361,9 +360,3 @@ def listing(name: str, codes: list[dict[str, Any]]) -> RenderableType:
         for problem in code["problems"]:
             branch.add(Text(printable(problem), style="red"))
     return tree
-
-
-def printable(value: Any) -> str:
-    """Return text on one line without control characters, which could command a terminal."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.splitlines()))

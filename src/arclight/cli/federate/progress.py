@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
-from arclight.cli.style import bold, dim
+from arclight.cli.style import bold, dim, printable
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.protocol import Heartbeat
@@ -267,8 +267,12 @@ class _Printed(logging.Handler):
         self._progress = progress
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "observed", False):
-            self._progress.say(f"arclight: {record.getMessage()}")
+        if getattr(record, "observed", False):
+            return
+        try:
+            self._progress.say(f"arclight: {printable(record.getMessage())}")
+        except Exception:  # whoever logs is a thread of the server, which a lost terminal must not end
+            self.handleError(record)
 
 
 class ObservedServer:
