@@ -173,6 +173,8 @@ def test_a_run_folder_is_evaluated_by_its_best_checkpoint(own: Path, typed: Type
     assert value("last") == value("runs/line/1/checkpoints/last.ckpt") < value(str(best)) == value("runs/line/1")
     assert torch.equal(predicted("runs/line/1"), predicted(str(best)))
     assert not torch.equal(predicted("runs/line/1"), predicted("last"))
+    assert typed(f"train {NAMED} --model.hidden 3 --name team/line {QUICK}")[0] == 0
+    assert typed("validate own_line:Line --config runs/team/line/1/config.toml --ckpt_path last")[0] == 0
     Path("runs/line/2/checkpoints").mkdir(parents=True)
     for verb in ("train", "test"):  # never an older run in place of the newest
         status, _, err = typed(f"{verb} {again} --ckpt_path last")

@@ -145,7 +145,7 @@ def weights_of(place: str | None, run: UserRun) -> str | Path | None:
             raise UsageError(f"--ckpt_path last: there is no checkpoint in {folder}")
         return kept
     if place == "last":
-        if (newest := RunFolder.newest(run.root, run.runs.name)) is None:
+        if (newest := RunFolder.newest(run.runs.parent, run.runs.name)) is None:
             raise UsageError(f"--ckpt_path last: there is no run in {run.runs}")
         return newest_checkpoint(newest.path)
     if place is not None and (Path(place) / "checkpoints").is_dir():
