@@ -267,7 +267,7 @@ def _is_within_rounding(parity: Parity, metadata: Mapping[str, Any], output: str
     """Return True if the exporter recorded that quantization changed an output as much."""
     try:
         recorded = metadata["quantization"]["against_float"]["outputs"][output]
-        if parity.integers:
+        if parity.integers and "integers" in recorded:  # programs of before recorded the ratio alone
             return parity.differing / parity.integers <= float(recorded["differing"]) / float(recorded["integers"])
         return parity.sqnr_db >= float(recorded["sqnr_db"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
