@@ -49,7 +49,7 @@ CERTAINTY, LEAST_WRONG = 10.0, 0.002
 decisions on some twenty codes that were read in photos, those of 0.05 were wrong in 38 of a hundred cases, of 0.15 in 18, of 0.25 in 7,
 of 0.35 in 3; codes that were not read are not among them."""
 KNOWN_WRONG = 1e-9
-"""Chance that a bit known beforehand is wrong: it is never flipped."""
+"""Chance that a bit known beforehand is wrong: a correction that flips it takes 30 bits more."""
 SURPRISING = 2.0
 """Multiple of the expected number of wrong known bits beyond which certain modules are doubted, too."""
 

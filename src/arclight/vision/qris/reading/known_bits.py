@@ -1,6 +1,6 @@
 """Guess which data bits of a symbol are known beforehand, from how its data are laid out.
 
-Most codes hold one segment of text: two to three bytes say its mode and length, links and payloads begin alike, characters are ASCII, and
+Most codes hold one segment of text: two to three bytes say its mode and length, links and payloads begin alike, characters are often ASCII, and
 what is left over is filled with the same two codewords in turn (ISO/IEC 18004, 7.4). Often that is more than half of all data bits. Which
 length and which beginning is told by the soft decisions themselves, as every layout is compared with them.
 
@@ -60,6 +60,8 @@ class _Layout:
     """One segment of text, and where behind it pads begin, in bits."""
 
     mode: _Mode
+    is_ascii: bool
+    """Whether all are bytes below 128."""
     length: int
     beginning: bytes
     pads_at: int
@@ -86,20 +88,20 @@ def _compared(gains: npt.NDArray[np.float64], version: int) -> Iterator[tuple[fl
     total = gains.shape[1]
     zeros = np.concatenate([[0.0], np.cumsum(gains[0])])
     behind = zeros + np.repeat(_gains_of_pads(gains), 8)[: total + 1]  # pads begin at whole codewords only
-    for mode in (NUMERIC, ALPHANUMERIC, BYTES):
+    for mode, is_ascii in ((NUMERIC, False), (ALPHANUMERIC, False), (BYTES, True), (BYTES, False)):
         heads, ends, filled = _lengths(mode, version > 9, total)
         start = heads.shape[1]
         fits = behind[filled].max(0) - zeros[ends] + zeros[start] + heads @ (gains[1, :start] - gains[0, :start])
-        if mode is BYTES:
-            fits += np.cumsum(gains[0, start::8])[: len(ends)]  # the first bit of an ASCII character
-        for beginning in BEGINNINGS if mode is BYTES else BEGINNINGS[:1]:
+        if is_ascii:
+            fits += np.cumsum(gains[0, start::8])[: len(ends)]  # the first bit of each character
+        for beginning in BEGINNINGS if is_ascii else BEGINNINGS[:1]:
             if len(beginning) < len(ends):
                 best = len(beginning) + int(fits[len(beginning) :].argmax())
                 bits = np.unpackbits(np.frombuffer(beginning, np.uint8)).reshape(-1, 8)[:, 1:]
                 known = start + np.arange(8 * len(beginning)).reshape(-1, 8)[:, 1:]
                 gain = float(fits[best] + gains[bits, known].sum())
                 pads_at = int(filled[behind[filled[:, best]].argmax(), best])
-                yield gain, _Layout(mode, best + 1, beginning, pads_at)
+                yield gain, _Layout(mode, is_ascii, best + 1, beginning, pads_at)
 
 
 @cache
@@ -141,7 +143,7 @@ def _bits_of(layout: _Layout, total: int, version: int) -> Bits:
     bits = np.full(total, -1, np.int8)
     head = mode.indicator << width | layout.length
     bits[:start] = [head >> (start - 1 - bit) & 1 for bit in range(start)]
-    if mode is BYTES:
+    if layout.is_ascii:
         bits[start:end:8] = 0
         bits[start : start + 8 * len(layout.beginning)] = np.unpackbits(np.frombuffer(layout.beginning, np.uint8))
     bits[end : layout.pads_at] = 0

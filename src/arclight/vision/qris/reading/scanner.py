@@ -132,8 +132,9 @@ def scan(image: Image, detector: DetectFn | None = None, *, stop: StopFn = never
 
     The whole picture is read first, so that nothing a plain reader finds is lost; then each of the detector's
     boxes that nothing was read in is enlarged, straightened (by its corners, where the detector gives them) and read
-    again; at last it is placed where a code is seen. Without a detector only the whole picture is read. The work on one photo is bounded, whatever it shows, and ends early
-    once ``stop()`` is true, which is asked between readers: boxes on which a reader was left untried say so.
+    again; at last it is placed where a code is seen. Without a detector only the whole picture is read. The work on one
+    photo is bounded, whatever it shows, and ends early once ``stop()`` is true, which is asked between readers: boxes on
+    which a reader was left untried say so.
     Raises ValueError for an array that is no such image.
     """
     grey = as_grey(image)
