@@ -659,7 +659,8 @@ def test_processes_that_end_before_their_trial_end_the_search(
     tmp_path: Path, fork_spawned: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     search = a_search(tmp_path, Range("task.optimizer.lr", 0.1, 1))
-    with pytest.raises(UsageError, match="3 processes in succession ended before they had begun a trial"):
+    # two run at a time, and both may end before one is looked at
+    with pytest.raises(UsageError, match=r"[34] processes in succession ended before they had begun a trial"):
         run_trials(read_only(search), search.open(), 3, float("inf"), lambda: None)
     assert "readonly database" in capfd.readouterr().err
 
