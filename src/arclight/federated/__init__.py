@@ -4,7 +4,7 @@ A server samples clients, sends weights, folds what comes back in fixed point an
 its own `Trainer` and keeps its data (`Client`). One protocol runs inside one process, over HTTPS, and under Flower. Open `server.server` and
 `clients.client` first, what users make; then `coordination.coordinator`, which decides each round. What travels is chosen by `masks`, encoded
 by `codecs`, kept in `blobs`, carried by `transports` and protected by `privacy`; `aggregation` sums it, `strategies` step by the mean, `rounds`
-keeps checkpoints and history, and `simulation` predicts the time. The names here are public and stay.
+keeps checkpoints and history, and `simulation` predicts the time; all wait for room by `disk_full`. The names here are public and stay.
 """
 
 from __future__ import annotations

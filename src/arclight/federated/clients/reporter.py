@@ -11,7 +11,6 @@ import errno
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from arclight.federated.clients.executor import addressed
 from arclight.federated.clients.job_queue import Job, JobQueue
 from arclight.federated.clients.secure_sum_client import Identity, SecureSumClient
 from arclight.federated.clients.session import ClosedError, Session, as_client_error
+from arclight.federated.disk_full import DISK_RETRY_INTERVAL_S, retry_while_disk_full
 from arclight.federated.errors import OBSERVED, CancelledError, FederatedError, LinkError, ProtocolError, RefusedError
 from arclight.federated.protocol import Close, Evaluated, Failed, Fit, Message, Receipt, Update
 
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 """Attempts to send an update that arrives damaged."""
-_DISK_RETRY_INTERVAL_S, _DISK_FULL_TIMEOUT_S = 0.25, 3600.0
-"""Seconds between attempts to record a receipt on a full disk, and for how long."""
 
 
 class ResultReporter:
@@ -201,22 +199,18 @@ class ResultReporter:
         Raises ClosedError if the node is stopped meanwhile, FederatedError for any other error of the disk. Treated as one that could not be
         sent, the update would be dropped with its residuals, and the client's next one would add those before it once more.
         """
-        until, warned = time.monotonic() + _DISK_FULL_TIMEOUT_S, False
-        while True:
-            try:
-                finished.accept(update.round, session)
-                return
-            except OSError as error:
-                if error.errno not in DISK_FULL or time.monotonic() > until:
-                    raise FederatedError(
-                        f"node {self._node} cannot record that the server has round {update.round} of {update.client}: {error}; start it "
-                        "again once its disk can be written, it goes on from here"
-                    ) from error
-                if not warned:
-                    log.error("node %s waits, and continues when there is room on its disk: %s", self._node, error)
-                warned = True
-            if self._stopping.wait(_DISK_RETRY_INTERVAL_S):
-                raise ClosedError("the node was told to stop")
+        try:
+            retry_while_disk_full(
+                partial(finished.accept, update.round, session), f"node {self._node}",
+                lambda: self._stopping.wait(DISK_RETRY_INTERVAL_S),
+            )  # fmt: skip
+        except OSError as error:
+            if error.errno in DISK_FULL and self._stopping.is_set():
+                raise ClosedError("the node was told to stop") from error
+            raise FederatedError(
+                f"node {self._node} cannot record that the server has round {update.round} of {update.client}: {error}; start it "
+                "again once its disk can be written, it goes on from here"
+            ) from error
 
     def _put(self, update: Update, blobs: FolderStore, check_wanted: Callable[[], None]) -> None:
         try:

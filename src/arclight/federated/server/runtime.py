@@ -14,14 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from arclight.fabric.atomic_replace import DISK_FULL
 from arclight.federated.coordination import events
 from arclight.federated.coordination.coordinator import BrokenError, Coordinator, run_to_quiescence
 from arclight.federated.coordination.records import Record
 from arclight.federated.coordination.run_database import RunDatabase, RunDatabaseError, UnavailableError
 from arclight.federated.coordination.run_state import StateSaved
+from arclight.federated.disk_full import DISK_FULL_TIMEOUT_S, DISK_RETRY_INTERVAL_S, retry_while_disk_full
 from arclight.federated.errors import OBSERVED, FederatedError, LinkError, Reason
 from arclight.federated.protocol import Update
 
@@ -29,17 +29,12 @@ log = logging.getLogger(__name__)
 
 Plan = Any
 ServerTask = events.Aggregate | events.EvaluateOnServer
-DISK_RETRY_INTERVAL_S = 0.25
-"""Seconds between attempts on a full disk."""
-DISK_FULL_TIMEOUT_S = 3600.0
-"""Seconds for which a full disk is waited for before the run ends."""
 _ANSWER_MARGIN_S = 30.0
 """Seconds beyond a request's own wait after which a missing answer is a fault of the server."""
 _STALL_S = 0.25
 """Seconds by which the clock may wake too late before that counts as a standstill of this process."""
 _MAX_STALLS = 10
 """Standstills of one alarm that are compensated; then time goes on."""
-T = TypeVar("T")
 
 
 class PausedError(LinkError):
@@ -332,24 +327,3 @@ class Runtime:
     def _pause(self) -> bool:
         with self._lock:
             return self._lock.wait_for(lambda: self._closing, DISK_RETRY_INTERVAL_S)
-
-
-def retry_while_disk_full(
-    do: Callable[[], T], what: str, pause: Callable[[], bool], seconds: float = DISK_FULL_TIMEOUT_S
-) -> T:
-    """Return the result of ``do``, trying again while the disk is full.
-
-    pause: waits a moment; True to try no more. Raises the OSError once the disk was full for so many ``seconds``.
-    """
-    until, warned = time.monotonic() + seconds, False
-    while True:
-        try:
-            return do()
-        except OSError as error:
-            if error.errno not in DISK_FULL or time.monotonic() > until:
-                raise
-            if not warned:
-                log.error("%s waits, and continues when there is space: %s", what, error)
-            warned = True
-            if pause():
-                raise

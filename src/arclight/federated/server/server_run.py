@@ -34,6 +34,7 @@ from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.run_database import Injection, RunDatabase, UnavailableError
+from arclight.federated.disk_full import DISK_RETRY_INTERVAL_S, T, retry_while_disk_full
 from arclight.federated.errors import OBSERVED, BlobError, FederatedError, RefusedError
 from arclight.federated.masks.transfer_mask import MODEL, ServerMasks, TransferMask
 from arclight.federated.privacy import noise, robust
@@ -42,13 +43,7 @@ from arclight.federated.rounds.history import History, add_contributions, export
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.rounds.writer import MODULE_ENTRIES
 from arclight.federated.server.published_weights import ORPHAN_S, PublishedWeights, Weights, manifest_of
-from arclight.federated.server.runtime import (
-    DISK_RETRY_INTERVAL_S,
-    Runtime,
-    ServerTask,
-    T,
-    retry_while_disk_full,
-)
+from arclight.federated.server.runtime import Runtime, ServerTask
 from arclight.federated.server.secure_sums import SecureFold, SecureSumRelay, most_clients
 from arclight.federated.server.server_step import AcceptedUpdate, ServerStep, repeat_round, write_first_round
 from arclight.federated.server.service import Service, UploadQuota
