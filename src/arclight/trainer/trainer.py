@@ -873,6 +873,11 @@ class Trainer:
         return self.run_state.window
 
     @property
+    def window_ends_with_epoch(self) -> bool:
+        """True if the last batch of the epoch under way closes the accumulation window."""
+        return not self.behavior.windows_span_epochs or self.current_epoch + 1 == self.max_epochs
+
+    @property
     def is_last_batch(self) -> bool:
         """True within the last batch of a training epoch.
 

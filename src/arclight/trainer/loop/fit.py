@@ -160,8 +160,7 @@ class FitLoop:
                     raise
                 complete = True  # the step asked its iterator for more than there was
         trainer.check_finite()
-        ends = not trainer.behavior.windows_span_epochs or progress.epoch + 1 == trainer.max_epochs
-        if complete and ends and run.window.count and run.close_window:
+        if complete and trainer.window_ends_with_epoch and run.window.count and run.close_window:
             run.close_window()  # the last batch was not known to be the last
         if complete and trainer.validates_at_epoch_end:
             self.evaluation.validate_during_fit()
@@ -268,11 +267,6 @@ class FitLoop:
                 return progress.batch == total
             if plateaus is not None and progress.batch != total:
                 plateaus()
-        return self._complete(plan, scheduled)
-
-    def _complete(self, plan: FitPlan, scheduled: bool) -> bool:
-        """Step the schedulers of an epoch's end, unless ``scheduled`` before; always True."""
-        self.run_state.is_last_batch, self.run_state.upcoming = True, None
         return scheduled or plan.step_epoch_schedulers()
 
     # -- what a step calls -----------------------------------------------------------------------------------------------

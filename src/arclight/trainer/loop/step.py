@@ -182,13 +182,13 @@ class StepBuilder:
         return [*actions, profile_module_hook(self.trainer.profiler, module, "optimizer_zero_grad", zero)]
 
     def _accumulator(self, optimizer: Optimizer) -> GradientAccumulator:
-        trainer, run, spans = self.trainer, self.run, self.behavior.windows_span_epochs
+        trainer, run = self.trainer, self.run
 
         def batch_size() -> int:
             return run.logged.batch.size()
 
         def ends() -> bool:
-            return (not spans or run.progress.epoch + 1 == trainer.max_epochs) and trainer.is_last_batch
+            return trainer.window_ends_with_epoch and trainer.is_last_batch
 
         return GradientAccumulator(
             run.window,

@@ -123,8 +123,8 @@ class LearningRateMonitor(Callback):
 
 def _steps(trainer: Trainer) -> bool:
     """Return True for a batch that closes its accumulation window: its step uses the rates."""
-    ends = not trainer.behavior.windows_span_epochs or trainer.current_epoch + 1 == trainer.max_epochs
-    return trainer.window.count + 1 >= trainer.accumulate_grad_batches or (ends and trainer.is_last_batch)
+    full = trainer.window.count + 1 >= trainer.accumulate_grad_batches
+    return full or (trainer.window_ends_with_epoch and trainer.is_last_batch)
 
 
 def momentum(group: dict[str, Any]) -> float | None:
