@@ -31,10 +31,9 @@ from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text.families.zoo import build_model, model_config
 from arclight.text.loss import IGNORED, UnigramLoss, cross_entropy
 from arclight.text.model.balance import (
+    ExpertChoices,
     balance_group,
-    load_choices,
     routers,
-    save_choices,
     scale_balance_loss,
     share_tokens,
     update_expert_bias,
@@ -106,7 +105,7 @@ class LanguageModel(Module):
         """Whether the model that is trained has experts."""
         self.expert_paths: dict[str, Any] = {}
         """Chosen path of experts that are set to ``auto``, by shape class: see `prepare_paths`. Checkpoints keep it."""
-        self._expert_choices: list[dict[str, Tensor]] = []
+        self._expert_choices = ExpertChoices()
 
     # -- the model -------------------------------------------------------------------------------------------------
 
@@ -227,17 +226,14 @@ class LanguageModel(Module):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["expert_paths"] = self.expert_paths
-        save_choices(checkpoint, self.model, self.trainer.strategy)
+        self._expert_choices.save(checkpoint, self.model, self.trainer.strategy)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.expert_paths = dict(checkpoint.get("expert_paths", {}))
-        self._expert_choices = checkpoint.get("expert_choices", [])
+        self._expert_choices.load(checkpoint)
 
     def on_train_start(self) -> None:
-        """Restore what the routers had chosen in the window that a resumed run goes on with."""
-        if self._expert_choices and self.trainer.window.count:
-            load_choices(self._expert_choices, self.model, self.trainer.strategy)
-        self._expert_choices = []
+        self._expert_choices.restore(self.model, self.trainer.strategy, bool(self.trainer.window.count))
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

@@ -23,10 +23,9 @@ from arclight.text.families.zoo import build_model
 from arclight.text.heads.rows import HeadData, HeadRows
 from arclight.text.heads.squad import Span, answer_of, best_span, exact_match, f1
 from arclight.text.model.balance import (
+    ExpertChoices,
     balance_group,
     count_tokens,
-    load_choices,
-    save_choices,
     share_tokens,
     update_expert_bias,
     weigh_balance_loss,
@@ -66,7 +65,7 @@ class HeadModule(Module):
         """Predictions of this process in the running evaluation, with the truth that `score` needs, by number of the sequence."""
         self.expert_paths: dict[str, Any] = {}
         """See `LanguageModel.expert_paths`."""
-        self._expert_choices: list[dict[str, Tensor]] = []
+        self._expert_choices = ExpertChoices()
         self.model: Any = trunk
         if data.task.max_length > self.model.config.max_positions:
             raise MisconfigurationError(
@@ -98,17 +97,14 @@ class HeadModule(Module):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["expert_paths"] = self.expert_paths
-        save_choices(checkpoint, self.model, self.trainer.strategy)
+        self._expert_choices.save(checkpoint, self.model, self.trainer.strategy)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.expert_paths = dict(checkpoint.get("expert_paths", {}))
-        self._expert_choices = checkpoint.get("expert_choices", [])
+        self._expert_choices.load(checkpoint)
 
     def on_train_start(self) -> None:
-        """Restore what the routers had chosen in the window that a resumed run goes on with."""
-        if self._expert_choices and self.trainer.window.count:
-            load_choices(self._expert_choices, self.model, self.trainer.strategy)
-        self._expert_choices = []
+        self._expert_choices.restore(self.model, self.trainer.strategy, bool(self.trainer.window.count))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         positions = torch.arange(batch["tokens"].shape[1], device=batch["tokens"].device)

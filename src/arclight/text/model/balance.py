@@ -2,7 +2,7 @@
 
 `LanguageModel` and ``text.heads`` call it around each step: `weigh_balance_loss` before backward, `update_expert_bias` before the optimizer's
 step, on all ranks, as it communicates. The biases (`Router.expert_bias`) are in checkpoints; the counts of choices, which are each
-process's own and begin anew after each step, are in those that are saved within an accumulation window (`save_choices`).
+process's own and begin anew after each step, are in those that are saved within an accumulation window (`ExpertChoices`).
 """
 
 from __future__ import annotations
@@ -54,23 +54,37 @@ def share_tokens(model: nn.Module, strategy: Any) -> None:
         reader.groups = groups
 
 
-def save_choices(checkpoint: dict[str, Any], model: nn.Module, strategy: Any) -> None:
-    """Add the choices that an accumulation window has counted so far, of each process by router.
+class ExpertChoices:
+    """Carry the choices of routers in an accumulation window to the run that goes on with it.
 
-    A checkpoint between two windows gets none. A collective.
+    In between they are in a checkpoint that was saved within the window.
     """
-    if not any(checkpoint.get("loops", {}).get("window", ())):
-        return
-    own = {name: router.counts.cpu().clone() for name, router in routers(model)}
-    everyones = strategy.all_gather_object(own)
-    if any(everyones):
-        checkpoint["expert_choices"] = everyones
 
+    def __init__(self) -> None:
+        self._saved: list[dict[str, Tensor]] = []
 
-def load_choices(saved: list[dict[str, Tensor]], model: nn.Module, strategy: Any) -> None:
-    """Restore this process's part of what `save_choices` saved."""
-    for name, router in routers(model):
-        router.counts.copy_(saved[strategy.global_rank][name])
+    def save(self, checkpoint: dict[str, Any], model: nn.Module, strategy: Any) -> None:
+        """Add the choices that a window has counted so far, of each process by router.
+
+        A checkpoint between two windows gets none. A collective.
+        """
+        if not any(checkpoint.get("loops", {}).get("window", ())):
+            return
+        own = {name: router.counts.cpu().clone() for name, router in routers(model)}
+        everyones = strategy.all_gather_object(own)
+        if any(everyones):
+            checkpoint["expert_choices"] = everyones
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the choices of a checkpoint until its window is taken up, if it is."""
+        self._saved = checkpoint.get("expert_choices", [])
+
+    def restore(self, model: nn.Module, strategy: Any, within_window: bool) -> None:
+        """Restore this process's part, if a resumed run goes on ``within_window``."""
+        if self._saved and within_window:
+            for name, router in routers(model):
+                router.counts.copy_(self._saved[strategy.global_rank][name])
+        self._saved = []
 
 
 def weigh_balance_loss(loss: Tensor, model: nn.Module) -> Tensor:
