@@ -244,13 +244,17 @@ def labelled_boxes(rows: np.ndarray, photo: np.ndarray) -> np.ndarray:
     return np.concatenate((centre - size / 2, centre + size / 2), axis=1)
 
 
+def detected(boxes: np.ndarray) -> Detections:
+    """What a detector gives that is sure of these boxes (n, 4), in pixels."""
+    return Detections(Boxes(boxes, np.full(len(boxes), 0.9), np.zeros(len(boxes))), names=["qr_code"])
+
+
 def scan_ms_by_group(photos: DetectionDataset, detect: Detect) -> dict[str, tuple[float, float]]:
     """Mean CPU milliseconds of `scan` on a photo, by group: with the labelled boxes, and with those of ``detect``."""
     taken: dict[str, list[tuple[float, float]]] = {group: [] for group in GROUPS}
     for path, rows in zip(photos.images, photos.labels, strict=True):
         photo = decode_image(path)
-        boxes = labelled_boxes(rows, photo)
-        labelled = Detections(Boxes(boxes, np.full(len(boxes), 0.9), np.zeros(len(boxes))), names=["qr_code"])
+        labelled = detected(labelled_boxes(rows, photo))
         group = next(group for group in GROUPS if path.name.startswith(group))
         detectors = (lambda _, found=labelled: found, lambda p: detect([p])[0])
         taken[group].append(tuple(scan_ms(photo, detector, rounds=3) for detector in detectors))
@@ -327,8 +331,7 @@ def hostile_noise() -> tuple[np.ndarray, Detections]:
     draw = np.random.default_rng(0)
     photo = draw.integers(0, 256, (*HOSTILE_SIZE, 3), dtype=np.uint8)
     corners = draw.uniform(0, (3100, 2100), (20, 2))
-    boxes = Boxes(np.concatenate([corners, corners + 900], 1), np.full(20, 0.9), np.zeros(20))
-    return photo, Detections(boxes, names=["qr_code"])
+    return photo, detected(np.concatenate([corners, corners + 900], 1))
 
 
 def hostile_symbols(side: int, version: int, blur: float) -> tuple[np.ndarray, Detections]:
@@ -430,8 +433,7 @@ def calibrate(pairs: int) -> None:
 
 def told_boxes(codes: Sequence[SceneCode]) -> DetectFn:
     """A detector that sees every code of a drawn picture."""
-    boxes = np.array([code.box for code in codes]).reshape(-1, 4)
-    found = Detections(Boxes(boxes, np.full(len(codes), 0.9), np.zeros(len(codes))), names=["qr_code"])
+    found = detected(np.array([code.box for code in codes]).reshape(-1, 4))
     return lambda image: found
 
 

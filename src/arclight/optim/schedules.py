@@ -168,9 +168,10 @@ class FactorSchedule(LambdaLR):
         return self.factor(step if self.unit == "steps" else self.stepped_at) * again
 
     def state_dict(self) -> dict[str, Any]:
-        place = {"unit": self.unit, "position": self.position, "stepped_at": self.stepped_at}
-        place = {} if self.unit == "steps" else place
-        return {"last_epoch": self.last_epoch, "resumed_at": self.resumed_at, **place}
+        state: dict[str, Any] = {"last_epoch": self.last_epoch, "resumed_at": self.resumed_at}
+        if self.unit != "steps":
+            state |= {"unit": self.unit, "position": self.position, "stepped_at": self.stepped_at}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the position, also from torch's state of a LambdaLR.

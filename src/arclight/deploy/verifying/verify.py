@@ -317,19 +317,14 @@ def _parity(
 
 def _below(found: Mapping[str, Parity], least: float, what: str, precision: str | None = None) -> list[str]:
     """Return the outputs below ``least`` decibels; with ``precision`` integers are counted."""
-    counted = {name: parity for name, parity in found.items() if precision is not None and parity.integers}
-    return [
-        *(
-            f"{what} {name} has {parity.sqnr_db:.1f} dB, and the bound is {least:.1f}"
-            for name, parity in found.items()
-            if name not in counted and parity.sqnr_db < least
-        ),
-        *(
-            f"{what} {name} differs {parity.difference}, and {limit}"
-            for name, parity in counted.items()
-            if precision is not None and (limit := broken_bound(parity, precision))
-        ),
-    ]
+    broken = []
+    for name, parity in found.items():
+        if precision is not None and parity.integers:
+            if limit := broken_bound(parity, precision):
+                broken.append(f"{what} {name} differs {parity.difference}, and {limit}")
+        elif parity.sqnr_db < least:
+            broken.append(f"{what} {name} has {parity.sqnr_db:.1f} dB, and the bound is {least:.1f}")
+    return broken
 
 
 def _compare_outputs(

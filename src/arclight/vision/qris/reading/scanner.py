@@ -252,9 +252,11 @@ def _read_placed(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode],
     found = read_views(grey, [at for _, at in placed], found, stop)
     tries = MAX_PLACED_TRIES
     for box, at in placed:
-        if not (_is_read(at, found) or box.grid_score is None or box.grid_score < MAX_WIDENED_SCORE):
-            at.left_untried |= not tries or stop()
-            if not at.left_untried:
+        fitted = box.grid_score is not None and box.grid_score >= MAX_WIDENED_SCORE
+        if fitted and not _is_read(at, found):
+            if not tries or stop():
+                at.left_untried = True
+            elif not at.left_untried:
                 read = read_grid(grey, at.xyxy, 1, thorough=True)
                 found, tries = _merged(found, read.codes), tries - (not read.codes)
         box.left_untried = at.left_untried
