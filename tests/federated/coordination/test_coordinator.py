@@ -282,6 +282,30 @@ def test_a_restarted_node_goes_on_with_what_it_held() -> None:
     assert len(run.closed()[1]) == 2
 
 
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_restarted_node_gets_its_begun_round_as_soon_as_it_knows_that_the_round_before_is_taken(
+    reported: bool,
+) -> None:
+    """reported: its first request still names the finished round, as it does until its update is answered."""
+    streaming, waiting = Streaming(fragments=2, overlap=1), Waiting(lease_s=10.0)
+    run = world(clients=["a"], rounds=4, local_steps=4, streaming=streaming, waiting=waiting)
+    node = run.node("n", "a")
+    first, second = node.take(), node.take()
+    assert isinstance(first, FitPlan)
+    assert isinstance(second, FitPlan)
+    assert node.deliver("a", 1).accepted
+    run.until(2.0)
+    held = [HeldRound(client="a", round=round, finished=round == 1) for round in (1, 2)]
+    back = run.node("n", "a", process="second", held=held)
+    if reported:
+        back.plans = [first]
+    request = back.hold(wait=20.0)
+    assert (request in run.answers) == (not reported), run.answers.get(request)
+    back.plans = []
+    back.beat()
+    assert run.answers[request] == second
+
+
 def test_begun_work_of_a_lost_node_moves_after_its_lease() -> None:
     run = world(clients=["a", "b"], waiting=Waiting(lease_s=10.0), rounds=1)
     node, other = run.node("n"), run.node("other")

@@ -68,6 +68,10 @@ class NodeState:
         """Return the tasks of one of this node's clients, oldest first."""
         return [task for work, task in self.tasks.items() if work.client == client]
 
+    def unfinished(self) -> list[Assignment]:
+        """Return the work that it began before it joined anew, and that it is yet to be given again."""
+        return [work for work, task in self.tasks.items() if task.seen == -math.inf]
+
 
 class DepartedClient(NamedTuple):
     """A client whose data left with its node, and the reason that the node gave."""
@@ -524,9 +528,9 @@ class ClusterState:
 
         having: work that the node has just reported.
         """
-        for waiting in (node.evaluations, node.queue):
+        for waiting in (node.evaluations, node.unfinished(), node.queue):
             for work in waiting:
-                busy = work in having or (not self._ahead and bool(node.of(work.client)))
+                busy = work in having or (not self._ahead and any(task.work != work for task in node.of(work.client)))
                 if not busy and self.is_in_order(work, node, having):
                     return work
         return None
