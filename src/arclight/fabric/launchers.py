@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from arclight.fabric.distributed.hang_report import RankMissingError
@@ -346,6 +347,41 @@ def leave_group() -> None:
     stop_watchdog()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    _wait_for_gloo()
+
+
+_GLOO_LOOKS = 5
+_GLOO_LOOK_INTERVAL_S = 0.01
+_GLOO_LIMIT_S = 10.0
+
+
+def _wait_for_gloo() -> None:
+    """Wait until gloo's threads are idle, without holding the interpreter's lock.
+
+    Such a thread needs the lock to release the tensors of a collective, on a busy machine long after the collective has returned. If the
+    interpreter ends meanwhile, the thread aborts the process. Threads of groups that something still refers to outlive
+    `destroy_process_group`. The states are read without the lock, so that a thread that was waiting for it is seen to run.
+    """
+    deadline = time.monotonic() + _GLOO_LIMIT_S
+    idle = 0
+    while idle < _GLOO_LOOKS and (states := _gloo_states()) and time.monotonic() < deadline:
+        idle = idle + 1 if all(state == "S" for state in states) else 0
+        time.sleep(_GLOO_LOOK_INTERVAL_S)
+
+
+def _gloo_states() -> list[str]:
+    """Return the scheduler's states of gloo's threads, as in proc(5): S is asleep, R runs or waits for a core."""
+    if sys.platform != "linux":
+        return ["S"]  # not known: `_wait_for_gloo` then gives them its looks' time
+    states = []
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, rest = stat.read_text(errors="replace").partition("(")[2].rpartition(") ")
+        except OSError:  # the thread has ended
+            continue
+        if "gloo" in name:
+            states.append(rest[0])
+    return states
 
 
 def divide_threads(num_processes: int) -> None:
