@@ -98,6 +98,16 @@ def test_rounded_programs_may_decide_ties_otherwise() -> None:
         assert broken_bound(more, "int8", bound) == "int8 programs may differ in 1% of their integers"
 
 
+@pytest.mark.parametrize("labels", [1, 1000])
+def test_the_ratio_of_integers_counts_those_that_differ(labels: int) -> None:
+    """By how much a class id differs means nothing."""
+    reference = torch.zeros(100, dtype=torch.int64)
+    reference[:50] = labels
+    output = reference.clone()
+    output[0] = 0
+    assert compare([reference], [output])["0"].sqnr_db == pytest.approx(20.0)
+
+
 def test_ratios_without_a_number_are_written_as_json() -> None:
     assert to_json(parity())["sqnr_db"] is None
     assert to_json(parity(1.0, 0.0, -math.inf))["sqnr_db"] == -999.0

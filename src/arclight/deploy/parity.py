@@ -38,7 +38,10 @@ class Parity:
     largest: float
     """Largest absolute value in the reference, in the same unit."""
     sqnr_db: float
-    """Signal-to-noise ratio, decibels: 20 log10(|reference| / |difference|), infinite for equal outputs."""
+    """Signal-to-noise ratio, decibels: 20 log10(|reference| / |difference|), infinite for equal outputs.
+
+    10 log10(integers / differing) for integers: 20 dB where one in a hundred differs.
+    """
     integers: int = 0
     """Elements of an integer or bool output, 0 for any other: their differences mean nothing, as those of class and token ids."""
     differing: int = 0
@@ -77,7 +80,8 @@ class Distance:
 
     @property
     def parity(self) -> Parity:
-        ratio = self.signal / self.noise if self.noise > 0 else math.inf
+        signal, noise = (self.integers, self.differing) if self.integers else (self.signal, self.noise)
+        ratio = signal / noise if noise > 0 else math.inf
         sqnr_db = 10 * math.log10(ratio) if ratio > 0 else -math.inf
         return Parity(
             max_difference=self.max_difference, largest=self.largest, sqnr_db=sqnr_db, integers=self.integers, differing=self.differing
