@@ -291,6 +291,98 @@ def test_saves_by_time_need_no_rows(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(saved_by_time, str(tmp_path)) == [["step=50.ckpt"]] * 2
 
 
+class Lengths(IterableDataset[Any]):
+    """Six batches: of two rows on rank 0, of three on rank 1."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(6):
+            yield (torch.ones(2 + torch.distributed.get_rank(), 1).double(),)
+
+
+def saved_by_samples(rank: int, folder: str) -> list[str]:
+    saver = ModelCheckpoint(Path(folder) / "kept", every="4sp", save_top_k=-1, filename="{step}")
+    make(folder, saver, max_epochs=1).fit(Model(), DataLoader(Lengths(), batch_size=None))
+    return sorted(path.name for path in (Path(folder) / "kept").iterdir())
+
+
+def test_saves_by_samples_go_by_those_of_rank_zero(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(saved_by_samples, str(tmp_path)) == [["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]] * 2
+
+
+class Streamed(al.Module):
+    """Records the epochs and steps of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Linear(1, 1).double()
+        self.seen: list[tuple[int, int]] = []
+        self.validated = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append((self.current_epoch, batch_idx))
+        return (self.net(batch[0]) - 2 * batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated += 1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    @property
+    def weights(self) -> list[float]:
+        return [float(parameter.detach()) for parameter in self.parameters()]
+
+
+def stepped(rank: int, folder: str, count: int, steps: int) -> Any:
+    module = Streamed()
+    trainer = make(folder, max_epochs=-1, max_steps=steps, num_sanity_val_steps=0)
+    trainer.fit(module, numbers(count, "stream"), numbers(2))
+    return module.seen, module.validated, module.weights
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_streams_of_unequal_length_end_together_at_max_steps(ranks: Ranks, tmp_path: Path, steps: int) -> None:
+    """Rank 0 has five batches, rank 1 four: neither may ask whether another follows."""
+    first, second = ranks(stepped, str(tmp_path), 9, steps)
+    assert first == second
+    assert first[:2] == ([(0, step) for step in range(steps)], 0)
+
+
+class SkipFrom(al.Callback):
+    """Skips the rest of an epoch from one batch on."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == self.batch else None
+
+
+def skipped(rank: int, folder: str, closure: bool) -> list[float]:
+    module = Streamed()
+    if closure:
+        module.optimizer_step = lambda epoch, index, optimizer, closure: optimizer.step(closure)  # type: ignore[method-assign]
+    trainer = make(folder, SkipFrom(3), max_epochs=1, accumulate_grad_batches=2, enable_checkpointing=False)
+    trainer.fit(module, numbers(12))
+    assert trainer.global_step == 2
+    return module.weights
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_window_that_a_skip_closes_updates_all_ranks_alike(ranks: Ranks, tmp_path: Path, closure: bool) -> None:
+    first, second = ranks(skipped, str(tmp_path), closure)
+    assert first == second
+    module = Streamed()
+    for batches in (range(4), range(4, 6)):
+        x = torch.tensor(batches, dtype=torch.float64)[:, None]
+        (module.net(x) - 2 * x).square().mean().backward()
+        for parameter in module.parameters():
+            parameter.data -= 0.01 * parameter.grad
+            parameter.grad = None
+    assert first == pytest.approx(module.weights, rel=1e-12)
+
+
 def refused(rank: int, folder: str, kind: str) -> str:
     own = Own(2 if rank == 0 else 0)
     train: Any = {

@@ -329,7 +329,10 @@ class Strategy:
         """Copy rank 0's values into every rank's tensors."""
 
     def average_gradients(self, module: nn.Module) -> None:
-        """Average gradients over ranks after a backward of manual optimization."""
+        """Average gradients over ranks that no backward has averaged.
+
+        After one of manual optimization, and at the end of an accumulation window whose last batch was not known to be the last.
+        """
 
     def move(self, batch: Any) -> Any:
         return move_batch(batch, self.device)

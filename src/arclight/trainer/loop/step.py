@@ -268,7 +268,11 @@ class StepBuilder:
                 update()
             return output
 
-        run.close_window = update
+        def close() -> None:
+            strategy.average_gradients(module)  # which no backward did: none was known to be the last
+            update()
+
+        run.close_window = close
         return step
 
     def _closure(self, forward: Step, optimizer: Optimizer) -> Step:
@@ -322,6 +326,7 @@ class StepBuilder:
             return output
 
         def close() -> None:
+            self.strategy.average_gradients(module)  # which no backward did: none was known to be the last
             optimizer_step(run.progress.epoch, run.progress.batch - 1, managed, lambda: None)
             run.window.clear()
             self._after_closure(parts, stepped, True)

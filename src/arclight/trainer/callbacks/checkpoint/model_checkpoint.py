@@ -109,7 +109,7 @@ class SaveTrigger:
 
     def __init__(self, rhythm: SaveSchedule, trainer: Trainer, clock: Callable[[], float]) -> None:
         self.rhythm, self._clock = rhythm.resolved(trainer), clock
-        self._time, self._counted = clock(), self._count(trainer)
+        self._time, self._counted, self._ask_at = clock(), self._count(trainer), 0
 
     def due(self, trainer: Trainer) -> bool:
         """Return True if a save is due after this batch."""
@@ -118,8 +118,26 @@ class SaveTrigger:
             return self._time_is_over(trainer, rhythm.interval.total_seconds())
         if rhythm.count is None:
             return rhythm.steps > 0 and trainer.global_step % rhythm.steps == 0
+        if trainer.world_size > 1 and rhythm.count.unit is not Unit.BATCHES:
+            return self._rank_zero_is_due(trainer, rhythm.count)
         before, self._counted = self._counted, self._count(trainer)
         return self._counted > before
+
+    def _rank_zero_is_due(self, trainer: Trainer, count: Duration) -> bool:
+        """Return True on all ranks if a save is due by the samples or tokens of rank 0.
+
+        Other ranks may have seen more or fewer. Asked again after half of the batches that rank 0 expects until then, so that most cost no exchange.
+        """
+        progress = trainer.progress
+        if progress.batches < self._ask_at:
+            return False
+        before, self._counted = self._counted, self._count(trainer)
+        seen = getattr(progress, _COUNTED[count.unit])
+        left = (self._counted + 1) * count.value - seen
+        wait = max(1, int(left * progress.batches / max(1, seen) / 2))
+        due, wait = trainer.strategy.broadcast((self._counted > before, wait))
+        self._ask_at = progress.batches + wait
+        return bool(due)
 
     def _time_is_over(self, trainer: Trainer, seconds: float) -> bool:
         every = trainer.log_every_n_steps or TrainerSettings.log_every_n_steps  # 0: no rows, but saves
@@ -136,8 +154,11 @@ class SaveTrigger:
         count = self.rhythm.count
         if count is None:
             return 0
-        name = {Unit.BATCHES: "batches", Unit.SAMPLES: "samples", Unit.TOKENS: "tokens"}[count.unit]
-        return int(getattr(trainer.progress, name) // count.value)
+        return int(getattr(trainer.progress, _COUNTED[count.unit]) // count.value)
+
+
+_COUNTED = {Unit.BATCHES: "batches", Unit.SAMPLES: "samples", Unit.TOKENS: "tokens"}
+"""The field of `Progress` that a unit counts."""
 
 
 log = logging.getLogger(__name__)
