@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
 from arclight import checkpoint
-from arclight.trainer.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from arclight.trainer.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 
 
 class Normed(al.Module):
@@ -103,6 +103,18 @@ def test_a_checkpoint_has_the_trained_weights_and_the_average_with_its_statistic
     assert state["ema"].keys() == average.keys()
     assert all(torch.equal(tensor, average[name]) for name, tensor in state["ema"].items())
     assert not torch.equal(state["model"]["body.1.running_mean"], state["ema"]["body.1.running_mean"])
+
+
+def test_an_unfinished_average_has_an_entry_beside_the_trained_weights(make_trainer: Any) -> None:
+    module, saver = Normed(), ModelCheckpoint(save_top_k=-1, filename="{epoch}")
+    exponential = EMAWeightAveraging(decay=0.5, entry="swa")
+    train(make_trainer, module, StochasticWeightAveraging(0.05, swa_epoch_start=2), exponential, saver, max_epochs=4)
+    state = checkpoint.load(f"{saver.dirpath}/epoch=2.ckpt")
+    assert "ema" not in state
+    for name, average in state["swa_unfinished"].items():
+        mean = (module.ends[1][name].double() + module.ends[2][name].double()) / 2
+        torch.testing.assert_close(average.double(), mean, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(state["swa"]["body.0.weight"], state["swa_unfinished"]["body.0.weight"])
 
 
 def test_swa_handles_step_schedulers_and_several_parameter_groups(make_trainer: Any) -> None:
