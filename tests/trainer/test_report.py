@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from arclight import checkpoint
+from arclight.fabric.atomic_replace import temporary_path
 from arclight.trainer import Callback, RunFolder
 from arclight.trainer.callbacks import ModelCheckpoint, RunReport
 from arclight.trainer.loggers import CSVLogger, DummyLogger
@@ -412,6 +413,26 @@ def test_the_environment_holds_versions_but_no_secrets(tmp_path: Path, monkeypat
     second = json.loads(RunFolder.open(run.path).write_environment().read_text())
     assert second["started"] == first["started"]
     assert "resumed" in second
+
+
+def killed_while_writing(path: Path) -> None:
+    """Leave what a process leaves that is killed while it replaces ``path``."""
+    if (child := os.fork()) == 0:
+        temporary_path(path).write_text("{")
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_what_a_killed_run_was_writing_is_removed_by_the_next(tmp_path: Path, resumed: bool) -> None:
+    run = RunFolder(tmp_path)
+    run.write_environment()
+    killed_while_writing(run.environment)
+    living = temporary_path(run.report)
+    living.write_text("<html>")
+    following = RunFolder.open(run.path) if resumed else RunFolder(tmp_path)
+    following.write_environment()
+    assert {entry.name for entry in run.path.iterdir()} == {"environment.json", living.name}
 
 
 def test_the_log_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from arclight._installed import distribution
-from arclight.fabric.atomic_replace import DISK_FULL, replace_text
+from arclight.fabric.atomic_replace import DISK_FULL, replace_text, sweep
 from arclight.fabric.rank_zero import rank_zero_warn
 
 
@@ -105,9 +105,12 @@ class RunFolder:
     def write_environment(self, **facts: Any) -> Path:
         """Write the run's environment with ``facts``; a resumed run keeps its first start time.
 
-        A second call in one session adds its facts: only an environment that another session has written was resumed.
+        A second call in one session adds its facts: only an environment that another session has written was resumed. The first one
+        removes what killed processes were writing, here and in the run before.
         """
         if not self._session:
+            for folder in (self.path, self.path.parent / str((self.number or 0) - 1)):
+                sweep(folder)
             now = datetime.now(UTC).isoformat(timespec="seconds")
             before = read_environment(self.environment) if self.environment.exists() else None
             self._session = (
