@@ -147,6 +147,23 @@ def test_scaled_gradients_give_the_step_of_unscaled_ones() -> None:
     assert other.scaler.get_scale() == 512.0
 
 
+@pytest.mark.parametrize("unscaled_first", [True, False])
+def test_optimizers_that_share_a_backward_unscale_by_the_same_scale(unscaled_first: bool) -> None:
+    """The scale doubles after every step here; that of the first optimizer must not change the gradients of the second."""
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1))
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+    for step in range(1, 3):
+        precision.backward((weights[0] * weights[1].detach() / 8 + weights[1] / 8).sum(), None)
+        for optimizer in optimizers if unscaled_first else ():
+            precision.unscale_gradients(optimizer)
+        for optimizer in optimizers:
+            precision.optimizer_step(optimizer)
+            optimizer.zero_grad()
+        assert weights[1].tolist() == [1 - step / 8] * 2
+    assert precision.state_dict()["scale"] == 64.0
+
+
 def test_lbfgs_and_scaled_gradients_exclude_each_other() -> None:
     optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(1))])
     with pytest.raises(ValueError, match="AMP and the LBFGS optimizer are not compatible"):

@@ -83,6 +83,10 @@ class Precision:
         """Compute the gradients of ``tensor``; further arguments are those of ``Tensor.backward``."""
         tensor.backward(*args, **kwargs)
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``loss`` as :meth:`backward` scales it; for a backward of another kind."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
     def post_backward(self, tensor: torch.Tensor, module: nn.Module | None) -> None:
         """Run after :meth:`backward`."""
 

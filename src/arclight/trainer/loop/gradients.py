@@ -70,7 +70,7 @@ def manual_backward(
     ``own``: the module's ``backward``, if it overrides that; it gets a loss that is scaled if precision asks for it.
     """
     if own is not None:
-        own(precision.scaler.scale(loss) if precision.scaler is not None else loss, *args, **kwargs)
+        own(precision.scale(loss), *args, **kwargs)
     else:
         strategy.backward(loss, module, *args, **kwargs)
     strategy.average_gradients(module)

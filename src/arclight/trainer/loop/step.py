@@ -138,7 +138,7 @@ class StepBuilder:
             else torch.Tensor.backward
         )
         if scaler is not None:
-            backward = _scaled_backward(backward, scaler)
+            backward = _scaled_backward(backward, self.precision.scale)
         before = list(self._before_step(optimizer))
         if scaler is not None and before:
             before.insert(0, partial(self.precision.unscale_gradients, optimizer))
@@ -385,9 +385,9 @@ class StepBuilder:
 
 
 def _scaled_backward(
-    backward: Callable[[torch.Tensor], Any], scaler: torch.amp.GradScaler
+    backward: Callable[[torch.Tensor], Any], scale: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor], Any]:
-    return lambda loss: backward(scaler.scale(loss))
+    return lambda loss: backward(scale(loss))
 
 
 def _count(progress: Progress) -> None:
