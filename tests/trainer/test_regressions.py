@@ -216,6 +216,24 @@ def test_skipped_batches_do_not_count_in_a_window() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_an_own_optimizer_step_steps_after_a_window_with_a_skipped_batch(precision: str, skipped: int) -> None:
+    class Skipping(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx % 2 == skipped else self.loss(batch)
+
+    class Own(Skipping):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.step(closure=optimizer_closure)
+
+    given, own = Skipping(), Own()
+    for module in (given, own):
+        trainer(accumulate_grad_batches=2, precision=precision).fit(module, batches())
+    for a, b in zip(given.parameters(), own.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 class Manual(Small):
     automatic_optimization = False
 

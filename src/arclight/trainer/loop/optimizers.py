@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.loop.gradients import parameters_of
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
@@ -238,8 +239,8 @@ class ManagedOptimizer:
 
     def _scaled(self, precision: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         result = closure() if closure is not None else None
-        if result is None and self._automatic:
-            return None  # nothing was scaled: the batch was skipped
+        if result is None and self._automatic and all(p.grad is None for p in parameters_of(self._optimizer)):
+            return None  # nothing was scaled: all batches of the window were skipped
         self.unscale()
         for action in self.actions:
             action()
