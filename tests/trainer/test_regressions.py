@@ -97,6 +97,49 @@ def test_draws_at_an_epochs_start_are_repeated_by_a_resume(tmp_path: Path) -> No
     assert draws(Saver(None, "on_train_epoch_end"), tmp_path / "c") == whole[3:]
 
 
+def test_a_plateau_schedule_by_steps_sees_the_step_that_was_saved(tmp_path: Path) -> None:
+    """Not the mean of the epoch so far, which the same name has at the epoch's end."""
+
+    class Plateau(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("train/loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/loss", self.loss(batch))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "monitor": "train/loss", "interval": "step"},
+            }
+
+    seen: list[float] = []
+
+    class Reader(al.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.progress.batch:
+                seen.append(float(trainer.callback_metrics["train/loss"]))
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                seen.append(float(outputs["loss"]))
+
+    whole, resumed = Plateau(), Plateau()
+    saver = Saver(tmp_path / "c", "on_validation_end")
+    first = trainer(val_check_interval=4, callbacks=[saver, Reader()])
+    first.fit(whole, batches(), batches(1))
+    second = trainer(val_check_interval=4, callbacks=[Reader()])
+    second.fit(resumed, batches(), batches(1), ckpt_path=tmp_path / "c")
+    assert seen[0] == seen[1]
+    states = [run.lr_scheduler_configs[0].scheduler.state_dict() for run in (first, second)]
+    assert states[0] == states[1]
+    assert same_weights(whole, resumed)
+
+
 def test_a_plateau_schedule_goes_on_from_a_checkpoint_made_after_validation(tmp_path: Path) -> None:
     class Plateau(Small):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -191,8 +191,10 @@ def load_logged_state(
 ) -> None:
     """Take up each rank's part; if there are more or fewer ranks now, rank 0 takes all of them.
 
-    What a metric gathered cannot be merged, so with other ranks it begins its epoch again, and a warning says so.
+    What a metric gathered cannot be merged, so with other ranks it begins its epoch again, and a warning says so. Until the epoch's end
+    the newest value of a name stays that of its last step, not the mean so far.
     """
+    values.in_batches = True
     if len(ranks) == strategy.world_size:
         values.load_state_dict(ranks[strategy.global_rank], module)
         return
