@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, IterableDataset
 
 import arclight.compat.lightning as L
+from arclight.compat.lightning import seed_everything
 from arclight.compat.lightning.pytorch.callbacks import LearningRateMonitor
 from arclight.compat.lightning.pytorch.demos.boring_classes import BoringModel
+from arclight.compat.lightning.pytorch.loggers import CSVLogger
 from arclight.compat.lightning.pytorch.loggers.logger import Logger
 
 
@@ -161,3 +165,42 @@ def test_an_error_in_validation_is_reported_from_there(check: int, stage: str) -
     with pytest.raises(ArithmeticError):
         fit(Broken(), look, limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=check)
     assert look.stage == stage
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("accumulated", "killed_at", "saved_at"), [(1, 5, 2), (2, 6, 2), (2, 6, 1), (3, 7, 2)])
+def test_a_resumed_run_has_the_rows_of_a_whole_one(
+    tmp_path: Path, accumulated: int, killed_at: int, saved_at: int
+) -> None:
+    """Rows are numbered by the step that made them, from 0: those of the step after the checkpoint are written again."""
+
+    class Half(Model):
+        killed_at = 0
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.killed_at and batch_idx == self.killed_at:
+                raise Killed
+
+    class Saver(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == saved_at:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    def rows(name: str, *killed: int) -> list[str]:
+        for count, at in enumerate((*killed, 0)):
+            seed_everything(1, verbose=False)
+            model, logger = Half(), CSVLogger(tmp_path, name, version=0)
+            model.killed_at = at
+            run = L.Trainer(
+                accelerator="cpu", devices=1, logger=logger, callbacks=[] if count else [Saver()], max_epochs=1, log_every_n_steps=1,
+                val_check_interval=3, limit_train_batches=9, limit_val_batches=1, accumulate_grad_batches=accumulated,
+                num_sanity_val_steps=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            )  # fmt: skip
+            with pytest.raises(Killed) if at else nullcontext():
+                run.fit(model, ckpt_path=tmp_path / "saved.ckpt" if count else None)
+        return (tmp_path / name / "version_0" / "metrics.csv").read_text().splitlines()
+
+    assert rows("killed", killed_at) == rows("whole")

@@ -422,7 +422,7 @@ class LossGuard(Callback):
         for callback in trainer.checkpoint_callbacks:
             callback.forget_later_steps(trainer)
         for logger in trainer.loggers if trainer.is_global_zero else []:
-            logger.rewind(trainer.global_step)
+            logger.rewind(trainer.reporter.newest_row)
         trainer.log_warning(f"back to {path}, step {trainer.global_step}; training continues with the next batch")
 
     def _checkpoint_before(self, trainer: Trainer, step: int) -> str | None:

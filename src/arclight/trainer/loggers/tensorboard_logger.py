@@ -156,9 +156,8 @@ class TensorBoardLogger(FolderLogger):
     @rank_zero_only
     def resume(self, step: int) -> None:
         """Let TensorBoard hide what a run that was killed wrote at steps later than ``step``."""
-        if step > 0:
-            self._close()
-            self._experiment = self._writer(purge_step=step + 1)
+        self._close()
+        self._experiment = self._writer(purge_step=step + 1)
 
     @rank_zero_only
     def save(self) -> None:

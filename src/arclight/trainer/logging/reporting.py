@@ -128,6 +128,14 @@ class Reporter:
             return steps
         return max(0, steps - 1)
 
+    @property
+    def newest_row(self) -> int:
+        """Number of the newest row so far, after which a run that goes on from here writes all rows again.
+
+        A validation within an accumulation window has a row of the step that the window is for.
+        """
+        return self.steps if self.run.window.count else self.row_number
+
     # -- the end of an epoch -------------------------------------------------------------------------------------------
 
     def reduce_epoch(self, values: ResultCollection) -> dict[str, torch.Tensor]:

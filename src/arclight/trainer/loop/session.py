@@ -358,7 +358,7 @@ class Session:
             trainer.checkpoints.restore_training(saved)
             trainer.data.restore_position()
             for logger in loggers:
-                logger.resume(run.progress.global_step)
+                logger.resume(trainer.reporter.newest_row)
         self._train(module, resumed=saved is not None)
         trainer.requeue_checkpoints.delete()
         self._finish(module, "fit")
