@@ -200,7 +200,7 @@ def _resumed(steps: Generator[Any, Any, T], awaited: Any) -> Generator[Any, Any,
 
 
 def _too_large(limits: Limits) -> Refusal:
-    return Refusal(413, f"The upload is larger than {in_words(limits.body_bytes)}; send less.")
+    return Refusal(413, f"The upload is larger than {size_text(limits.body_bytes)}; send less.")
 
 
 def image_bytes(body: bytes, content_type: str, field: str = "file") -> bytes:
@@ -249,7 +249,7 @@ def file_field(body: bytes, content_type: str, field: str) -> bytes:
     return found[0]
 
 
-def in_words(count: int) -> str:
+def size_text(count: int) -> str:
     """Return a size for people: ``25 MB``."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:

@@ -36,19 +36,19 @@ from arclight.serve.metrics import Metrics, RouteLabels
 from arclight.serve.middleware import PAGE, Access, Exchange, Front, Outcome
 from arclight.serve.models import Models, ServedModel, proof, start
 from arclight.serve.openapi import (
-    CHATS_FOUND,
-    COMPLETIONS_FOUND,
+    CHAT_RESPONSES,
+    COMPLETION_RESPONSES,
     EVERYWHERE,
     METRICS,
     PHOTO_ERRORS,
     TENSOR_ERRORS,
-    TENSORS_FOUND,
+    TENSOR_RESPONSES,
     TEXT_ERRORS,
     TEXT_MODEL_ERRORS,
     UNKNOWN_MODEL,
     UNKNOWN_TEXT_MODEL,
     UNREADY,
-    VECTORS_FOUND,
+    VECTOR_RESPONSES,
     name_models,
     photo_body,
     tensor_body,
@@ -491,7 +491,9 @@ def add_tensor_routes(app: FastAPI, service: Service) -> None:
         service.tensors(model, record_of(request.scope))
         return JSONResponse({"name": model, "ready": service.ready}, status_code=200 if service.ready else 503)
 
-    @app.post(INFER, response_class=Response, responses={**TENSORS_FOUND, **TENSOR_ERRORS}, openapi_extra=tensor_body())
+    @app.post(
+        INFER, response_class=Response, responses={**TENSOR_RESPONSES, **TENSOR_ERRORS}, openapi_extra=tensor_body()
+    )
     async def inferred(request: Request, model: str) -> Response:
         """Compute a model's outputs for plain tensors, in JSON or as bytes after it."""
         record = record_of(request.scope)
@@ -574,7 +576,7 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
     @app.post(
         TEXT[0],
         response_class=Response,
-        responses={**COMPLETIONS_FOUND, **TEXT_ERRORS},
+        responses={**COMPLETION_RESPONSES, **TEXT_ERRORS},
         openapi_extra=text_body(text.CompletionRequest),
     )
     async def completions(request: Request) -> Response:
@@ -584,14 +586,16 @@ def add_text_routes(app: FastAPI, service: Service) -> None:
     @app.post(
         TEXT[1],
         response_class=Response,
-        responses={**CHATS_FOUND, **TEXT_ERRORS},
+        responses={**CHAT_RESPONSES, **TEXT_ERRORS},
         openapi_extra=text_body(text.ChatRequest),
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a chat by the model's template, whole or streamed by server-sent events."""
         return await answered(request, text.ChatRequest)
 
-    @app.post(TEXT[2], responses={**VECTORS_FOUND, **TEXT_ERRORS}, openapi_extra=text_body(embeddings.EmbeddingRequest))
+    @app.post(
+        TEXT[2], responses={**VECTOR_RESPONSES, **TEXT_ERRORS}, openapi_extra=text_body(embeddings.EmbeddingRequest)
+    )
     async def embedding(request: Request) -> Response:
         """Return the embeddings of texts."""
         record = record_of(request.scope)

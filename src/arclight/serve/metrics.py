@@ -84,9 +84,9 @@ class Metrics:
             self._seconds_of(labels.path, labels.model).observe(seconds)
         if labels.model and admitted and status in SERVER_FULL:
             self._rejected.labels(labels.model).inc()
-        self.left(labels)
+        self.finish(labels)
 
-    def left(self, labels: RouteLabels) -> None:
+    def finish(self, labels: RouteLabels) -> None:
         """Count a request out: it was answered, or its client has left."""
         if labels.model:
             self._in_flight_of(labels.model).dec()

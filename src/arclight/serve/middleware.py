@@ -282,7 +282,7 @@ class Exchange:
         """Count and log the request, which is over."""
         front, scope = self._front, self.scope
         if self.status is None:
-            front.metrics.left(self.labels)
+            front.metrics.finish(self.labels)
         if front.request_log is not None:
             route: str = getattr(scope.get("route"), "path", self.labels.path)
             front.request_log.write(

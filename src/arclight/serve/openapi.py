@@ -81,7 +81,7 @@ def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(required or properties)}
 
 
-def _found(content: dict[str, Any]) -> Responses:
+def _success(content: dict[str, Any]) -> Responses:
     return {200: {"content": content}}
 
 
@@ -100,31 +100,33 @@ _USAGE = _object(
 )
 _REASON = {"enum": ["stop", "length"]}
 
-METRICS = _found({kind: {"schema": _TEXT} for kind in ("text/plain", "application/openmetrics-text")})
+METRICS = _success({kind: {"schema": _TEXT} for kind in ("text/plain", "application/openmetrics-text")})
 _OUTPUTS = _objects(
     {**_TENSOR, "datatype": _TEXT}, "name", "datatype", "shape"
 )  # a program may give what no request can hold
 _TENSORS = _object(
     {"model_name": _TEXT, "model_version": _TEXT, "id": _TEXT, "outputs": _OUTPUTS}, "model_name", "model_version", "outputs"
 )  # fmt: skip
-TENSORS_FOUND = _found({**_json(_TENSORS), "application/octet-stream": _BYTES})
+TENSOR_RESPONSES = _success({**_json(_TENSORS), "application/octet-stream": _BYTES})
 _VECTOR = {"anyOf": [{"type": "array", "items": {"type": "number"}}, _TEXT]}
 _VECTORS = _objects({"object": {"const": "embedding"}, "index": _NUMBER, "embedding": _VECTOR})
-VECTORS_FOUND = _found(_json(_object({"object": {"const": "list"}, "model": _TEXT, "data": _VECTORS, "usage": _USAGE})))
+VECTOR_RESPONSES = _success(
+    _json(_object({"object": {"const": "list"}, "model": _TEXT, "data": _VECTORS, "usage": _USAGE}))
+)
 
 
-def texts_found(kind: str, **choice: dict[str, Any]) -> Responses:
+def text_responses(kind: str, **choice: dict[str, Any]) -> Responses:
     """Describe answers with texts, whole or streamed.
 
     ``kind``: value of the field ``object``; ``choice``: fields of each choice.
     """
     choices = _objects({"index": _NUMBER, "finish_reason": _REASON, **choice})
     head = {"id": _TEXT, "object": {"const": kind}, "created": _NUMBER, "model": _TEXT}
-    return _found({**_json(_object({**head, "choices": choices, "usage": _USAGE})), "text/event-stream": {}})
+    return _success({**_json(_object({**head, "choices": choices, "usage": _USAGE})), "text/event-stream": {}})
 
 
-COMPLETIONS_FOUND = texts_found("text_completion", text=_TEXT)
-CHATS_FOUND = texts_found("chat.completion", message=_object({"role": {"const": "assistant"}, "content": _TEXT}))
+COMPLETION_RESPONSES = text_responses("text_completion", text=_TEXT)
+CHAT_RESPONSES = text_responses("chat.completion", message=_object({"role": {"const": "assistant"}, "content": _TEXT}))
 
 
 def photo_body(field: str) -> dict[str, Any]:

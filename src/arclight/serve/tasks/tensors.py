@@ -16,7 +16,7 @@ import orjson
 
 from arclight.deploy.errors import ProgramError
 from arclight.deploy.programs.session import dtype_name
-from arclight.serve.admission import Refusal, in_words, one_sentence
+from arclight.serve.admission import Refusal, one_sentence, size_text
 from arclight.serve.settings import Limits
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def decode(body: bytes | bytearray, json_size: bytes | None, program: Program, l
     if size > limits.json_bytes:
         raise Refusal(
             413,
-            f"The request's JSON is larger than {in_words(limits.json_bytes)}; send the tensors as bytes behind it, see {JSON_SIZE}.",
+            f"The request's JSON is larger than {size_text(limits.json_bytes)}; send the tensors as bytes behind it, see {JSON_SIZE}.",
         )
     try:
         request = orjson.loads(body if json_size is None else body[:size])

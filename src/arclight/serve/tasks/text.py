@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from starlette.types import Receive, Scope, Send
 
 from arclight.fabric.extras import require
-from arclight.serve.admission import Refusal, Turn, failure, in_words, one_sentence
+from arclight.serve.admission import Refusal, Turn, failure, one_sentence, size_text
 from arclight.serve.settings import Limits
 from arclight.serve.tasks.scheduler import Generation, Piece, Scheduler
 from arclight.text.data.tokenizer import Tokenizer, TokenizerError
@@ -217,7 +217,7 @@ def read_json(
     Raises Refusal 413 for long JSON, and 400 with the ``sentence`` on wrong fields.
     """
     if len(body) > limits.json_bytes:
-        raise Refusal(413, f"The request is larger than {in_words(limits.json_bytes)}; send less.")
+        raise Refusal(413, f"The request is larger than {size_text(limits.json_bytes)}; send less.")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
