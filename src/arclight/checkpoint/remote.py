@@ -180,7 +180,7 @@ def explain_remote_errors(path: object, passing: tuple[type[Exception], ...] = _
 
 def is_explained(error: Exception) -> bool:
     """Return True if an error's text says already where it happened and what to do."""
-    return bool(getattr(error, "says_what_to_do", False))
+    return bool(getattr(error, "names_remedy", False))
 
 
 _CODES: dict[type[OSError], int] = {
@@ -201,7 +201,7 @@ def _explained(address: str, error: Exception) -> OSError:
             "its environment variables)"
         )
     explained = OSError(code, f"{address}: {type(error).__name__}: {error}; {advice}")
-    explained.says_what_to_do = True  # type: ignore[attr-defined]
+    explained.names_remedy = True  # type: ignore[attr-defined]
     return explained
 
 

@@ -137,7 +137,7 @@ def is_fault_of_use(error: Exception) -> bool:
     """
     ours = type(error).__module__.partition(".")[0] == "arclight"
     named = isinstance(error, OSError) and error.errno in FAULTS_WITHOUT_CLASS
-    return ours or isinstance(error, FAULTS_OF_USE) or named or bool(getattr(error, "says_what_to_do", False))
+    return ours or isinstance(error, FAULTS_OF_USE) or named or bool(getattr(error, "names_remedy", False))
 
 
 def sentence(error: Exception) -> str:
