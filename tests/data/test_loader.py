@@ -545,9 +545,9 @@ def test_impossible_positions_are_refused() -> None:
 def test_a_sampler_that_shards_for_one_rank_has_a_place_to_go_on_from() -> None:
     own = DataLoader(Augmented(8), 2, sampler=DistributedSampler(Augmented(8), 1, 0))
     alone = ResumableLoader(own, rank=0, world_size=1)
-    assert alone.place_of(0, 1) == 2
-    assert alone.go_to(0, 2) == 1
-    assert ResumableLoader(own, rank=0, world_size=2).place_of(0, 1) is None
+    assert alone.samples_before(0, 1) == 2
+    assert alone.seek(0, 2) == 1
+    assert ResumableLoader(own, rank=0, world_size=2).samples_before(0, 1) is None
 
 
 class Five(Sampler):

@@ -110,11 +110,11 @@ def test_worlds_may_change_in_the_middle_of_a_mixture(worlds: list[tuple[int, in
     for world, batch, count in [*worlds, (3, 20, 500)]:
         inner = DataLoader(Numbers(), batch, sampler=order)
         ranks = [ResumableLoader(inner, seed=9, rank=rank, world_size=world) for rank in range(world)]
-        start = [loader.go_to(1, place) for loader in ranks][0]
+        start = [loader.seek(1, place) for loader in ranks][0]
         for loader in ranks:
             for samples in islice(loader.batches(1, start), count):
                 seen.update(sample for sample in samples.tolist() if sample != PADDING)
-        place = ranks[0].place_of(1, min(start + count, len(ranks[0])))
+        place = ranks[0].samples_before(1, min(start + count, len(ranks[0])))
     assert seen == whole
 
 

@@ -57,13 +57,13 @@ def test_worlds_may_change_and_every_sample_still_comes_once(
     place: int | None = 0
     for world, batch, count in [*phases, (*last, None)]:
         ranks = loaders(size, world, batch)
-        starts = {loader.go_to(2, place) for loader in ranks}
+        starts = {loader.seek(2, place) for loader in ranks}
         assert len(starts) == 1
         (start,) = starts
         rows = read(ranks, 2, start, count)
         assert all(len(row) == world * batch for row in rows)
         seen += [sample for row in rows for sample in row if sample != PADDING]
-        place = ranks[0].place_of(2, start + len(rows))
+        place = ranks[0].samples_before(2, start + len(rows))
     assert sorted(seen) == list(range(size))
 
 
@@ -72,11 +72,11 @@ def test_four_ranks_two_ranks_three_ranks() -> None:
     place = 0
     for world, count in ((4, 17), (2, 30), (3, None)):
         ranks = loaders(1000, world, 4)
-        start = ranks[0].go_to(0, place)
-        assert all(loader.go_to(0, place) == start for loader in ranks)
+        start = ranks[0].seek(0, place)
+        assert all(loader.seek(0, place) == start for loader in ranks)
         rows = read(ranks, 0, start, count)
         seen += [sample for row in rows for sample in row]
-        place = ranks[0].place_of(0, start + len(rows))
+        place = ranks[0].samples_before(0, start + len(rows))
     assert Counter(s for s in seen if s != PADDING) == Counter(range(1000))
 
 
@@ -132,10 +132,10 @@ def test_ordinary_shuffled_loaders_leave_nothing_out(
     world, batch, count = before
     ranks = loaders(size, world, batch, computed=False)
     rows = read(ranks, 1, 0, count)
-    place = ranks[0].place_of(1, len(rows))
+    place = ranks[0].samples_before(1, len(rows))
     others = loaders(size, after[0], after[1], computed=False)
-    start = others[0].go_to(1, place)
-    assert all(loader.go_to(1, place) == start for loader in others)
+    start = others[0].seek(1, place)
+    assert all(loader.seek(1, place) == start for loader in others)
     seen = Counter(sample for row in [*rows, *read(others, 1, start)] for sample in row)
     assert set(seen) == set(range(size))
     assert sum(seen.values()) - size <= world + 2 * after[0]
@@ -147,5 +147,5 @@ def test_loaders_without_a_shared_order_have_no_place() -> None:
         ResumableLoader(own, rank=0, world_size=2),
         ResumableLoader([1, 2, 3], rank=0, world_size=1),
     ):
-        assert loader.place_of(0, 1) is None
-        assert loader.go_to(0, 2) is None
+        assert loader.samples_before(0, 1) is None
+        assert loader.seek(0, 2) is None

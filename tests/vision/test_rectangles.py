@@ -22,7 +22,7 @@ from arclight.vision.data.image_headers import file_header
 from arclight.vision.data.labels import label_path
 from arclight.vision.data.letterbox import scaled_shape
 from arclight.vision.data.mix import EpochMix
-from arclight.vision.data.rectangles import AspectOrder, BegunEpoch, scaled_sides, smallest_frame
+from arclight.vision.data.rectangles import AspectOrder, ResumedEpoch, scaled_sides, smallest_frame
 from arclight.vision.data.site_split import SiteShare, SiteSplit
 from arclight.vision.tasks.detection import DetectionData, Detector, SegmentationData
 from arclight.vision.tasks.settings import DetectionTask, SegmentationTask
@@ -62,7 +62,7 @@ def loader(
     group: int | None = None,
     workers: int = 0,
 ) -> ResumableLoader:
-    order = opened.aspect_order(batch * ranks, None if group is None else BegunEpoch(0, group))
+    order = opened.aspect_order(batch * ranks, None if group is None else ResumedEpoch(0, group))
     loaded = DataLoader(opened, batch, sampler=order, num_workers=workers, collate_fn=collate, drop_last=True)
     return ResumableLoader(loaded, seed=11, rank=rank, world_size=ranks)
 
@@ -161,7 +161,7 @@ def test_ranks_see_the_same_shapes_and_together_what_one_sees(yaml: Path) -> Non
 def test_a_world_of_another_size_goes_on_in_the_order_that_there_was(yaml: Path) -> None:
     opened = open_train(yaml, augment=NoAugment())
     whole, fewer = loader(opened, 4, ranks=2), loader(opened, 4, group=8)
-    first, rest = list(whole.batches(0))[:1], fewer.batches(0, start=fewer.go_to(0, whole.place_of(0, 1)))
+    first, rest = list(whole.batches(0))[:1], fewer.batches(0, start=fewer.seek(0, whole.samples_before(0, 1)))
     other = list(loader(opened, 4, ranks=2, rank=1).batches(0))[:1]
     paths = [path for batch in [*first, *other, *rest] for path in batch["paths"]]
     assert len(paths) == len(set(paths)) == 24

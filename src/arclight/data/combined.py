@@ -132,9 +132,9 @@ class CombinedLoader:
         limits = self._limits or [math.inf] * len(self._flattened)
         first = next((number for number, limit in enumerate(limits) if limit > 0), None)
         opened = iter(self._flattened[first]) if first is not None else None  # its workers start now, others' later
-        return self._one_after_another(limits, first, opened)
+        return self._iterate_sequential(limits, first, opened)
 
-    def _one_after_another(
+    def _iterate_sequential(
         self, limits: list[Count], first: int | None, opened: Iterator[Any] | None
     ) -> Iterator[tuple[Any, int, int]]:
         for number, (loader, limit) in enumerate(zip(self._flattened, limits, strict=True)):
@@ -362,11 +362,11 @@ class ResumableCombination:
             if number > start:
                 yield rebuild(row)
 
-    def place_of(self, epoch: int, batch: int) -> int | None:
+    def samples_before(self, epoch: int, batch: int) -> int | None:
         """Return None: parts of different lengths and batch sizes have no common order."""
 
-    def go_to(self, epoch: int, place: int) -> int | None:
-        """Return None, see `place_of`."""
+    def seek(self, epoch: int, place: int) -> int | None:
+        """Return None, see `samples_before`."""
 
     def state_dict(self, batch: int | None = None, *, epoch: int | None = None) -> dict[str, Any]:
         """Return the parts' positions after `batch` rows of `epoch` (default: the newest).

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from arclight.data.fetching import Fetch, Fetcher, ReadAhead, ReadAheadDataset, WorkerInit, datasets_of, identity
-from arclight.data.sampling import EpochSampler, shared_out
+from arclight.data.sampling import EpochSampler, shard_loader
 from arclight.data.seeding import derive_seed, isolated_rng
 
 _END = object()
@@ -112,7 +112,7 @@ class ResumableLoader:
             self._seeded = EpochSampler(
                 loader, seed=seed, rank=rank, world_size=world_size, train=train, complete=complete
             )
-            self.loader = shared_out(loader, self._seeded)
+            self.loader = shard_loader(loader, self._seeded)
         elif world_size > 1:
             self._warn_unless_sharded()
 
@@ -154,16 +154,16 @@ class ResumableLoader:
         """True if any batch can be reached at once, without state or reading earlier ones."""
         return self._map_style
 
-    def place_of(self, epoch: int, batch: int) -> int | None:
+    def samples_before(self, epoch: int, batch: int) -> int | None:
         """Count the samples of the epoch's global order before a batch; None if unknown."""
-        return self._sampler.place_of(epoch, batch) if self._map_style else None
+        return self._sampler.samples_before(epoch, batch) if self._map_style else None
 
-    def go_to(self, epoch: int, place: int) -> int | None:
+    def seek(self, epoch: int, place: int) -> int | None:
         """Return the batch to start an epoch at when ``place`` samples of its order are done.
 
         That batch leaves out the samples that a run with another world size has done of it. None if places are unknown.
         """
-        return self._sampler.go_to(epoch, place) if self._map_style else None
+        return self._sampler.seek(epoch, place) if self._map_style else None
 
     def track_indices(self) -> bool:
         """Record the samples of each batch in `indices`; return False if they are unknown."""

@@ -97,7 +97,7 @@ class EpochSampler:
         self.rank, self.world_size = (0, 1) if sharded else (rank, world_size)
         self._own = own_generators(loader, *self._samplers)
         self._placed = not (sharded and world_size > 1) and hasattr(self.source, "__len__")
-        self._go_to: tuple[int, int] | None = None
+        self._resumed_at: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         """Return the batches of an epoch on this rank; raises TypeError without a length."""
@@ -119,16 +119,20 @@ class EpochSampler:
         """Positions of the global order that all ranks together take in one batch."""
         return self.batch_size * self.world_size
 
-    def place_of(self, epoch: int, batch: int) -> int | None:
+    def samples_before(self, epoch: int, batch: int) -> int | None:
         """Count the positions of the epoch's global order before a batch.
 
         None if ranks have no common order.
         """
-        if self._go_to is not None and self._go_to[0] == epoch and batch == self._go_to[1] // self.global_batch:
-            return self._go_to[1]
+        if (
+            self._resumed_at is not None
+            and self._resumed_at[0] == epoch
+            and batch == self._resumed_at[1] // self.global_batch
+        ):
+            return self._resumed_at[1]
         return batch * self.global_batch if self._placed else None
 
-    def go_to(self, epoch: int, place: int) -> int | None:
+    def seek(self, epoch: int, place: int) -> int | None:
         """Return the batch to continue with when ``place`` positions of the epoch are done.
 
         If that is within the batch, the batch leaves out what was done. None if ranks have no common order.
@@ -137,7 +141,7 @@ class EpochSampler:
             return None
         if place >= self._kept(len(self.source)):  # type: ignore[arg-type]
             return math.ceil(self._kept(len(self.source)) / self.global_batch)  # type: ignore[arg-type]
-        self._go_to = (epoch, place)
+        self._resumed_at = (epoch, place)
         return place // self.global_batch
 
     def batches(
@@ -168,7 +172,7 @@ class EpochSampler:
         order = order[:kept] if kept <= len(order) else list(islice(cycle(order), kept))
         size, taken = self.global_batch, self._evened_tail(kept)
         if self.world_size == 1 and (
-            self._go_to is None or self._go_to[0] != epoch
+            self._resumed_at is None or self._resumed_at[0] != epoch
         ):  # plain slices, without a call for each
             begins, ends = range(start * size, kept, size), range((start + 1) * size, kept + size, size)
             return map(order.__getitem__, map(slice, begins, ends))
@@ -197,7 +201,7 @@ class EpochSampler:
 
     def _begin(self, epoch: int, batch: int) -> int:
         """Return the first position of a batch that is still to be done."""
-        return max(batch * self.global_batch, self.place_of(epoch, batch) or 0)
+        return max(batch * self.global_batch, self.samples_before(epoch, batch) or 0)
 
     def _stream(self, seed: Callable[..., int], start: int) -> Iterator[list[Any]]:
         """Yield as `_epoch` for a sampler without length, drawn one global batch at a time."""
@@ -241,7 +245,7 @@ class RankShard:
         return self.sampler.batches(self.epoch)
 
 
-def shared_out(loader: DataLoader[Any], sampler: EpochSampler) -> DataLoader[Any]:
+def shard_loader(loader: DataLoader[Any], sampler: EpochSampler) -> DataLoader[Any]:
     """Return a copy of `loader` that reads only the share that `sampler` has of its samples."""
     twin, shard = copy.copy(loader), RankShard(sampler)
     _replace(twin, **{"sampler" if loader.batch_sampler is None else "batch_sampler": shard})

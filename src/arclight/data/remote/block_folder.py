@@ -64,7 +64,7 @@ class BlockFolder:
     def reserve(self, size: int) -> Path | None:
         """Make space and return a file of this size to write to; None if held blocks leave no space.
 
-        `put` makes it a block, `give_back` frees it.
+        `put` makes it a block, `unreserve` frees it.
         """
         with self._usage() as usage:
             total = _total(usage)
@@ -90,7 +90,7 @@ class BlockFolder:
                 file.write(content)
             path.parent.mkdir(exist_ok=True)
             if path.exists():  # another process was faster
-                self.give_back(reserved)
+                self.unreserve(reserved)
                 if hold:
                     self.hold(key)
                 return
@@ -100,7 +100,7 @@ class BlockFolder:
         except OSError:
             if hold:
                 self.release(key)
-            self.give_back(reserved)
+            self.unreserve(reserved)
             raise
 
     def recount(self) -> int:
@@ -110,7 +110,7 @@ class BlockFolder:
             _set_total(usage, total)
         return total
 
-    def give_back(self, reserved: Path) -> None:
+    def unreserve(self, reserved: Path) -> None:
         """Delete a reserved file that becomes no block."""
         with self._usage() as usage, suppress(FileNotFoundError):
             size = reserved.stat().st_size
@@ -131,7 +131,7 @@ class BlockFolder:
     def release(self, key: str) -> None:
         self._held(key).unlink(missing_ok=True)
 
-    def share_ahead(self) -> int:
+    def count_prefetching(self) -> int:
         """Count the processes that prefetch into this folder.
 
         This one is counted from its first call to `close`.

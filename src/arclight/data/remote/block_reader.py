@@ -53,7 +53,7 @@ class BlockSource(Protocol):
         ...
 
 
-class Wanted(NamedTuple):
+class BlockRequest(NamedTuple):
     """A block that will be read."""
 
     source: BlockSource
@@ -67,7 +67,7 @@ class Prefetch:
     The first ``taken`` are being prefetched, the others wait for space.
     """
 
-    def __init__(self, blocks: Iterable[Wanted], consumer: Hashable = None) -> None:
+    def __init__(self, blocks: Iterable[BlockRequest], consumer: Hashable = None) -> None:
         self.blocks, self.consumer, self.taken = tuple(blocks), consumer, 0
 
 
@@ -92,7 +92,7 @@ class BlockReader:
 
     def read(self, source: BlockSource, block: tuple[int, int]) -> bytes:
         """Return a block. Raises the error of its prefetch, if that failed."""
-        return self._state().read(Wanted(source, block, source.key(block)))
+        return self._state().read(BlockRequest(source, block, source.key(block)))
 
     def prefetch(
         self, blocks: Iterable[tuple[BlockSource, tuple[int, int]]], consumer: Hashable = None
@@ -103,8 +103,8 @@ class BlockReader:
         consumer: identifies the reader, such as one pass over a loader; consumers get equal shares of space and connections, also
         while one of them pauses.
         """
-        wanted = (Wanted(source, block, source.key(block)) for source, block in blocks)
-        return self._state().prefetch(Prefetch(wanted, consumer))
+        requests = (BlockRequest(source, block, source.key(block)) for source, block in blocks)
+        return self._state().prefetch(Prefetch(requests, consumer))
 
     def release(self, prefetch: Prefetch) -> None:
         """Release the blocks of a `prefetch`; does nothing if called again, or after `close`."""
@@ -170,8 +170,8 @@ class BlockReader:
 class _Job:
     """A block to fetch, queued or started."""
 
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted, self.begun = wanted, False
+    def __init__(self, block_request: BlockRequest) -> None:
+        self.block_request, self.begun = block_request, False
         self.result: Future[bytes | None] = Future()
 
 
@@ -210,17 +210,17 @@ class _Running:
         self._failed: dict[str, BaseException] = {}
         self._memory: OrderedDict[str, bytes] = OrderedDict()
 
-    def read(self, wanted: Wanted) -> bytes:
+    def read(self, block_request: BlockRequest) -> bytes:
         with self._changed:
-            if wanted.key in self._memory:
-                self._memory.move_to_end(wanted.key)
-                return self._memory[wanted.key]
-            error, job = self._failed.pop(wanted.key, None), self._jobs.get(wanted.key)
+            if block_request.key in self._memory:
+                self._memory.move_to_end(block_request.key)
+                return self._memory[block_request.key]
+            error, job = self._failed.pop(block_request.key, None), self._jobs.get(block_request.key)
             if job is not None and not job.begun:  # still queued: fetch it here, now
                 with self._deferring_releases():
                     for consumer in self._consumers.values():
-                        consumer.queue.pop(wanted.key, None)
-                self._jobs.pop(wanted.key, None)
+                        consumer.queue.pop(block_request.key, None)
+                self._jobs.pop(block_request.key, None)
                 job.result.cancel()
                 job = None
         if error is not None:
@@ -231,12 +231,12 @@ class _Running:
                 found = job.result.result()  # which has its own deadlines
             except BaseException as failed:
                 with self._changed:
-                    self._failed.pop(wanted.key, None)
+                    self._failed.pop(block_request.key, None)
                 _raise_again(failed)
-        content = self._obtain(wanted, ahead=False) if found is None else found
+        content = self._obtain(block_request, ahead=False) if found is None else found
         assert content is not None
         with self._changed:
-            self._memory[wanted.key] = content
+            self._memory[block_request.key] = content
             while len(self._memory) > _IN_MEMORY:
                 self._memory.popitem(last=False)
         return content
@@ -289,7 +289,7 @@ class _Running:
 
     def _share_with_processes(self) -> None:
         """Compute this process's share of the space, and give up blocks beyond it."""
-        self._ahead = max(1, self._folder.bound_bytes // _AHEAD_SHARE // self._folder.share_ahead())
+        self._ahead = max(1, self._folder.bound_bytes // _AHEAD_SHARE // self._folder.count_prefetching())
         self._count_at = time.monotonic() + _COUNT_S
         while self._expected_bytes > self._ahead:
             most = max(self._consumers.values(), key=_size)
@@ -303,16 +303,16 @@ class _Running:
         if prefetch.taken == len(prefetch.blocks):
             consumer.taken.append(consumer.waiting.popleft())
             return True
-        wanted = prefetch.blocks[prefetch.taken]
-        if wanted.key not in consumer.blocks:
-            size = wanted.source.size(wanted.block)
+        block_request = prefetch.blocks[prefetch.taken]
+        if block_request.key not in consumer.blocks:
+            size = block_request.source.size(block_request.block)
             if not self._make_room(consumer, size):
                 return False
             consumer.size_bytes += size
-            if wanted.key not in self._expected and wanted.key not in self._jobs:
-                self._jobs[wanted.key] = consumer.queue[wanted.key] = _Job(wanted)
-            self._expected[wanted.key] = self._expected.get(wanted.key, 0) + 1
-        consumer.blocks[wanted.key] = consumer.blocks.get(wanted.key, 0) + 1
+            if block_request.key not in self._expected and block_request.key not in self._jobs:
+                self._jobs[block_request.key] = consumer.queue[block_request.key] = _Job(block_request)
+            self._expected[block_request.key] = self._expected.get(block_request.key, 0) + 1
+        consumer.blocks[block_request.key] = consumer.blocks.get(block_request.key, 0) + 1
         prefetch.taken += 1
         return True
 
@@ -346,13 +346,13 @@ class _Running:
     def _give_up(self, consumer: _Consumer, prefetch: Prefetch) -> None:
         """Return the space of a request's last block."""
         prefetch.taken -= 1
-        wanted = prefetch.blocks[prefetch.taken]
-        key = wanted.key
+        block_request = prefetch.blocks[prefetch.taken]
+        key = block_request.key
         consumer.blocks[key] -= 1
         if consumer.blocks[key]:
             return
         del consumer.blocks[key]
-        consumer.size_bytes -= wanted.source.size(wanted.block)
+        consumer.size_bytes -= block_request.source.size(block_request.block)
         job = consumer.queue.pop(key, None)
         self._expected[key] -= 1
         if self._expected[key]:
@@ -398,7 +398,7 @@ class _Running:
                 if job is None:
                     return
             try:
-                found = self._obtain(job.wanted, ahead=True)
+                found = self._obtain(job.block_request, ahead=True)
             except BaseException as error:  # raised again by `read` of that block
                 self._end(job, error)
                 job.result.set_exception(error)
@@ -421,7 +421,7 @@ class _Running:
             return job
 
     def _end(self, job: _Job, error: BaseException | None) -> None:
-        key = job.wanted.key
+        key = job.block_request.key
         with self._changed:
             self._jobs.pop(key, None)
             if key not in self._expected:
@@ -429,21 +429,21 @@ class _Running:
             elif error is not None:
                 self._failed[key] = error
 
-    def _obtain(self, wanted: Wanted, *, ahead: bool) -> bytes | None:
+    def _obtain(self, block_request: BlockRequest, *, ahead: bool) -> bytes | None:
         """Return a block from the folder or its source.
 
         With ``ahead`` None if it is there already, or has no space yet.
         """
-        source, block, key = wanted
+        source, block, key = block_request
         digest = source.digest(block, self._cancel)  # before the claim: it may need a block itself
         if ahead and self._folder.hold(key):
             return None
-        if not ahead and (found := self._from_folder(wanted, digest)) is not None:
+        if not ahead and (found := self._from_folder(block_request, digest)) is not None:
             return found
         with self._folder.claim(key, self._patience_s, self._cancel):
             if self._cancel.is_set():
                 raise ReadCancelledError(f"{key}: the reader was closed")
-            if (found := self._from_folder(wanted, digest)) is not None:  # another process was quicker
+            if (found := self._from_folder(block_request, digest)) is not None:  # another process was quicker
                 if ahead:
                     self._folder.hold(key)
                 return found
@@ -454,17 +454,17 @@ class _Running:
                 content = source.fetch(block, digest, self._cancel)
             except BaseException:
                 if reserved is not None:
-                    self._folder.give_back(reserved)
+                    self._folder.unreserve(reserved)
                 raise
             if reserved is not None:
                 self._folder.put(key, reserved, content, hold=ahead)
         return content
 
-    def _from_folder(self, wanted: Wanted, digest: bytes) -> bytes | None:
-        found = self._folder.get(wanted.key)
-        if found is None or wanted.source.is_intact(found, digest):
+    def _from_folder(self, block_request: BlockRequest, digest: bytes) -> bytes | None:
+        found = self._folder.get(block_request.key)
+        if found is None or block_request.source.is_intact(found, digest):
             return found
-        self._folder.drop(wanted.key)  # cut by a crash, or changed
+        self._folder.drop(block_request.key)  # cut by a crash, or changed
         return None
 
 

@@ -242,8 +242,8 @@ class DataConnector:
             place = {
                 "epoch": progress.epoch,
                 "ranks": ranks,
-                "done": loader.place_of(progress.epoch, progress.batch),
-                "window": loader.place_of(progress.epoch, window) if window >= 0 else None,
+                "done": loader.samples_before(progress.epoch, progress.batch),
+                "window": loader.samples_before(progress.epoch, window) if window >= 0 else None,
             }
             return {"place": place, **loader.state_dict(progress.batch, epoch=progress.epoch)}
         taken = loader.state_dict(
@@ -267,7 +267,7 @@ class DataConnector:
         ranks = self._trainer.strategy.distributed_sampler_kwargs["num_replicas"]
         if place is None or place["epoch"] != progress.epoch:
             return
-        batch = None if place["done"] is None else loader.go_to(progress.epoch, place["done"])
+        batch = None if place["done"] is None else loader.seek(progress.epoch, place["done"])
         if batch is not None:
             progress.validated_at = (
                 batch if progress.validated_at == progress.batch else min(progress.validated_at, batch)
