@@ -984,7 +984,7 @@ def test_streamed_rounds_are_shown_together_and_reported_when_done() -> None:
             active_work=(ActiveWork(client="0", round=2, steps=3), ActiveWork(client="1", round=1, steps=1)),
         )
     )
-    progress.say("")
+    progress.print_line("")
     assert "round 1/3  waiting for client 1 at 1 of 4  |  round 2  0 at 3 of 4" in stream.getvalue()
     progress.observe(accepted("1"))
     progress.observe(accepted("0", round=2))

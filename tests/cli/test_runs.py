@@ -231,7 +231,7 @@ def test_lines_of_the_demo_are_whole_without_a_terminal(folder: Path, capsys: py
     from arclight.cli.style import console_of
 
     place = "a-long-name/" * 30
-    Demo(folder, scenes=1, epochs=1, seed=0, console=console_of()).say(f"program in [{place}]")
+    Demo(folder, scenes=1, epochs=1, seed=0, console=console_of()).print_line(f"program in [{place}]")
     assert re.fullmatch(r"\d:\d\d  " + re.escape(f"program in [{place}]\n"), capsys.readouterr().out)
 
 

@@ -330,7 +330,7 @@ RUNTIMES: tuple[str, ...] = (*get_args(Runtime), *get_args(FastestRuntime))
 
 
 def add_runtime(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--runtime`` of verbs that run a program; see `runtime_said`."""
+    """Add the option ``--runtime`` of verbs that run a program; see `report_runtime`."""
     parser.add_argument(
         "--runtime", choices=RUNTIMES,
         help="what runs the program (default: what it was exported for); another one is compared with that at the load, and fastest times ONNX Runtime "
@@ -346,7 +346,7 @@ def runtimes(text: str) -> list[str]:
     return names
 
 
-def runtime_said(program: Program, asked: str | None) -> Program:
+def report_runtime(program: Program, asked: str | None) -> Program:
     """Print to standard error how the runtime was chosen, if one was asked for.
 
     Returns ``program``.

@@ -56,5 +56,5 @@ def parse_quantization(
             raise UsageError(f"--recipe {options.recipe}: there is no such file")
         source = str(options.recipe)
     with problems_listed(f"--recipe {options.recipe or 'int8'} cannot be used"):
-        said = [f"--recipe {options.recipe}"] * (options.recipe is not None) + fields
-        return options, rest, read(_RecipeTable, source, fields).recipe, said
+        flags = [f"--recipe {options.recipe}"] * (options.recipe is not None) + fields
+        return options, rest, read(_RecipeTable, source, fields).recipe, flags

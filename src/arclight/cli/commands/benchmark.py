@@ -19,7 +19,7 @@ from arclight.cli.arguments import (
     add_trust,
     check_writable,
     count,
-    runtime_said,
+    report_runtime,
     runtimes,
     trusted,
     write_json,
@@ -134,7 +134,7 @@ def _candidates(
         if is_program(Path(source)):
             for name, runtime in _runtimes(source, options.runtime):
                 program = Program.load(source, device=options.device, trusted=trusted(options), runtime=runtime)
-                found[name] = runtime_said(program, runtime)
+                found[name] = report_runtime(program, runtime)
             continue
         deployment = _deployment(parser, options, source, rest)
         found[source] = deployment.model

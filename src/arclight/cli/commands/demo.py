@@ -106,7 +106,7 @@ class Demo:
         fraud = self.verify(programs["int8"])
         self.report(detector, run, programs, results, reading, latency, fraud)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         from rich.markup import escape
 
         minutes, seconds = divmod(int(time.monotonic() - self.begun), 60)
@@ -121,7 +121,7 @@ class Demo:
         folder, wanted = self.folder / "data", {"scenes": self.scenes, "seed": self.seed, "size": SCENE_SIZE}
         record = self.folder / "data.json"
         if record.exists() and json.loads(record.read_text()) == wanted and (folder / "data.yaml").exists():
-            self.say(f"{self.scenes} scenes are in {folder}")
+            self.print_line(f"{self.scenes} scenes are in {folder}")
             return folder / "data.yaml"
         shutil.rmtree(folder, ignore_errors=True)
         record.unlink(missing_ok=True)
@@ -136,7 +136,7 @@ class Demo:
                 progress=lambda done, _: progress.update(bar, completed=done),
             )
         record.write_text(json.dumps(wanted))
-        self.say(f"drew {self.scenes} scenes with payment codes, other codes and distractors into {folder}")
+        self.print_line(f"drew {self.scenes} scenes with payment codes, other codes and distractors into {folder}")
         return data
 
     def train(self, data: Path) -> tuple[Detector, Any, Any]:
@@ -148,9 +148,9 @@ class Demo:
         datamodule: Any
         module, datamodule = build_task(recipe)
         trainer = make_trainer(recipe, callbacks=[*callbacks(recipe), RunRecord(recipe), RunReport()])
-        self.say(f"training {recipe.task.model} from scratch for {self.epochs} epochs ({trainer.precision})")
+        self.print_line(f"training {recipe.task.model} from scratch for {self.epochs} epochs ({trainer.precision})")
         trainer.fit(module, datamodule=datamodule)
-        self.say(f"trained: mAP50 {module.results.map50:.3f} on the {len(datamodule.val)} scenes held out")
+        self.print_line(f"trained: mAP50 {module.results.map50:.3f} on the {len(datamodule.val)} scenes held out")
         return module, datamodule, trainer.run_folder
 
     def export(self, detector: Detector, dataset: DetectionDataset) -> dict[str, Program]:
@@ -162,14 +162,14 @@ class Demo:
             path = self.folder / "programs" / f"detector-{name}.onnx"
             programs[name] = export_module(detector, path, dataset, int8)
             size = f"{programs[name].nbytes / 1e6:.1f} MB"
-            self.say(f"{name} program: {path}, {size}, {parity_summary(programs[name].metadata)}")
+            self.print_line(f"{name} program: {path}, {size}, {parity_summary(programs[name].metadata)}")
         return programs
 
     def measure(self, program: Program, dataset: DetectionDataset) -> Any:
         from arclight.vision.tasks.deployment import evaluate_program
 
         results = evaluate_program(program, dataset)
-        self.say(f"{program.precision} program: mAP50 {results.map50:.3f}, mAP50-95 {results.map50_95:.3f}")
+        self.print_line(f"{program.precision} program: mAP50 {results.map50:.3f}, mAP50-95 {results.map50_95:.3f}")
         return results
 
     def scan(self, program: Program, data: Path) -> dict[str, int]:
@@ -196,7 +196,7 @@ class Demo:
         ):
             for found in pool.map(_read_scene, scenes, chunksize=4):
                 counts.update(found)
-        self.say(
+        self.print_line(
             f"scanned the held-out scenes: {counts['read']} of {counts['codes']} codes read, {counts['payments']} are payment codes "
             f"(QRIS); {counts['readable']} are readable by a reader that is told their corners"
         )
@@ -229,7 +229,9 @@ class Demo:
             verification = qris.verify(photo, registry, place=place.nmid, detector=program.predict_one)
             found[verification.verdict] += 1
             report.add(f"counter {number + 1}: {place.name}", photo, verification)
-        self.say(f"verified photos of {len(pairs)} counters, two of them with a sticker over the code: {listed(found)}")
+        self.print_line(
+            f"verified photos of {len(pairs)} counters, two of them with a sticker over the code: {listed(found)}"
+        )
         return report.write(folder / "page.html")
 
     def time(self, programs: dict[str, Program]) -> dict[str, float]:

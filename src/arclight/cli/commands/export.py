@@ -74,8 +74,8 @@ def quantize(arguments: list[str]) -> None:
         metavar="X",
         help="keep the fewest layers in float with which the metric on the validation data falls by at most this",
     )
-    options, rest, recipe, said = parse_quantization(parser, arguments)
-    _ship(parser, options, rest, recipe, said)
+    options, rest, recipe, flags = parse_quantization(parser, arguments)
+    _ship(parser, options, rest, recipe, flags)
 
 
 def _parser(verb: str, about: str) -> Parser:
@@ -144,13 +144,13 @@ def formats(text: str) -> str | list[str]:
 
 
 def _ship(
-    parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quantization | None, said: Sequence[str] = ()
+    parser: Parser, options: Namespace, rest: Sequence[str], recipe: Quantization | None, flags: Sequence[str] = ()
 ) -> None:  # fmt: skip
     """Write the program that ``options`` ask for.
 
     Raises UsageError or ExportError, before the model is opened, for a place or format that cannot be written.
 
-    said: the recipe's flags. A model that was trained with rounding has its own recipe, and takes none of them.
+    flags: those of the recipe. A model that was trained with rounding has its own recipe, and takes none of them.
     """
     check_program_name(options.out, is_folder=options.format is not None)
     from arclight.deploy.deployment import configured, planned, ship, trained_recipe
@@ -167,9 +167,9 @@ def _ship(
             f"--embedding is for language models, and {options.source} is a {type(module).__name__}: leave it out"
         )
     if (trained := trained_recipe(module)) is not None:
-        if said:
+        if flags:
             raise UsageError(
-                f"{options.source} was trained with rounding for {kind_of(type(trained[0]))}, and {said[0]} would round it otherwise: leave that out"
+                f"{options.source} was trained with rounding for {kind_of(type(trained[0]))}, and {flags[0]} would round it otherwise: leave that out"
             )
         recipe = None
     verb = "converting" if trained else "exporting" if recipe is None else "quantizing"
@@ -199,8 +199,8 @@ def _ship(
 def _timed(program: Program) -> str:
     """Describe the timed formats and the one that was kept."""
     times = program.metadata["fastest"]["wall_ms"]
-    told = ", ".join(f"{form} {time:.2f} ms" for form, time in sorted(times.items(), key=lambda one: one[1]))
-    return f"kept {program.format}, the fastest here on one thread: {told}"
+    listed = ", ".join(f"{form} {time:.2f} ms" for form, time in sorted(times.items(), key=lambda one: one[1]))
+    return f"kept {program.format}, the fastest here on one thread: {listed}"
 
 
 def _size(program: Program) -> str:

@@ -12,7 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, add_runtime, add_trust, runtime_said, trusted, write_json
+from arclight.cli.arguments import Parser, UsageError, add_runtime, add_trust, report_runtime, trusted, write_json
 from arclight.cli.runs import load_language_model
 from arclight.text.evaluation.suite_settings import MODES
 
@@ -44,7 +44,7 @@ def _load(path: Path, trusted: list[str] | None, runtime: Any) -> tuple[Decoder 
         from arclight.deploy import Program
         from arclight.text.language_program import tokenizer_of
 
-        program = runtime_said(Program.load(path, trusted=trusted, runtime=runtime), runtime)
+        program = report_runtime(Program.load(path, trusted=trusted, runtime=runtime), runtime)
         return program, tokenizer_of(program)
     if trusted is not None:
         raise UsageError(f"--trust is about programs, and {path} is a run, which is not signed: export it first")

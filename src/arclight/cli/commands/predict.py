@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, add_runtime, add_trust, count, runtime_said, share, trusted
+from arclight.cli.arguments import Parser, UsageError, add_runtime, add_trust, count, report_runtime, share, trusted
 from arclight.cli.commands import language
 from arclight.cli.interruption import stopping
 from arclight.cli.runs import checkpoint_of, load_vision_module, run_folder, step_of, trained_language
@@ -550,7 +550,7 @@ def _program(options: argparse.Namespace, changed: dict[str, Any]) -> tuple[list
     from arclight.vision.tasks.processing import load_vision_program
 
     program = load_vision_program(options.program, trusted=trusted(options), runtime=options.runtime, **changed)
-    runtime_said(program, options.runtime)
+    report_runtime(program, options.runtime)
     head, names = program.metadata["task"], program.metadata["names"]
     processing, confidence = _wanted(options, program.processing, head)
     return [_Member(program.with_processing(processing).predict, head, names, confidence, processing)], options.source

@@ -20,7 +20,7 @@ from arclight.cli.arguments import (
     add_trust,
     check_writable,
     count,
-    runtime_said,
+    report_runtime,
     trusted,
     write_json,
 )
@@ -56,7 +56,7 @@ def scan(arguments: list[str]) -> int:
         program = load_detector_program(
             options.program, trusted=trusted(options), runtime=options.runtime, tasks=("detect", "corners")
         )
-        detector = runtime_said(program, options.runtime).predict_one
+        detector = report_runtime(program, options.runtime).predict_one
     frames = ImageSource(options.source, vid_stride=options.stride)
     if options.follow:
         return follow(frames, detector, options.json, console)

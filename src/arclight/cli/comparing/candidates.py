@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli import user_module
-from arclight.cli.arguments import Parser, UsageError, runtime_said, trusted
+from arclight.cli.arguments import Parser, UsageError, report_runtime, trusted
 from arclight.cli.commands.export import opened, run_of_own_module
 from arclight.cli.runs import is_program, load_vision_module, trained_language
 
@@ -74,7 +74,7 @@ def open_candidate(
 def _of_program(source: str, options: argparse.Namespace, runtime: Any) -> Candidate:
     from arclight.deploy import Program
 
-    program = runtime_said(Program.load(source, trusted=trusted(options), runtime=runtime), runtime)
+    program = report_runtime(Program.load(source, trusted=trusted(options), runtime=runtime), runtime)
     described = program.metadata
     name = source if runtime is None else f"{source} ({program.runtime})"
     return Candidate(

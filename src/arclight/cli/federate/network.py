@@ -81,8 +81,8 @@ def serve(arguments: list[str]) -> None:
             open_run(recipe, folder, options) as (run, progress),
             HttpServer(ObservedServer(run.service, progress), where, run.blobs, here) as server,
         ):
-            progress.say(f"{recipe.name} is served at {server.address}, and kept in {folder.path}")
-            progress.say(
+            progress.print_line(f"{recipe.name} is served at {server.address}, and kept in {folder.path}")
+            progress.print_line(
                 f"  nodes join it with: {join_line(public_address(server.address, where), server.fingerprint)}"
             )
             run.wait_for_nodes()

@@ -83,7 +83,7 @@ class Progress:
         if self._thread is not None:
             self._thread.join()
         with self._lock:
-            self._say_failed()
+            self._print_failed()
             self._clear()
 
     # -- records and heartbeats -------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Progress:
                 return
             if isinstance(what, r.RunEnded) and what.failed:
                 self._failed.clear()
-            self._say_failed()
+            self._print_failed()
             match what:
                 case r.RoundOpened():
                     self._waiting = ""
@@ -113,23 +113,23 @@ class Progress:
                 case r.UpdateAccepted() if (here := self._open.get(what.round)) is not None:
                     here.arrived[what.client] = what
                 case r.UpdateRefused():
-                    self._say(f"round {what.round}: client {what.client} is refused ({what.reason}): {what.message}")
+                    self._print(f"round {what.round}: client {what.client} is refused ({what.reason}): {what.message}")
                 case r.RoundDiscarded():
-                    self._say(f"round {what.round} is discarded and repeated: {what.why}")
+                    self._print(f"round {what.round} is discarded and repeated: {what.why}")
                     if (here := self._open.get(what.round)) is not None:
                         here.arrived = {}
                 case r.RoundSkipped():
                     self._open.pop(what.round, None)
-                    self._say(f"round {what.round} is skipped and keeps the weights of the round before: {what.why}")
+                    self._print(f"round {what.round} is skipped and keeps the weights of the round before: {what.why}")
                 case r.RoundCommitted() if (here := self._open.pop(what.round, None)) is not None:
                     self._committed(here, what)
                 case r.RoundEvaluated(client=None):
                     values = ", ".join(f"{name} {number_text(value)}" for name, value in what.metrics.items())
-                    self._say(
+                    self._print(
                         f"round {what.round}: {bold(values)}" if values else f"round {what.round}: nothing to evaluate"
                     )
                 case events.NodeLost() | events.ClientMoved() | events.ClientNotEvaluated():
-                    self._say(str(what))
+                    self._print(str(what))
                 case events.LogMessage():
                     self._waiting = what.text
                 case _:
@@ -145,10 +145,10 @@ class Progress:
                     if one.loss is not None:
                         here.losses[one.client] = one.loss
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line that stays."""
         with self._lock:
-            self._say(text)
+            self._print(text)
             self._draw()
 
     # -- output -----------------------------------------------------------------------------------------------
@@ -159,10 +159,10 @@ class Progress:
         here.clients = dict.fromkeys(clients)
         return here
 
-    def _say_failed(self) -> None:
+    def _print_failed(self) -> None:
         for (number, message), clients in self._failed.items():
             who = f"client{'s' * (len(clients) > 1)} {_named(clients)}"
-            self._say(f"round {number}: {who} {'are' if len(clients) > 1 else 'is'} excluded: {message}")
+            self._print(f"round {number}: {who} {'are' if len(clients) > 1 else 'is'} excluded: {message}")
         self._failed.clear()
 
     def _committed(self, here: _OpenRound, record: r.RoundCommitted) -> None:
@@ -178,9 +178,9 @@ class Progress:
             clock_text(self._clock() - here.began),
         ]
         self._waiting = ""
-        self._say(f"{bold(f'round {here.number}/{self._rounds}')}  " + "  ".join(part for part in parts if part))
+        self._print(f"{bold(f'round {here.number}/{self._rounds}')}  " + "  ".join(part for part in parts if part))
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._clear()
         print(text, file=self._stream, flush=True)
         self._printed_at = self._clock()
@@ -228,10 +228,10 @@ class Progress:
     def _keep(self) -> None:
         while not self._ended.wait(REDRAW_S):
             with self._lock:
-                self._say_failed()
+                self._print_failed()
                 self._draw()
                 if not self._moves and self._clock() - self._printed_at > QUIET_S and (status := self._status()):
-                    self._say(status)
+                    self._print(status)
 
 
 def _named(names: Sequence[str]) -> str:
@@ -270,7 +270,7 @@ class _Printed(logging.Handler):
         if getattr(record, "observed", False):
             return
         try:
-            self._progress.say(f"arclight: {printable(record.getMessage())}")
+            self._progress.print_line(f"arclight: {printable(record.getMessage())}")
         except Exception:  # whoever logs is a thread of the server, which a lost terminal must not end
             self.handleError(record)
 

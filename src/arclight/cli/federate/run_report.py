@@ -78,7 +78,7 @@ def federated_report(folder: str | Path, *, beside: str | Path | None = None, fa
         failure=failure,
         kept=curves,
         charts=learning(curves, central, str(beside or "")),
-        about=who_and_how(settings, rounds),
+        about=summarise_federation(settings, rounds),
     )
 
 
@@ -95,7 +95,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return {**kept["settings"], "strategy": kept["strategy"]}
 
 
-def who_and_how(settings: Mapping[str, Any], rounds: Sequence[Round]) -> dict[str, str]:
+def summarise_federation(settings: Mapping[str, Any], rounds: Sequence[Round]) -> dict[str, str]:
     """Describe the federation for the head of the page."""
     done = {"rounds": f"{sum(bool(here['contributors']) for here in rounds):,}"}
     if not settings:
