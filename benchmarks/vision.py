@@ -39,7 +39,7 @@ from arclight.vision.tasks.detection import Detector
 from arclight.vision.tasks.settings import DetectionTask
 from arclight.vision.tracking.assignment import overlaps
 from arclight.vision.tracking.mot_metrics import TrackingScores, score_tracks
-from arclight.vision.tracking.tracks import TRACKERS, confidence_wanted, make_tracker
+from arclight.vision.tracking.tracks import TRACKERS, lowest_confidence, make_tracker
 from benchmarks.equal_minutes import equal_minutes, row_of, rows_of
 from benchmarks.moving_boxes import Scene, score
 from benchmarks.moving_codes import MovingFrame, frames
@@ -151,7 +151,7 @@ def moving_codes(detector: Detector, quick: bool) -> tuple[Rows, Figures]:
     scenes = [list(frames(seed, 12 if quick else 120, pillar=seed % 2 == 0)) for seed in range(1 if quick else 6)]
 
     low = dataclasses.replace(
-        detector.processing, conf_threshold=confidence_wanted("bytetrack", detector.processing.conf_threshold)
+        detector.processing, conf_threshold=lowest_confidence("bytetrack", detector.processing.conf_threshold)
     )
     boxes = [[detector.detect([frame.image], low)[0] for frame in scene] for scene in scenes]
     rows: Rows = []

@@ -196,7 +196,7 @@ def test_templates_are_the_fixed_modules_of_every_version(versions: tuple[int, .
         assert made[0].shape == (size, size)
         fixed = template(version)
         cells = np.round(fixed.points.linear[:2].T * size - 0.5).astype(int)
-        dark = fixed.wanted < 0
+        dark = fixed.expected < 0
         inside = ((cells >= 0) & (cells < size)).all(1)
         columns, rows = cells[inside].T
         for matrix in made:
@@ -696,7 +696,7 @@ def test_correlations_are_those_of_numpy() -> None:
         seen = [
             grid.sample_bilinear(picture, *grid.project_grid(one[None], fixed.points)).reshape(-1) for one in shapes
         ]
-        expected = [np.corrcoef(one, fixed.wanted)[0, 1] for one in seen]
+        expected = [np.corrcoef(one, fixed.expected)[0, 1] for one in seen]
         assert grid.template_correlation(picture, shapes, version) == pytest.approx(expected, abs=1e-4)
         maps = grid.homographies(shapes)
         assert grid.template_correlation(picture, shapes, version, maps=maps) == pytest.approx(expected, abs=1e-4)

@@ -536,9 +536,9 @@ def _wanted(options: argparse.Namespace, processing: Any, head: str) -> tuple[An
 def _lowest(options: argparse.Namespace, confidence: float) -> float:
     """Return the least confidence of the boxes that a tracker or labeller gets."""
     if options.track is not None:
-        from arclight.vision.tracking.tracks import confidence_wanted
+        from arclight.vision.tracking.tracks import lowest_confidence
 
-        return confidence_wanted(options.track, confidence)
+        return lowest_confidence(options.track, confidence)
     return confidence if options.doubt is None else min(confidence, options.doubt)
 
 

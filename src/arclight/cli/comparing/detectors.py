@@ -163,11 +163,11 @@ def measured(
 
     Raises UsageError if these have other classes, or none can be read.
     """
-    from arclight.vision.data.data_yaml import read_data_yaml, takes_all_for_one
+    from arclight.vision.data.data_yaml import merges_classes, read_data_yaml
     from arclight.vision.results.comparison import Evaluated, compare
 
     spec = read_data_yaml(options.data)
-    if list(spec.names) != a.names and not takes_all_for_one(a.names, spec.names):
+    if list(spec.names) != a.names and not merges_classes(a.names, spec.names):
         raise UsageError(
             f"{options.data} has the classes {', '.join(spec.names)}, the detectors find {', '.join(a.names)}"
         )
@@ -197,7 +197,7 @@ def measured(
 
 def evaluated(candidate: ComparedDetector, options: argparse.Namespace) -> DetectionResults:
     """Score a detector, and keep what it found in each image."""
-    from arclight.vision.data.data_yaml import read_data_yaml, takes_all_for_one
+    from arclight.vision.data.data_yaml import merges_classes, read_data_yaml
     from arclight.vision.data.dataset import DetectionDataset, collate
     from arclight.vision.results.metrics import EVALUATION_IOU
     from arclight.vision.results.records import RecordingMetrics
@@ -206,7 +206,7 @@ def evaluated(candidate: ComparedDetector, options: argparse.Namespace) -> Detec
     spec = read_data_yaml(options.data)
     dataset = DetectionDataset.open(
         spec, options.split, image_size=candidate.image_size, cache_labels=False,
-        single_class=takes_all_for_one(candidate.names, spec.names),
+        single_class=merges_classes(candidate.names, spec.names),
     )  # fmt: skip
     metrics = RecordingMetrics(len(candidate.names), None if candidate.one_to_one else EVALUATION_IOU)
     results: DetectionResults = evaluate(candidate.network, dataset, metrics, collate)

@@ -83,7 +83,7 @@ class DataSpec:
         return found
 
 
-def takes_all_for_one(found: Sequence[str], names: Sequence[str]) -> bool:
+def merges_classes(found: Sequence[str], names: Sequence[str]) -> bool:
     """Return True if a network takes all classes of a data set for one (``single_class``).
 
     found: the network's class names. names: those of the data set.

@@ -43,7 +43,7 @@ from arclight.vision.data.labels import (
 from arclight.vision.data.letterbox import Frame, Letterbox, letterbox, scaled_shape
 from arclight.vision.data.mix import EpochMix, MixedData
 from arclight.vision.data.progressive_resizing import ProgressiveResizing
-from arclight.vision.data.rectangles import AspectOrder, BegunEpoch, FramedIndex, smallest_frame
+from arclight.vision.data.rectangles import AspectOrder, FramedIndex, ResumedEpoch, smallest_frame
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.rotated import smallest_rectangles
 
@@ -384,7 +384,7 @@ class DetectionDataset(Dataset[Sample]):
         self.images, self.labels = [self.images[i] for i in order], [self.labels[i] for i in order]
         return [shapes[i] for i in order]
 
-    def aspect_order(self, batch: int, begun: BegunEpoch | None = None) -> AspectOrder:
+    def aspect_order(self, batch: int, begun: ResumedEpoch | None = None) -> AspectOrder:
         """Return the order of training images in rectangular batches; see `AspectOrder`.
 
         ``batch``: images of a step on all ranks together.

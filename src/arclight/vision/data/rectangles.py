@@ -27,7 +27,7 @@ class FramedIndex(NamedTuple):
     """Frame of the whole batch, on all ranks."""
 
 
-class BegunEpoch(NamedTuple):
+class ResumedEpoch(NamedTuple):
     """An epoch that was begun before the run was resumed, perhaps with batches of another size."""
 
     epoch: int
@@ -72,15 +72,15 @@ class AspectOrder(Sampler[FramedIndex]):
         *,
         sides: Sequence[int],
         stride: int,
-        begun: BegunEpoch | None = None,
+        begun: ResumedEpoch | None = None,
     ) -> None:
         self._shapes, self._sides, self._stride = shapes, list(sides), stride
         self.batch, self.epoch, self._begun = batch, 0, begun
         self._length = len(shapes(0))
         if begun is not None:
-            self.go_on(begun)
+            self.resume(begun)
 
-    def go_on(self, begun: BegunEpoch) -> None:
+    def resume(self, begun: ResumedEpoch) -> None:
         """Keep the groups of an epoch that was begun."""
         self.epoch, self._begun = begun.epoch, begun
 

@@ -16,7 +16,7 @@ from arclight.deploy import Program
 from arclight.deploy.comparison import Evaluation
 from arclight.deploy.deployment import ship
 from arclight.deploy.settings import Quantization, calibration_batches
-from arclight.vision.data.data_yaml import read_data_yaml, takes_all_for_one
+from arclight.vision.data.data_yaml import merges_classes, read_data_yaml
 from arclight.vision.data.labels import DatasetError
 from arclight.vision.results.metrics import ClassificationMetrics, DetectionMetrics, SegmentationMetrics
 from arclight.vision.results.obb_metrics import OrientedMetrics
@@ -62,7 +62,7 @@ def evaluation_of(program: Program, data: Path | str, split: str = "val") -> Eva
     """
     described = program.metadata
     settings = _TASKS[described["task"]](data=Path(data), model=described["model"], image_size=described["image_size"])
-    if isinstance(settings, DetectionTask) and takes_all_for_one(described["names"], read_data_yaml(data).names):
+    if isinstance(settings, DetectionTask) and merges_classes(described["names"], read_data_yaml(data).names):
         settings = replace(settings, single_class=True)
     if isinstance(settings, PoseTask):
         processing: Any = program.processing

@@ -25,7 +25,7 @@ from arclight.vision.anchor_limits import GOOD_RECALL
 from arclight.vision.data.data_yaml import SINGLE_CLASS
 from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.data.labels import DatasetError, TaskGeometry
-from arclight.vision.data.rectangles import AspectOrder, BegunEpoch
+from arclight.vision.data.rectangles import AspectOrder, ResumedEpoch
 from arclight.vision.data.site_split import SiteSplit
 from arclight.vision.keypoints import sigmas_of
 from arclight.vision.models.anchors import best_possible_recall, evolve_anchors, fit_anchors
@@ -180,11 +180,11 @@ class Detector(VisionModule):
         which a box may begin a track; the detector's own if not given.
         """
         from arclight.vision.inputs.image_source import ImageSource
-        from arclight.vision.tracking.tracks import confidence_wanted, make_tracker, track
+        from arclight.vision.tracking.tracks import lowest_confidence, make_tracker, track
 
         confidence = self.processing.conf_threshold if conf_threshold is None else conf_threshold
         make_tracker(tracker, confidence)  # a wrong name is an error here, not at the first frame
-        used = dataclasses.replace(self.processing, conf_threshold=confidence_wanted(tracker, confidence))
+        used = dataclasses.replace(self.processing, conf_threshold=lowest_confidence(tracker, confidence))
         frames = ImageSource(source, **options)
         return track(lambda images: self.detect(images, used), frames, lambda: make_tracker(tracker, confidence))
 
@@ -342,7 +342,7 @@ class DetectionData(VisionData):
         super().__init__(settings)
         self.spec = read_data_yaml(settings.data)
         self._order: AspectOrder | None = None
-        self._begun: BegunEpoch | None = None  # of a run that is resumed, by the trainer below and no later one
+        self._begun: ResumedEpoch | None = None  # of a run that is resumed, by the trainer below and no later one
         self._resumed_by: Any = None
 
     @property
@@ -412,9 +412,9 @@ class DetectionData(VisionData):
                     f"the checkpoint has {name} = {value!r} for the order of training images, which must be a whole number from {least} "
                     f"to {_MOST}: resume from another one"
                 )
-        self._begun, self._resumed_by = BegunEpoch(state_dict["order_epoch"], state_dict["order_group"]), self.trainer
+        self._begun, self._resumed_by = ResumedEpoch(state_dict["order_epoch"], state_dict["order_group"]), self.trainer
         if self._order is not None:
-            self._order.go_on(self._begun)
+            self._order.resume(self._begun)
 
     def _coarsest_stride(self) -> int:
         with torch.device("meta"):

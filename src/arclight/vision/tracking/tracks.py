@@ -28,7 +28,7 @@ LOWEST = 0.1
 TRACKERS = ("bytetrack", "ocsort")
 
 
-def confidence_wanted(name: str, confidence: float) -> float:
+def lowest_confidence(name: str, confidence: float) -> float:
     """Return the lowest confidence of boxes that a tracker uses.
 
     ``confidence``: from which a box may begin a track.
@@ -52,7 +52,7 @@ def make_tracker(name: str, confidence: float = CONFIDENT) -> Tracker:
     ``confidence``: from which a box may begin a track. Raises ValueError for an unknown name.
     """
     if name == "bytetrack":
-        return ByteTrack(high=confidence, low=confidence_wanted(name, confidence))
+        return ByteTrack(high=confidence, low=lowest_confidence(name, confidence))
     if name == "ocsort":
         return OCSort(confidence=confidence)
     raise ValueError(f"{name!r} is not a tracker; choose one of {', '.join(TRACKERS)}")

@@ -36,7 +36,7 @@ class Rule(NamedTuple):
     pattern: str
     expects: str
     required: bool = False
-    tells_accounts: bool = False
+    identifies_account: bool = False
     """Whether the value identifies an account: letters that only look alike would name another one, and are never tolerable."""
 
     def problem(self, field: Field, tag: str) -> Problem | None:
@@ -48,7 +48,7 @@ class Rule(NamedTuple):
         if not field.value or re.fullmatch(self.pattern, field.value, re.DOTALL):
             return None
         wider = self.pattern.replace(_PRINTABLE, _UNICODE).replace("[0-9A-F]", "[0-9A-Fa-f]")
-        visible = field.value.isprintable() and not self.tells_accounts
+        visible = field.value.isprintable() and not self.identifies_account
         tolerable = visible and re.fullmatch(wider, field.value, re.DOTALL) is not None
         return Problem(tag, field.offset, f"expected {self.expects}, found {field.value!r}", tolerable)
 
@@ -69,9 +69,9 @@ TOP = {
     "63": Rule(r"[0-9A-F]{4}", "a check value of 4 upper-case hexadecimal digits", required=True),
 }
 GUID = Rule(
-    _PRINTABLE + "{1,32}", "a globally unique identifier of 1 to 32 printable characters", True, tells_accounts=True
+    _PRINTABLE + "{1,32}", "a globally unique identifier of 1 to 32 printable characters", True, identifies_account=True
 )
-TEXT = Rule(_PRINTABLE + "{1,99}", "printable characters", tells_accounts=True)
+TEXT = Rule(_PRINTABLE + "{1,99}", "printable characters", identifies_account=True)
 ADDITIONAL = {f"{tag:02d}": Rule(_PRINTABLE + "{1,25}", "1 to 25 printable characters") for tag in range(1, 9)}
 ADDITIONAL["09"] = Rule(r"(?!.*(.).*\1)[AME]{1,3}", "letters of A (address), M (mobile number), E (e-mail), each once")
 LANGUAGE = {

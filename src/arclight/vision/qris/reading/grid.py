@@ -51,12 +51,12 @@ class Template:
     """Fixed modules of one version: their places in the unit square, and expected brightness."""
 
     points: UnitPoints
-    wanted: Floats
+    expected: Floats
     """(P,) brightness around a mean of 0: low where a module is dark."""
     sums: Floats
-    """(P, 2): ones and ``wanted``, which a product with samples sums up and compares at once."""
+    """(P, 2): ones and ``expected``, which a product with samples sums up and compares at once."""
     energy: float
-    """Sum of the squares of ``wanted``."""
+    """Sum of the squares of ``expected``."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ def template(version: int, share: float = 1.0) -> Template:
         rows, columns = rows[few], columns[few]
     points = (np.stack([columns, rows], 1) - 0.5) / side_in_modules(version)
     values = fixed[rows, columns].astype(np.float32)
-    wanted = values.mean() - values
-    sums = np.stack([np.ones_like(wanted), wanted], 1)
-    return Template(UnitPoints.of(points.astype(np.float32)), wanted, sums, float(wanted @ wanted))
+    expected = values.mean() - values
+    sums = np.stack([np.ones_like(expected), expected], 1)
+    return Template(UnitPoints.of(points.astype(np.float32)), expected, sums, float(expected @ expected))
 
 
 def homographies(shapes: npt.NDArray[FloatT]) -> npt.NDArray[FloatT]:

@@ -56,7 +56,7 @@ class Templates:
     """(N, 3, P), see `grid.UnitPoints`."""
     bows: Floats
     """(N, 4, P)"""
-    wanted: Floats
+    expected: Floats
     """(N, P), of mean 0 and length 1; 0 beyond a version's own points."""
     weight: Floats
     """(N, P): 1 on a version's own points, 0 beyond."""
@@ -70,22 +70,22 @@ class Templates:
         most = int(every.counts[rows].max())
         return cls(
             every.linear[rows, :, :most], every.bows[rows, :, :most],
-            every.wanted[rows, :most], every.weight[rows, :most], every.counts[rows],
+            every.expected[rows, :most], every.weight[rows, :most], every.counts[rows],
         )  # fmt: skip
 
 
 @cache
 def _every_template() -> Templates:
     made = [template(version) for version in range(1, MAX_VERSION + 1)]
-    count, most = len(made), max(len(one.wanted) for one in made)
+    count, most = len(made), max(len(one.expected) for one in made)
     linear, bows = np.zeros((count, 3, most), np.float32), np.zeros((count, 4, most), np.float32)
-    wanted, weight = np.zeros((count, most), np.float32), np.zeros((count, most), np.float32)
+    expected, weight = np.zeros((count, most), np.float32), np.zeros((count, most), np.float32)
     linear[:, 2] = 1
     for row, one in enumerate(made):
-        own = len(one.wanted)
+        own = len(one.expected)
         linear[row, :, :own], bows[row, :, :own] = one.points.linear, one.points.bows
-        wanted[row, :own], weight[row, :own] = one.wanted / np.sqrt(one.energy), 1
-    return Templates(linear, bows, wanted, weight, weight.sum(1))
+        expected[row, :own], weight[row, :own] = one.expected / np.sqrt(one.energy), 1
+    return Templates(linear, bows, expected, weight, weight.sum(1))
 
 
 class Slopes:
@@ -135,7 +135,7 @@ class _Climb:
         bright = seen[..., 0]
         bright = (bright - (np.einsum("ij,ij->i", bright, own.weight) / own.counts)[:, None]) * own.weight
         energy = np.einsum("ij,ij->i", bright, bright).astype(np.float64)
-        agreement = np.einsum("ij,ij->i", bright, own.wanted).astype(np.float64)
+        agreement = np.einsum("ij,ij->i", bright, own.expected).astype(np.float64)
         score = agreement / np.sqrt(np.maximum(energy, own.counts))  # a spread of less than a grey level is none
         worth = score - self.curb * (self.tried_bows**2).sum((1, 2))
         worth -= self.stiffness.lean * (self.tried_maps[:, 2, :2] ** 2).sum(1)
@@ -172,7 +172,7 @@ class _Climb:
             np.multiply(down[:, None], own.bows, out=slope[:, 12:])
         total = slope.sum(2)
         normal = slope @ slope.transpose(0, 2, 1) - total[:, :, None] * (total / own.counts[:, None])[:, None]
-        sides = slope @ np.stack([bright, own.wanted], 2)
+        sides = slope @ np.stack([bright, own.expected], 2)
         self.normal[better], self.sides[better] = normal[better], sides[better]
 
     def step(self) -> None:
@@ -230,7 +230,7 @@ def correlations(picture: Floats, shapes: Floats, versions: Versions) -> Floats:
     seen = cv2.remap(picture, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
     sums = np.einsum("ij,ij->i", seen, own.weight)
     squares = np.einsum("ij,ij,ij->i", seen, seen, own.weight) - sums * sums / own.counts
-    agreement = np.einsum("ij,ij->i", seen, own.wanted)
+    agreement = np.einsum("ij,ij->i", seen, own.expected)
     return np.asarray(np.clip(agreement / np.sqrt(np.maximum(squares, own.counts)), -1, 1), np.float32)
 
 

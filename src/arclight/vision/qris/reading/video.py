@@ -182,7 +182,7 @@ class VideoScanner:
         self._follow(grey)
         found = read_zxing(grey)
         boxes = detector_boxes(self.detector(image), grey.shape) if self.detector else _taken_for_codes(grey)
-        seen = [self._saw(read, boxes) for read in found]
+        seen = [self._add_sighting(read, boxes) for read in found]
         left = [box for box in boxes if not any(_inside(read.centre, box.xyxy) for read in found)]
         open_tracks = [(self._at(box), box) for box in left]
         seen += [track for track, _ in open_tracks]
@@ -268,7 +268,7 @@ class VideoScanner:
         track.sightings += 1
         return track
 
-    def _saw(self, read: DecodedCode, boxes: list[DetectorBox]) -> CodeTrack:
+    def _add_sighting(self, read: DecodedCode, boxes: list[DetectorBox]) -> CodeTrack:
         holder = next((box for box in boxes if _inside(read.centre, box.xyxy)), None)
         (x0, y0), (x1, y1) = read.corners.min(0), read.corners.max(0)
         hull = (float(x0), float(y0), float(x1), float(y1))
