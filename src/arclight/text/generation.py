@@ -242,24 +242,24 @@ class AnswerText:
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], prompt: list[int]) -> None:
         self.characters, self.stop, self.done = tokenizer.stream(after=prompt), stop, False
-        self.held = ""
+        self.pending = ""
 
     def push(self, token: int) -> str:
-        return self._let_out(self.characters.push(token), last=False)
+        return self._release(self.characters.push(token), last=False)
 
     def end(self) -> str:
-        text = self._let_out(self.characters.end(), last=True)
+        text = self._release(self.characters.end(), last=True)
         self.done = True
         return text
 
-    def _let_out(self, new: str, last: bool) -> str:
-        self.held += new
-        found = [place for stop in self.stop if (place := self.held.find(stop)) >= 0]
+    def _release(self, new: str, last: bool) -> str:
+        self.pending += new
+        found = [place for stop in self.stop if (place := self.pending.find(stop)) >= 0]
         if found:
             self.done = True
-            return self.held[: min(found)]
-        keep = 0 if last else max((_overlap(self.held, stop) for stop in self.stop), default=0)
-        out, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+            return self.pending[: min(found)]
+        keep = 0 if last else max((_overlap(self.pending, stop) for stop in self.stop), default=0)
+        out, self.pending = self.pending[: len(self.pending) - keep], self.pending[len(self.pending) - keep :]
         return out
 
 

@@ -377,10 +377,10 @@ def _train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def _tokenizers() -> Any:
     library = require("tokenizers", extra="text")
-    if "TOKENIZERS_PARALLELISM" not in os.environ and not getattr(_tokenizers, "told", False):
+    if "TOKENIZERS_PARALLELISM" not in os.environ and not getattr(_tokenizers, "fork_hook", False):
         # Its threads do not survive a fork: in a forked child it must do without, and need not say so each time.
         os.register_at_fork(after_in_child=lambda: os.environ.setdefault("TOKENIZERS_PARALLELISM", "false"))
-        _tokenizers.told = True  # type: ignore[attr-defined]
+        _tokenizers.fork_hook = True  # type: ignore[attr-defined]
     return library
 
 

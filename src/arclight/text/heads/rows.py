@@ -136,14 +136,14 @@ class Sequences(Dataset[dict[str, Tensor]]):
     ``rows`` are the numbers of the rows they come from.
     """
 
-    def __init__(self, found: Sequence[tuple[int, list[int], list[int]]]) -> None:
-        self.found = found
+    def __init__(self, samples: Sequence[tuple[int, list[int], list[int]]]) -> None:
+        self.samples = samples
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.samples)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        row, tokens, labels = self.found[number]
+        row, tokens, labels = self.samples[number]
         return {
             "tokens": torch.tensor(tokens), "labels": torch.tensor(labels), "rows": torch.tensor(row), "items": torch.tensor(number),
         }  # fmt: skip

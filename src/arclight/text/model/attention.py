@@ -77,7 +77,7 @@ class Mask:
         batch = self._batch()
         return self._once(
             ("blocks", queries, keys),
-            lambda: make(self._sees(device), batch if batch > 1 else None, None, queries, keys, device=str(device)),
+            lambda: make(self._mask_mod(device), batch if batch > 1 else None, None, queries, keys, device=str(device)),
         )
 
     def segments(self, batch: int, length: int, device: torch.device) -> tuple[Tensor, int]:
@@ -121,7 +121,7 @@ class Mask:
                 batch = max(batch, tensor.shape[0])
         return batch
 
-    def _sees(self, device: torch.device) -> Callable[[Any, Any, Any, Any], Tensor]:
+    def _mask_mod(self, device: torch.device) -> Callable[[Any, Any, Any, Any], Tensor]:
         """Return a function of broadcast indices: True if, in sequence b, query i sees key j."""
 
         def at(ids: Tensor | None, row: Any, place: Any) -> Any:
