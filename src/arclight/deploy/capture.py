@@ -274,12 +274,12 @@ def capture(
         batch = Dim("batch", min=1, max=most)
         shapes = tuple({0: batch} if value.dim() else {} for value in example)
 
-    def exported_anew() -> ExportedProgram:
+    def export_again() -> ExportedProgram:
         with torch.no_grad(), quiet():
             return torch.export.export(model, example, dynamic_shapes=_as_passed(model, shapes))
 
     try:
-        exported = exported_anew()
+        exported = export_again()
         if (functional and _writes_in_place(exported.graph_module.graph.nodes)) or _writes_buffers(exported):
             with torch.no_grad(), quiet():
                 exported = exported.run_decompositions({})  # the same operators, none of them in place
@@ -287,7 +287,7 @@ def capture(
         hint = "a model that needs a fixed batch size is exported with dynamic_batch=False"
         if free is not None:
             hint = "a dimension that the model fixes or bounds cannot be named in dynamic"
-        why = failures.not_captured(error, model, exported_anew, sizes=hint)
+        why = failures.not_captured(error, model, export_again, sizes=hint)
         raise ExportError(f"torch.export cannot capture the model: {why}") from error
     return _without_writes(exported)
 
@@ -435,12 +435,12 @@ def quiet() -> Iterator[None]:
     loggers = _loggers()
     before = [(logger.handlers, logger.propagate) for logger in loggers]
     others: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-    said: list[str] = []
+    warning_texts: list[str] = []
 
     def keep(
         message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
     ) -> None:
-        said.append(f"{category.__name__}: {message}")
+        warning_texts.append(f"{category.__name__}: {message}")
         if not _is_exporters(sys._getframe(1)):
             others[str(message), category, filename, lineno] = (message, category, filename, lineno)
 
@@ -454,7 +454,7 @@ def quiet() -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if lines := [*output.getvalue().splitlines(), *said]:
+            if lines := [*output.getvalue().splitlines(), *warning_texts]:
                 error.add_note("\n".join(["What the exporter said before it failed:", *lines[-40:]]))
             raise
         finally:

@@ -86,7 +86,7 @@ def not_captured(error: Exception, model: nn.Module, again: Callable[[], object]
     if any(isinstance(one, GuardOnDataDependentSymNode) for one in chain):
         return f"{place or 'it'} {DATA_DEPENDENT}"
     kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
-    return f"{_begun(place)}{kind}{plain(error).rstrip('.')}; {OTHERWISE}"
+    return f"{_prefix(place)}{kind}{plain(error).rstrip('.')}; {OTHERWISE}"
 
 
 def not_converted(error: Exception, way_out: str) -> str:
@@ -105,7 +105,7 @@ def _violated(error: Exception) -> str:
     return f"computes only for some sizes of {names[1]}, which is to be free" if names else f"fails: {plain(error)}"
 
 
-def _begun(place: Place | None) -> str:
+def _prefix(place: Place | None) -> str:
     return "" if place is None else f"{place} fails: "
 
 

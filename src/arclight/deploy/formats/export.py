@@ -500,7 +500,7 @@ class _Source:
         build_s = {**self._build_s, "writing": time.perf_counter() - start}
         draft.program = program = draft.opened()
         parity = _parity(program, self._module, self.sizes.batches, request.parts, fresh=True)
-        _accept(parity, request.max_difference, self._precision, _way_out(quantized))
+        _accept(parity, request.max_difference, self._precision, _remedy(quantized))
         against = f"simulated {self._precision}" if quantized else "fp32"
         draft.described = {
             **self._described,
@@ -872,7 +872,7 @@ def precision_of(recipe: Quantization) -> str:
     )
 
 
-def _way_out(quantized: QuantizedModel | None) -> str:
+def _remedy(quantized: QuantizedModel | None) -> str:
     """Return what to do about a program that differs, if the reason is known."""
     if quantized is None or not overflows(quantized.target):
         return ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from arclight.deploy.errors import ProgramError
 
-_TOLD = {
+_RECORDED = {
     "avx", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "avx_vnni_int8", "amx_int8", "amx_bf16", "amx_fp16",
     "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
 }  # fmt: skip
@@ -31,7 +31,7 @@ def instruction_sets() -> frozenset[str]:
     except OSError:
         return frozenset()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(_TOLD.intersection(flags.partition(":")[2].split()))
+    return frozenset(_RECORDED.intersection(flags.partition(":")[2].split()))
 
 
 _WIDENED = ("executorch",)

@@ -70,7 +70,7 @@ class Program:
         """CPU threads that a call runs on; None: the runtime's default, all cores."""
         self.requests = requests
         """Most calls that are computed at once; None: any number, in OpenVINO one."""
-        self._turns = None if requests is None else threading.Semaphore(requests)
+        self._slots = None if requests is None else threading.Semaphore(requests)
         self.metadata = metadata
         """What the exporter wrote into the program; empty for an ONNX file from elsewhere."""
         self.inputs = session.inputs if contents is None else contents.inputs
@@ -146,7 +146,7 @@ class Program:
     def with_requests(self, requests: int) -> Program:
         """Return the same program, limited to ``requests`` calls at once; it is not reopened."""
         found = copy.copy(self)
-        found.requests, found._turns = requests, threading.Semaphore(requests)
+        found.requests, found._slots = requests, threading.Semaphore(requests)
         return found
 
     @property
@@ -212,7 +212,7 @@ class Program:
         for spec, value in zip(self.inputs, values):
             spec.check(value)
         try:
-            with self._turns or nullcontext():
+            with self._slots or nullcontext():
                 outputs = self._session.run([_as_numpy(value) for value in values])
         except Exception as error:  # ONNX Runtime's errors share no class below Exception
             raise ProgramError(f"{NAMES[self.runtime]} could not run {self.path.name}: {error}") from error
@@ -284,10 +284,10 @@ class Program:
     @property
     def is_free(self) -> bool:
         """Return True if a call would be computed at once, as far as `requests` says."""
-        if self._turns is None:
+        if self._slots is None:
             return True
-        if free := self._turns.acquire(blocking=False):
-            self._turns.release()
+        if free := self._slots.acquire(blocking=False):
+            self._slots.release()
         return free
 
     def with_threads(self, threads: int, requests: int | None = None) -> Program:

@@ -345,7 +345,7 @@ def _within(source: _Source, quantized: QuantizedModel, metric: Metric, max_drop
         raise scores.refusal(after, "quantized model", "take the float32 model, or WeightOnly() for its linear layers")
     found = _search(source, recipe, metric, before - max_drop, after)
     if found is None:
-        way = f"to keep all layers but one in float does not mend it. {_way_out(recipe, source.target)}"
+        way = f"to keep all layers but one in float does not mend it. {_remedy(recipe, source.target)}"
         raise scores.refusal(after, "quantized model", way)
     fewest, quantized, score = found
     log.info("%d layers stay in float for max_drop=%g: %s", len(fewest.kept), max_drop, ", ".join(fewest.kept))
@@ -412,7 +412,7 @@ def _keeping(recipe: _Skippable, kept: Sequence[str]) -> _Skippable:
     return replace(recipe, skip=(*recipe.skip, *kept))
 
 
-def _way_out(recipe: Quantization, target: Target) -> str:
+def _remedy(recipe: Quantization, target: Target) -> str:
     """Describe what loses less than ``recipe``."""
     if is_calibrated(recipe):
         made = "Int8()" if isinstance(recipe, Int8) else "LowBit(activation_bits=4)"

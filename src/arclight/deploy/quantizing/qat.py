@@ -536,17 +536,17 @@ def capture_as(
         # batch norms in training refuse a single value
         inputs, shapes = dimensions_to_export(example, free, least=2)
 
-    def exported_anew() -> ExportedProgram:
+    def export_again() -> ExportedProgram:
         with quiet():
             return torch.export.export(model, inputs, dynamic_shapes=shapes)
 
     try:
-        exported = exported_anew()
+        exported = export_again()
         with quiet():
             graph = exported.module(check_guards=False)
     except Exception as error:  # torch.export raises many kinds, all of them about the model
         hint = "a dimension that the model fixes or bounds cannot be free"
-        why = failures.not_captured(error, model, exported_anew, sizes=hint)
+        why = failures.not_captured(error, model, export_again, sizes=hint)
         raise ExportError(f"torch.export cannot capture the model for {kind}: {why}") from error
     assert isinstance(graph, GraphModule)
     for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs if free is None else ()):
