@@ -257,7 +257,7 @@ def register_instantiator(function: Callable[[type, dict[str, Any]], Any], names
     _instantiators.update(dict.fromkeys(names, function))
 
 
-_TOLD = WarningCache()
+_WARNED = WarningCache()
 _PRIMITIVES = (bool, int, float, str)
 _GIVEN: ContextVar[dict[str, Any] | None] = ContextVar("given_hyperparameters", default=None)
 
@@ -557,7 +557,7 @@ def checkpoint_entries(owner: HyperparametersMixin) -> dict[str, Any]:
         try:
             values[name] = encode(value)
         except UnserializableError as error:
-            _TOLD.warn(
+            _WARNED.warn(
                 f"Attribute '{name}' removed from hparams because it cannot be pickled safely: {error}. You can suppress "
                 f"this warning by setting `self.save_hyperparameters(ignore=['{name}'])`, and must give {name!r} to "
                 "load_from_checkpoint."

@@ -39,9 +39,11 @@ class LayerSummary:
         self._out_size: Size | None = None
         self._hook_handle: Any = None
         if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-            self._hook_handle = module.register_forward_hook(self._look, with_kwargs=True)
+            self._hook_handle = module.register_forward_hook(self._record_sizes, with_kwargs=True)
 
-    def _look(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+    def _record_sizes(
+        self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any
+    ) -> None:
         given = (*arguments, *options.values())
         self._in_size = parse_batch_shape(given[0] if len(given) == 1 else given)
         self._out_size = parse_batch_shape(output)

@@ -374,7 +374,7 @@ class LossGuard(Callback):
                 waiting.step, waiting.batches, loss, norm, trainer.strategy.all_gather_object(own), self.policy
             )
             self.events.append(event)
-            self._tell(trainer, event)
+            self._report_event(trainer, event)
             if self.policy == "stop":
                 self._end(event, "")
             elif self.policy == "rollback":
@@ -392,7 +392,7 @@ class LossGuard(Callback):
             f"{description}{more}. The weights are those before it: look at these batches, or lower the rate"
         )
 
-    def _tell(self, trainer: Trainer, event: Event) -> None:
+    def _report_event(self, trainer: Trainer, event: Event) -> None:
         trainer.log_warning(f"{_described(event)}: {event.action}")
         folder = trainer.log_dir  # asked for on every rank
         path = Path(self.file) if self.file is not None else Path(folder or ".") / "loss_guard.jsonl"
