@@ -87,10 +87,10 @@ class Pipeline(PlanStrategy):
         """Return True wherever steps can be cut, as `PipelineRequest` is about parts of a step."""
         if only_stages(self.plan) or super()._cuts_steps(module):
             return True
-        self._refuse_wishes(module)
+        self._refuse_unsupported(module)
         return False
 
-    def _refuse_wishes(self, module: nn.Module) -> None:
+    def _refuse_unsupported(self, module: nn.Module) -> None:
         """Raise PlanError for settings of cut steps if the model is pruned; warn of "auto"."""
         plan, request, usual = self.plan, self.request, PipelineRequest()
         sharded_by = next(f"{name} = {value}" for name in ("cp", "tp", "ep") if (value := getattr(plan, name)) > 1)

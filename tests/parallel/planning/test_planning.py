@@ -22,7 +22,7 @@ from torch import nn
 from arclight.parallel import Plan, PlanError
 from arclight.parallel.hardware import HardwareError, hardware
 from arclight.parallel.op_recorder import OpRecorder
-from arclight.parallel.pipeline.schedule.orders import held_at_most
+from arclight.parallel.pipeline.schedule.orders import peak_in_flight
 from arclight.parallel.pipeline.schedule.table import SCHEDULES, order_of, schedule_kind
 from arclight.parallel.pipeline.splitting.layer_pruning import assign_layers
 from arclight.parallel.planning import estimate, search
@@ -223,7 +223,7 @@ def test_in_flight_micro_batches_match_the_schedules(name: str) -> None:
         if number < processes or not kind.fits(number, processes):
             continue
         plan = Plan(pp=processes, schedule=name, micro_batches=number)
-        counted = held_at_most(order_of(name, processes, number))
+        counted = peak_in_flight(order_of(name, processes, number))
         assert [max_in_flight(plan, process, number) for process in range(processes)] == counted, plan
         compared += 1
     assert compared > 4

@@ -57,13 +57,14 @@ def neighbours(
         if len(changed) == 1:
             name, value = changed[0]
             found.setdefault(
-                (name, value), RejectedPlan(one.plan, f"{_LABELS.get(name, name)} {value}", why(best, one, memory), one)
+                (name, value),
+                RejectedPlan(one.plan, f"{_LABELS.get(name, name)} {value}", explain_rejection(best, one, memory), one),
             )
     if too_large:
         fastest = min(too_large, key=lambda one: one.step_seconds)
         if fastest.step_seconds < best.step_seconds and all(one.estimate is not fastest for one in found.values()):
             found["fastest", 0] = RejectedPlan(
-                fastest.plan, "fastest, if it fitted", why(best, fastest, memory), fastest
+                fastest.plan, "fastest, if it fitted", explain_rejection(best, fastest, memory), fastest
             )
     ordered = sorted(
         found.values(), key=lambda one: abs(one.estimate.step_seconds - best.step_seconds) if one.estimate else 0.0
@@ -102,7 +103,7 @@ def _differ(best: Estimate, other: Estimate, name: str) -> bool:
     return bool(getattr(best.plan, name) != getattr(other.plan, name))
 
 
-def why(best: Estimate, other: Estimate, memory: float) -> str:
+def explain_rejection(best: Estimate, other: Estimate, memory: float) -> str:
     """Explain in one sentence why ``other`` was not chosen."""
     worst, ratio = other.worst, other.step_seconds / best.step_seconds
     if worst.total > memory:

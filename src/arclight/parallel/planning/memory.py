@@ -62,7 +62,7 @@ def reduces_once(plan: Plan) -> bool:
     return plan.pp > 1
 
 
-def adds_up_whole(plan: Plan) -> bool:
+def accumulates_full_gradients(plan: Plan) -> bool:
     """Return True if they add up as whole tensors beside the shares, which takes memory."""
     return reduces_once(plan) and plan.dp_shard * plan.cp > 1
 
@@ -78,7 +78,11 @@ def memory(
     arrived = stages_with_input(plan, stage) * boundary
     before = list(accumulate((cost.saved_activation_bytes for cost, _, _ in links), initial=arrived))
     others = round(max(0.0, max_in_flight(plan, stage, passes) / stages_per_rank(plan) - 1) * before[-1])
-    whole = sum(share.full_numel for _, share, _ in links) * MASTER if passes > 1 and adds_up_whole(plan) else 0
+    whole = (
+        sum(share.full_numel for _, share, _ in links) * MASTER
+        if passes > 1 and accumulates_full_gradients(plan)
+        else 0
+    )
     done = [0, *accumulate(share.shard_numel * MASTER for _, share, _ in reversed(links))][::-1]
     stays = 0 if reshards(plan) and not plan.only_replicates else sum(share.gathered for _, share, _ in links)
     fixed = {"parameters": own, "optimizer": own * (workload.moments + 2 * plan.independent_replicas)}

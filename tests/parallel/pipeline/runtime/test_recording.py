@@ -251,7 +251,7 @@ def test_on_a_gpu_times_are_those_of_its_own_clock_and_memory_is_the_allocators(
             with recorder.during(action):
                 start = recorder.mark()
                 now[0], allocated[0] = now[0] + milliseconds, 5000 + size
-            recorder.took(action, start, ((torch.zeros(3),),))
+            recorder.record_action(action, start, ((torch.zeros(3),),))
         assert waited == [device]  # once, before the step
         first, second = recorder.spans()
     assert (first.rank, first.start, first.end, first.live) == (3, pytest.approx(0.01), pytest.approx(0.03), 700)

@@ -17,8 +17,8 @@ from arclight.parallel import Plan, PlanError
 from arclight.parallel.pipeline.schedule.actions import Action, Order, read_csv, write_csv
 from arclight.parallel.pipeline.schedule.orders import (
     check_order,
-    held_at_most,
     load_order,
+    peak_in_flight,
     shape_of,
     splits_backward,
 )
@@ -147,7 +147,7 @@ def figures(name: str, processes: int, micro_batches: int) -> tuple[float, float
     longest = max(own[-1].end - own[0].start for own in spans)
     work = 3 * micro_batches
     assert bubble(trace) == pytest.approx(1 - work / trace.seconds)
-    return trace.seconds - work, longest - work, max(held_at_most(order)) / own
+    return trace.seconds - work, longest - work, max(peak_in_flight(order)) / own
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4, 5, *(pytest.param(p, marks=pytest.mark.slow) for p in (6, 7, 12))])
@@ -180,7 +180,7 @@ def test_a_batch_of_fewer_micro_batches_holds_no_more(name: str, tmp_path: Path)
     kind = SCHEDULES[name]
     path = tmp_path / "own.csv"
     path.write_text(write_csv(order_of(name, 4, 8)))
-    usual = max(held_at_most(order_of(name, 4, 8)))
+    usual = max(peak_in_flight(order_of(name, 4, 8)))
     for number in range(1, 8):
         for whole in (kind, schedule_kind(str(path))):
             found = that_fits(whole, number, 4)
@@ -189,7 +189,7 @@ def test_a_batch_of_fewer_micro_batches_holds_no_more(name: str, tmp_path: Path)
             if found is not whole:
                 order = found.order(4, number)
                 check_order(order, 4 * kind.stages_per_process, kind.v_shaped, number)
-                assert max(held_at_most(order)) <= usual
+                assert max(peak_in_flight(order)) <= usual
     more = that_fits(schedule_kind(str(path)), 9, 4)
     assert more.name in ("GPipe", "LoopedBFS", "ZBVZeroBubble")
     assert (more.stages_per_process, more.v_shaped) == (kind.stages_per_process, kind.v_shaped)

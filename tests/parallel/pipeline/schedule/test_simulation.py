@@ -11,7 +11,7 @@ import pytest
 
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline.schedule.actions import Action, Order, write_csv
-from arclight.parallel.pipeline.schedule.orders import held_at_most, shape_of
+from arclight.parallel.pipeline.schedule.orders import peak_in_flight, shape_of
 from arclight.parallel.pipeline.schedule.simulation import Prediction, idle_seconds
 from arclight.parallel.pipeline.schedule.simulation import simulate as simulate_as_run
 from arclight.parallel.pipeline.schedule.step_trace import bubble, busy, idle, peak_bytes
@@ -138,7 +138,7 @@ def test_memory_is_what_is_in_flight(name: str) -> None:
     own = shape_of(order)[0] // 4
     costs = [UnitCost(1, 1, 1, saved_activation_bytes=1000)] * (4 * own)
     whole = simulate(order, costs)
-    assert peak_bytes(whole) == [1000 * most for most in held_at_most(order)]
+    assert peak_bytes(whole) == [1000 * most for most in peak_in_flight(order)]
     half = simulate(order, costs, freed_by_inputs=0.5)
     assert all(a <= b for a, b in zip(peak_bytes(half), peak_bytes(whole), strict=True))
     assert all(trace.of(rank)[-1].live == 0 for trace in (whole, half) for rank in range(4))

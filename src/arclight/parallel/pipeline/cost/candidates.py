@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from arclight.parallel.pipeline.cost.partition import CutCost, MemoryLimit, MemoryLimitError, partition, refine
-from arclight.parallel.pipeline.schedule.orders import held_at_most, stages_of
+from arclight.parallel.pipeline.schedule.orders import peak_in_flight, stages_of
 from arclight.parallel.pipeline.schedule.simulation import Prediction, simulate
 from arclight.parallel.pipeline.schedule.step_trace import bubble, peak_bytes
 from arclight.parallel.pipeline.schedule.table import NOT_COMPILED, ScheduleKind, order_of, schedule_kind
@@ -145,7 +145,7 @@ class StageLayout:
     @cached_property
     def flights(self) -> list[int]:
         """Passes through a stage that each process holds at most."""
-        return held_at_most(order_of(self.kind.name, self.setting.processes, self.setting.micro_batches))
+        return peak_in_flight(order_of(self.kind.name, self.setting.processes, self.setting.micro_batches))
 
     def best_cuts(self) -> tuple[int, ...]:
         """Return the best cuts: exact with one stage per process, else by hill climbing.

@@ -223,7 +223,7 @@ def _rejected(ordered: list[EvaluatedPlan], search: _Search) -> Iterator[Rejecte
             slow = [seconds for one, seconds in search.pruned if of(one) == value]
             large = [one for one in search.options if of(one.setting) == value]
             if fits is not None:
-                yield RejectedChoice(words(value), _why(best, fits), fits)
+                yield RejectedChoice(words(value), _explain_rejection(best, fits), fits)
             elif large:
                 least = min(large, key=lambda one: one.peak)
                 over = least.peak - (search.evaluator.limit or 0)
@@ -238,7 +238,7 @@ def _rejected(ordered: list[EvaluatedPlan], search: _Search) -> Iterator[Rejecte
                 yield RejectedChoice(words(value), next(reason for one, reason in search.refused if of(one) == value))
 
 
-def _why(best: EvaluatedPlan, other: EvaluatedPlan) -> str:
+def _explain_rejection(best: EvaluatedPlan, other: EvaluatedPlan) -> str:
     """Explain why a plan that fits was not chosen."""
     ratio = other.seconds / best.seconds
     if ratio <= 1 + TIE:

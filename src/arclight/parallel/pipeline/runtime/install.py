@@ -68,7 +68,7 @@ def install(module: Any, mesh: Mesh, shard: ShardStage, device: torch.device) ->
     own = stages_of(mesh.rank("pp"), plan.pp, topology.stages, kind.v_shaped)
     before = set(module.model.state_dict())
     prune(module.model, [cuts[number] for number in own])
-    _leave_alone(module.model, before - set(module.model.state_dict()))
+    _skip_on_load(module.model, before - set(module.model.state_dict()))
     parts: dict[int, StageProgram] = {}
     for number in own:
         model = module.model if len(own) == 1 else pruned_view(module.model, cuts[number])
@@ -82,7 +82,7 @@ def install(module: Any, mesh: Mesh, shard: ShardStage, device: torch.device) ->
     return runner
 
 
-def _leave_alone(model: nn.Module, of_others: set[str]) -> None:
+def _skip_on_load(model: nn.Module, of_others: set[str]) -> None:
     """Make loading a state into ``model`` skip what other stages have."""
 
     def drop(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

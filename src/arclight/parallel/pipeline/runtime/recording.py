@@ -99,7 +99,7 @@ class Recording:
             parts *= dist.get_world_size(self._group)
             own = [(trace, begin + offset) for trace, begin in self._taken]
             dist.all_gather_object(parts, own, group=self._group)
-        self.traces = [_together(step) for step in zip(*parts, strict=True)]
+        self.traces = [_merge_traces(step) for step in zip(*parts, strict=True)]
         self._taken = []
 
     @property
@@ -107,7 +107,7 @@ class Recording:
         """Return True once it has as many steps as were asked for."""
         return self.steps is not None and len(self._taken) + len(self.traces) >= self.steps
 
-    def _wants_next(self) -> bool:
+    def _records_next(self) -> bool:
         self._seen += 1
         return self._seen > self.skip and not self.complete
 
@@ -177,7 +177,7 @@ def recorded_step(
     stages: those of this process, whose ``recorder`` is set meanwhile.
     """
     run = _current.get()
-    if run is None or not run._wants_next():
+    if run is None or not run._records_next():
         yield
         return
     modules = [stage.submod for stage in stages]
@@ -233,7 +233,7 @@ class ActionRecorder:
 
         return saved_tensors_hooks(pack, lambda saved: saved)
 
-    def took(self, action: Action, start: Any, boundary: Iterable[Iterable[Any]] = ()) -> None:
+    def record_action(self, action: Action, start: Any, boundary: Iterable[Iterable[Any]] = ()) -> None:
         """Record ``action`` from ``start`` until now.
 
         boundary: what the stage keeps of a forward until its backward: outputs, inputs.
@@ -249,7 +249,7 @@ class ActionRecorder:
                     if isinstance(leaf, Tensor):
                         self._hold(key, leaf)
         elif action.kind in "BW":
-            self._let_go(key)
+            self._release(key)
         self._marks.append((action, start, end, self._bytes))
 
     def spans(self) -> Iterator[Span]:
@@ -272,7 +272,7 @@ class ActionRecorder:
         if self._uses[where] == 1:
             self._bytes += size
 
-    def _let_go(self, key: tuple[int, int]) -> None:
+    def _release(self, key: tuple[int, int]) -> None:
         for where, size in self._held.pop(key, ()):
             self._uses[where] -= 1
             if not self._uses[where]:
@@ -310,7 +310,7 @@ def _clock_offset(group: dist.ProcessGroup, device: torch.device) -> float:
     return best[1]
 
 
-def _together(parts: Iterable[tuple[Trace, float]]) -> Trace:
+def _merge_traces(parts: Iterable[tuple[Trace, float]]) -> Trace:
     """Return one step from its parts, each with when it began on the common clock."""
     parts = list(parts)
     first = min(begin for _, begin in parts)

@@ -43,7 +43,7 @@ def _recorded(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             with self.recorder.during(action):
                 start = self.recorder.mark()
                 result = method(self, micro_batch, *args, **kwargs)
-            self.recorder.took(action, start, self.fwd_cache.get(micro_batch, ()))
+            self.recorder.record_action(action, start, self.fwd_cache.get(micro_batch, ()))
             return result
 
         return run

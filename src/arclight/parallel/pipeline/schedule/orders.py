@@ -152,7 +152,7 @@ def first_of(order: Order, micro_batches: int) -> Order:
     return tuple(tuple(action for action in one if action.micro_batch < micro_batches) for one in order)
 
 
-def held_at_most(order: Order) -> list[int]:
+def peak_in_flight(order: Order) -> list[int]:
     """Return the most passes (micro-batch, stage) that each process holds at once.
 
     Activations of a pass are held until its backward is over (that of the weights, if they are apart).

@@ -42,7 +42,7 @@ from arclight.parallel.pipeline.schedule.order_generators import (
     zero_bubble_ahead,
     zero_bubble_v,
 )
-from arclight.parallel.pipeline.schedule.orders import first_of, held_at_most, load_order, shape_of, splits_backward
+from arclight.parallel.pipeline.schedule.orders import first_of, load_order, peak_in_flight, shape_of, splits_backward
 from arclight.parallel.plan import Plan, PlanError
 
 NOT_COMPILED = "computes gradients of weights by themselves, which compiled blocks cannot"
@@ -109,7 +109,7 @@ class ScheduleKind:
 
 @lru_cache(maxsize=256)
 def _counted(name: str, processes: int, micro_batches: int) -> list[int]:
-    return held_at_most(order_of(name, processes, micro_batches))
+    return peak_in_flight(order_of(name, processes, micro_batches))
 
 
 def _forward_and_backward(backward: float) -> float:

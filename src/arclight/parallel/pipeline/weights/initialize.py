@@ -162,7 +162,7 @@ class _Draws(TorchDispatchMode):
         self._homes: dict[int, torch.Tensor] = {}
         self._memory: list[torch.Tensor] = []  # so that nothing else gets it while it is known by its address
         for tensor in names:
-            self._know(tensor)
+            self._register(tensor)
         self._module, self._last, self._counts = "", "", dict[str, int]()
 
     @contextmanager
@@ -179,7 +179,7 @@ class _Draws(TorchDispatchMode):
                 blank = like(torch.zeros_like(tensor, device=self._device), tensor)
                 lent[own] = tensor, blank
                 self._names[blank] = self._waiting[blank] = full
-                self._know(blank)
+                self._register(blank)
                 setattr(module, own, blank)
         try:
             with self:
@@ -189,7 +189,7 @@ class _Draws(TorchDispatchMode):
                 setattr(module, own, tensor)
                 del self._names[blank], self._waiting[blank]
 
-    def _know(self, tensor: torch.Tensor) -> None:
+    def _register(self, tensor: torch.Tensor) -> None:
         if not tensor.is_meta and tensor.numel() and not is_dtensor(tensor):
             self._homes[tensor.untyped_storage().data_ptr()] = tensor
             self._memory.append(tensor.detach())
