@@ -103,6 +103,16 @@ def test_every_key_is_stepped_by_the_strategy(strategy: Strategy, form: Any) -> 
 
 
 @pytest.mark.parametrize("strategy", EVERY, ids=repr)
+@pytest.mark.parametrize("buffers", [(), ("model/w",)], ids=["weight", "buffer"])
+def test_a_float32_change_keeps_the_precision_of_a_float64_weight(strategy: Strategy, buffers: tuple[str, ...]) -> None:
+    """Changes of a secure sum, or of a codec, are narrower than such weights."""
+    anchor = {"model/w": torch.tensor([1 + 2.0**-40, -3.0], dtype=torch.float64)}
+    given = [Contribution(client=client, weight=1.0, tensors={"model/w": torch.zeros(2)}) for client in "ab"]
+    (after,) = StrategyStep(strategy, anchor, given, buffers=buffers)
+    assert torch.equal(after.value, anchor["model/w"])
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=repr)
 @pytest.mark.parametrize("form", ["delta", "weights"])
 def test_buffers_become_the_mean_without_an_optimizer_step(strategy: Strategy, form: Any) -> None:
     """Beyond the mean, or by steps of a fixed size, a variance would soon be negative."""

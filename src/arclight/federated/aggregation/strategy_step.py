@@ -133,7 +133,9 @@ class StrategyStep:
         before, value = ChunkedTensor(anchor), self._empty(anchor.numel(), anchor.dtype)
 
         def take(start: int, stop: int, mean: torch.Tensor, scratch: Scratch) -> None:
-            value[start:stop] = mean if is_mean else before.part(start, stop, scratch).to(mean.dtype) - mean
+            # a mean of narrower changes, as of a secure sum, must not round the weight
+            wide = torch.promote_types(anchor.dtype, mean.dtype)
+            value[start:stop] = mean if is_mean else before.part(start, stop, scratch).to(wide) - mean
 
         self._fold.each(key, workers, self._fitting(key, take))
         return SteppedTensor(key, value.view(anchor.shape), {}, count + 1)
@@ -158,6 +160,8 @@ class StrategyStep:
             weight, gradient = anchor.part(start, stop, scratch).view(cut), change.view(cut)
             if self._form == "weights":
                 gradient = weight.to(torch.float64) - gradient.to(torch.float64)
+            elif weight.dtype is torch.float64:
+                gradient = gradient.to(torch.float64)  # the step is taken in its type
             given = {name: tensor.part(start, stop).view(cut) for name, tensor in before.items()}
             weight, made = strategy.step(weight, gradient, given, count)
             if set(made) != set(state):

@@ -462,6 +462,7 @@ class SecureFold(Fold):
     """Average of masked values, which `SecureSumRelay.open` unmasks.
 
     Nothing is known of single changes, so statistics have norms of the mean only.
+    Means are float32, also for float64 weights, which are stepped in float64: masked integers do not show the type of their values.
     opening: called with the clients' names; waits for their shares. held: maps a key and its mean to the mean that counts (with noise,
     `noise.clamp_variance`).
     """
