@@ -173,6 +173,19 @@ assert "torch" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
+def test_connected_clients_that_are_not_drawn_cost_no_heartbeats() -> None:
+    result = simulate(federation(clients=300, sampling=Sampling(per_round=5), waiting=Waiting()), MODEL)
+    assert [r.accepted for r in result.rounds] == [5, 5, 5]
+    assert result.events < 5 * 300
+
+
+def test_a_node_that_has_had_no_work_for_long_is_not_lost_when_it_gets_some() -> None:
+    waiting = Waiting(heartbeat_interval_s=10.0, no_progress_timeout_s=60.0)
+    fleet = Fleet(speeds=Speeds(spread=1.0, jitter=0.5), vanish=1e-9)
+    result = simulate(federation(clients=20, rounds=4, local_steps=400, waiting=waiting), 1_000_000, fleet, seed=3)
+    assert (result.lost, [r.accepted for r in result.rounds]) == (0, [20] * 4)
+
+
 def test_bytes_go_by_codec() -> None:
     plain, short = (simulate(federation(rounds=4, up=codec, down=codec), MODEL) for codec in (Federation().up, Int8()))
     first, later = short.rounds[0], short.rounds[-1]

@@ -426,6 +426,8 @@ class ClusterState:
         self.release_request(to)
         self._take(work)
         self.assignments[work] = node
+        if not node.tasks:
+            node.last_progress = now  # it had nothing to progress in
         node.tasks[work] = Task(work, now)
         if not node.clients:
             self._last_nodes.pop(work.client, None)

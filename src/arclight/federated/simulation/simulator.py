@@ -11,6 +11,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from arclight.federated.coordination import events as ev
@@ -45,7 +46,14 @@ class Simulator:
 
     def __init__(self, federation: Federation, sizes: Sizes, fleet: Fleet, seed: int) -> None:
         self.federation, self.sizes, self.fleet = federation, sizes, fleet
-        self.coordinator = Coordinator(federation, federation.clients, seed, "simulation")
+        waiting = federation.waiting
+        self._heartbeat_s = waiting.heartbeat_interval_s
+        """Simulated seconds between heartbeats. If no client falls silent, as many as show progress in time are enough: all
+        others would only be answered, at a cost that grows with the connected clients and not with those of a round."""
+        if not fleet.vanish:
+            self._heartbeat_s = max(self._heartbeat_s, waiting.no_progress_timeout_s / 4)
+        watched = replace(federation, waiting=replace(waiting, heartbeat_interval_s=self._heartbeat_s))
+        self.coordinator = Coordinator(watched, federation.clients, seed, "simulation")
         self.now, self.events = 0.0, 0
         self._sampler = FleetSampler(fleet, seed)
         self._event_queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -337,7 +345,7 @@ class Simulator:
 
         ``following``: when the next thing happens.
         """
-        every = self.federation.waiting.heartbeat_interval_s
+        every = self._heartbeat_s
         if following <= self._last_heartbeat + every:
             return False
         self.now = max(self.now, following - every)
