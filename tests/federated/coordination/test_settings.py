@@ -15,7 +15,7 @@ import pytest
 from arclight import recipe
 from arclight.federated.clients.node import Node
 from arclight.federated.codecs.settings import Int8, TopK
-from arclight.federated.coordination.coordinator import _FIRST_FIELDS, settings_digest
+from arclight.federated.coordination.coordinator import _ALWAYS_DIGESTED, settings_digest
 from arclight.federated.coordination.sampling import Roster
 from arclight.federated.coordination.settings import Buffered, Hours, Sampling, Streaming, Waiting
 from arclight.federated.masks.settings import Experts, Masks
@@ -171,10 +171,10 @@ def test_digests_know_the_fields_of_all_nested_settings() -> None:
                 yield from nested(hint)
 
     found = {kind for name, hint in get_type_hints(Federation).items() if name != "waiting" for kind in nested(hint)}
-    assert {kind.__qualname__ for kind in found} == set(_FIRST_FIELDS)
+    assert {kind.__qualname__ for kind in found} == set(_ALWAYS_DIGESTED)
     for kind in found:
         names = {item.name for item in dataclasses.fields(kind)}
-        assert names >= {*_FIRST_FIELDS[kind.__qualname__].split()}, kind
+        assert names >= {*_ALWAYS_DIGESTED[kind.__qualname__].split()}, kind
 
 
 def test_secure_sums_have_their_former_names_on_the_wire() -> None:

@@ -55,7 +55,7 @@ _FREE = {
     "blobs_at",
 }
 """Settings that may change when a run is resumed."""
-_FIRST_FIELDS = {
+_ALWAYS_DIGESTED = {
     "FedAvg": "lr",
     "FedMomentum": "lr momentum",
     "FedNesterov": "lr momentum",
@@ -83,14 +83,16 @@ _FIRST_FIELDS = {
     "Streaming": "fragments overlap mix",
     "Checks": "norm_times weight_times bytes_times",
 }
-"""Fields of nested settings that digests have counted from the start, default or not. A class that is added gets a row, a field none."""
+"""Class to the fields of nested settings that are in digests also at their default, as in those of the first release.
+
+A new class gets a row; a new field of a class gets none, so that digests of runs without it stay.
+"""
 
 
 def settings_digest(settings: Federation, roster: Roster, seed: int) -> str:
     """Return the SHA-256 of all settings that decide a run's result.
 
-    Fields at their default do not count, so that there may be more, but for `_FIRST_FIELDS` of a nested setting that is not the default
-    one.
+    Fields at their default do not count, so that fields can be added; those in `_ALWAYS_DIGESTED` always count.
     """
     parts = [f"{len(roster)} clients of {roster.name(0)} to {roster.name(len(roster) - 1)}, seed {seed}"]
     usual = Federation(clients=settings.clients)
@@ -107,9 +109,9 @@ def _text(value: Any) -> str:
     It has former names, and no fields of today that are at their default.
     """
     kind = type(value)
-    if kind.__qualname__ not in _FIRST_FIELDS:  # a plain value, or a user's own class
+    if kind.__qualname__ not in _ALWAYS_DIGESTED:  # a plain value, or a user's own class
         return repr(value)
-    counted = {*_FIRST_FIELDS[kind.__qualname__].split()}
+    counted = {*_ALWAYS_DIGESTED[kind.__qualname__].split()}
     counted |= {item.name for item in fields(value) if getattr(value, item.name) != _default(item)}
     former = {today: name for name, today in getattr(kind, "_former_names", {}).items()}
     shown = (item.name for item in fields(value) if item.name in counted)
