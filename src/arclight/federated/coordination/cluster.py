@@ -388,12 +388,12 @@ class ClusterState:
         Each client goes to its last node if that is here and has room, or to the next one on a ring of hashes; none gets more
         than its share by speed, rounded up.
         """
+        if not works:
+            return
         pool = sorted(
             (node for node in self.nodes.values() if node.lost is None and not node.clients),
             key=lambda node: _point(node.name),
         )
-        if not works:
-            return
         if not pool or not self.rejoin_over:
             for work in works:
                 self.unassign(work, now + self._waiting.join_timeout_s)
