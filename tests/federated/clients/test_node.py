@@ -45,6 +45,12 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
         assert torch.equal(value, right[key]), key
 
 
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try again soon what may pass."""
+    monkeypatch.setattr("arclight.federated.clients.node._RETRY_PAUSE_S", 0.01)
+
+
 def test_one_client_over_the_whole_way_is_centralised_training(tmp_path: Path) -> None:
     server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=4, steps=7)
     run_node(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
@@ -116,7 +122,7 @@ class Fails(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.steps += 1
         if trainer.global_step == self.at and not self.done:
-            self.done = True
+            self.done, self.raised_at = True, time.monotonic()
             raise self.error
 
 
@@ -149,6 +155,25 @@ def test_a_full_disk_may_be_tried_again(tmp_path: Path, step: int) -> None:
     clean = AveragingServer(tmp_path / "clean", beginning(), ("a",), rounds=2, steps=4)
     run_node(Node(InProcessLink(clean), [client_of("a")], tmp_path / "other", "n"))
     assert_equal(server.weights, clean.weights)
+
+
+def test_a_full_disk_has_time_to_get_room_before_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arclight.federated.clients.node._RETRY_PAUSE_S", 0.5)
+    server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
+    failing, reported = Fails(2, OSError(28, "No space left on device")), list[float]()
+    take = server.answer
+
+    def answer(message: Message) -> Message:
+        if isinstance(message, Failed):
+            reported.append(time.monotonic())
+        return take(message)
+
+    monkeypatch.setattr(server, "answer", answer)
+    run_node(Node(InProcessLink(server), [client_of("a", failing)], tmp_path / "node", "n"))
+    assert len(reported) == 1
+    assert reported[0] - failing.raised_at >= 0.5
 
 
 def test_a_state_that_a_full_disk_did_not_take_may_be_tried_again(

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _THREAD_TIMEOUT_S = 30.0
+_RETRY_PAUSE_S = 5.0
+"""Seconds before a failure that may pass is reported: the server asks again at once, and not often."""
 _MAX_WAITING = 8
 """Most orders of a node's own clients that wait for its workers; a node that takes any client lets as many wait as it has workers."""
 
@@ -273,8 +275,11 @@ class Node:
                 job.folder.end(job.round)
             if isinstance(error, CancelledError) and job.cancelled:
                 self._jobs.finish(job)
-            else:
-                self._jobs.done(job, failure_of(job, error))
+                return
+            failed = failure_of(job, error)
+            if failed.retryable:  # so that a disk that is full has time to get room
+                self._stopping.wait(_RETRY_PAUSE_S)
+            self._jobs.done(job, failed)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
