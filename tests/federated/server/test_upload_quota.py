@@ -206,6 +206,11 @@ def test_names_and_values_that_would_fill_the_journal(served: Served) -> None:
     assert node.send(Heartbeat(node="n", session=node.session)).accepted
 
 
+def test_a_client_that_is_named_twice_does_not_raise_a_nodes_quota(served: Served) -> None:
+    with pytest.raises(Exception, match="names a client twice"):
+        served.link("n").send(Join(node="n", clients=("0",) * 1000))
+
+
 def test_blobs_shared_with_a_finished_update_are_not_removed(tmp_path: Path) -> None:
     """The second is taken just while what the first has left is looked for."""
     accepted, asked = threading.Event(), list[set[str]]()

@@ -100,6 +100,8 @@ def validate_message(message: Message) -> None:
             raise ProtocolError("a node joins under a name: got none")
         for client in message.clients:
             _check_name("client", client)
+        if len(set(message.clients)) < len(message.clients):  # each may upload as much as an update takes
+            raise ProtocolError(f"node {message.node!r} names a client twice: it joins once for each of its clients")
         speed = message.steps_per_second
         if speed is not None and not 0 < speed <= _FASTEST:
             raise ProtocolError(
