@@ -17,7 +17,7 @@ from arclight.federated.rounds.initial_weights import moments_of
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
-from arclight.federated.strategies import FedAvg, FedNesterov
+from arclight.federated.strategies import FedAdam, FedAvg, FedNesterov
 
 START = {"w": torch.linspace(-1, 1, 12).reshape(3, 4), "b": torch.ones(5)}
 
@@ -96,6 +96,20 @@ def test_a_fork_goes_on_as_the_run_itself_did(finished: Path, tmp_path: Path) ->
     assert Rounds(tmp_path / "fork").trees(3)["round"]["run"] == "fork"
     with pytest.raises(FederatedError, match="holds a run already"):
         tools.fork(finished, tmp_path / "fork", 1)
+
+
+def test_a_fork_with_another_strategy_starts_its_states_anew(finished: Path, tmp_path: Path) -> None:
+    """As a run that begins with the round's weights does."""
+    strategy = FedAdam(bias_correction=True)
+    tools.fork(finished, tmp_path / "fork", 1)
+    server = Server(settings(strategy=strategy), folder=tmp_path / "fork")
+    server.run(clients())
+    fresh = Server(settings(rounds=2, strategy=strategy), Rounds(finished).tensors(1, "model"), folder=tmp_path / "new")
+    fresh.run(clients())
+    weights = server.weights()
+    assert weights.keys() == fresh.weights().keys()
+    assert all(torch.equal(value, weights[name]) for name, value in fresh.weights().items())
+    assert tools.validate(tmp_path / "fork") == {1: [], 2: [], 3: []}
 
 
 def test_a_dry_fork_and_a_dry_edit_change_nothing(finished: Path, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ class ServerStep:
         """
         contributions = [one.contribution(self.store) for one in given]
         anchor = _PreviousRound(self.rounds, before)
+        anchor.keep_states_of(self.strategy)
         stacks = ExpertStacks.find(anchor.described(self._states_sent(given)), self.is_stack)
         moments = anchor.moments_after(given, stacks)
         parts, sent = stacks.split(anchor.by_key()), {key for one in given for key in one.manifest.tensors}
@@ -170,6 +171,12 @@ class _PreviousRound:
         trees = rounds.trees(number, "round", "buffers")
         self.counts: dict[str, int] = trees["round"].get("counts", {})
         self.buffers: list[str] = trees.get("buffers", [])
+
+    def keep_states_of(self, strategy: Strategy) -> None:
+        """Drop the states and counts of another strategy, as of the run that this one was forked from."""
+        kinds = {stored.partition("/")[0] for stored in self.server}
+        if kinds != set(strategy.state_keys):
+            self.server, self.counts = {}, {}
 
     def by_key(self) -> dict[str, torch.Tensor]:
         return {**{MODEL + name: tensor for name, tensor in self.model.items()}, **self.moments}
