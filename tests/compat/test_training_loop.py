@@ -230,6 +230,19 @@ def test_a_plateau_between_a_save_and_its_step_goes_on_as_if_never_stopped(
         assert [config["lr"] for config in again.optimizers[0].param_groups] == rates
 
 
+@pytest.mark.parametrize("kind", [L.Trainer, al.Trainer])
+def test_frequency_at_step_interval_goes_on_after_a_resume(kind: type[al.Trainer], tmp_path: Path) -> None:
+    saving = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, filename="{step}", every_n_train_steps=1)
+    whole = Watched("train", frequency=2)
+    run = trainer(kind, limit_val_batches=0, callbacks=[saving], enable_checkpointing=True)
+    run.fit(whole)
+    for done in (1, 2, 3):  # of which the second is saved before its step of the schedule
+        part = Watched("train", frequency=2)
+        (saved,) = tmp_path.glob(f"step={done}*")
+        trainer(kind, limit_val_batches=0).fit(part, ckpt_path=saved)
+        assert [step for step, _ in part.seen] == [step for step, _ in whole.seen if step >= done]
+
+
 @pytest.mark.parametrize(("kind", "expected"), [(L.Trainer, [2, 5]), (al.Trainer, [2, 4, 6])])
 def test_frequency_at_step_interval(kind: type[al.Trainer], expected: list[int]) -> None:
     """Lightning's counts the batches of each epoch anew, ours the updates."""

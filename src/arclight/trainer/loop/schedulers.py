@@ -86,7 +86,7 @@ class SchedulerSteps:
             if config.interval == "epoch":
                 count = run.progress.epoch + 1
             elif self._count_batches:
-                count = run.training_values.batch.index + 1
+                count = run.progress.batch if config.reduce_on_plateau else run.training_values.batch.index + 1
             else:  # the update is counted when those that watch a value are stepped, and not yet for the others
                 count = run.progress.global_step + (not config.reduce_on_plateau)
             if count % config.frequency == 0 and (metric := _monitored(run, config)) is not _MISSING:
