@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -95,6 +96,24 @@ def test_draws_at_an_epochs_start_are_repeated_by_a_resume(tmp_path: Path) -> No
 
     whole = draws(Saver(tmp_path / "c", "on_train_epoch_end"), None)
     assert draws(Saver(None, "on_train_epoch_end"), tmp_path / "c") == whole[3:]
+
+
+def test_what_an_epochs_first_hooks_log_counts_once_after_a_resume(tmp_path: Path) -> None:
+    class Counting(Small):
+        def on_train_start(self) -> None:
+            self.log("starts", 1.0, reduce_fx="sum")
+
+        def on_train_epoch_start(self) -> None:
+            self.log("epochs", 1.0, reduce_fx="sum")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("batches", 1.0, reduce_fx="sum", on_step=False, on_epoch=True)
+            return self.loss(batch)
+
+    first, second = trainer(callbacks=[Saver(tmp_path / "c", "on_train_batch_end", 3)]), trainer()
+    first.fit(Counting(), batches())
+    second.fit(Counting(), batches(), ckpt_path=tmp_path / "c")
+    assert first.callback_metrics == second.callback_metrics == {"starts": 1.0, "epochs": 1.0, "batches": 8.0}
 
 
 def test_a_plateau_schedule_by_steps_sees_the_step_that_was_saved(tmp_path: Path) -> None:
@@ -345,6 +364,23 @@ def test_a_fabric_loader_left_early_starts_over_unless_it_was_resumed() -> None:
     assert list(loader) == [1, 2, 3, 4]
     assert list(other) == [2, 3, 4]
     assert list(other) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("suffix", ["", ".ckpt"])
+def test_what_a_killed_save_left_is_removed_by_the_next(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fabric, path = al.Fabric(accelerator="cpu"), tmp_path / f"state{suffix}"
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(os, "replace", lambda *_: os._exit(0))
+        monkeypatch.setattr(Path, "rename", lambda *_: os._exit(0))
+        fabric.save(path, {"steps": 1})
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [entry.name.startswith(f".{path.name}.") for entry in tmp_path.iterdir()] == [True]
+    fabric.save(path, {"steps": 2})
+    assert list(tmp_path.iterdir()) == [path]
+    assert fabric.load(path) == {"steps": 2}
 
 
 # -- settings and what is given to a run ---------------------------------------------------------------------------

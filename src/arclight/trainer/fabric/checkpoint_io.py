@@ -22,7 +22,7 @@ import torch
 
 from arclight import checkpoint as checkpoints
 from arclight.checkpoint.async_saver import AsyncSaver
-from arclight.checkpoint.files import is_there
+from arclight.checkpoint.files import is_there, sweep, temporary_file
 from arclight.checkpoint.remote import is_remote, to_path
 from arclight.checkpoint.tree import read_stored
 from arclight.fabric.batches import map_tensors
@@ -197,7 +197,8 @@ def _read_file(path: Path, map_location: Any) -> Any:
 def save_file(state: dict[str, Any], path: Path) -> None:
     """Write one file of ``torch.save`` that can be read without unpickling.
 
-    Raises CheckpointError if that cannot be, and leaves what was there.
+    What killed saves left in its folder is removed. Raises CheckpointError for a state or a place of which there can be no such file, and
+    leaves what was there.
     """
     if is_remote(path):
         raise checkpoints.CheckpointError(
@@ -206,8 +207,8 @@ def save_file(state: dict[str, Any], path: Path) -> None:
         )
     if path.is_dir():
         raise checkpoints.CheckpointError(f"{path} is a folder, which one file cannot replace: choose another name")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    sweep(path.parent)
+    temporary = temporary_file(path)
     try:
         with temporary.open("wb") as file:
             torch.save(_without_numpy_numbers(state), file)

@@ -403,6 +403,9 @@ def _twice(name: str, hook: str) -> MisconfigurationError:
     )
 
 
+_AT_A_RESUME = ("on_train_start", "on_train_epoch_start")
+
+
 class ResultCollection:
     """Everything logged in one stage (training, validation, test) since its epoch began."""
 
@@ -525,8 +528,9 @@ class ResultCollection:
         }
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module) -> None:
+        """Restore values of an epoch, without those of hooks that a resume within it calls again."""
         for hook, table in state.items():
-            for name, saved in table.items():
+            for name, saved in table.items() if hook not in _AT_A_RESUME else ():
                 settings = LogSettings(**known_fields(LogSettings, saved["settings"], f"logged value {name!r}"))
                 entry = ResultMetric(hook, name, settings, self.batch)
                 entry.load_state_dict(saved, module)
