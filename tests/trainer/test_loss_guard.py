@@ -227,6 +227,25 @@ def test_loss_history_survives_a_resume(tmp_path: Path) -> None:
     assert torch.equal(model.line.weight.detach(), wanted)
 
 
+def test_a_window_that_a_resume_completes_is_judged_as_a_whole(tmp_path: Path) -> None:
+    """Its first batch, which has the spike, was before the checkpoint."""
+
+    class Save(al.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 8:
+                trainer.save_checkpoint(tmp_path / "within")
+
+    def guarded() -> LossGuard:
+        return guard(tmp_path, sigma=3.0)
+
+    data, whole, resumed = Samples({16: 20.0}), guarded(), guarded()
+    _, weights = fit(tmp_path, data, whole, Save(), accumulate_grad_batches=2)
+    _, again = fit(tmp_path, data, resumed, start=tmp_path / "within", accumulate_grad_batches=2)
+    assert [event.batches for event in whole.events] == [[(0, 8), (0, 9)]]
+    assert whole.events == resumed.events
+    assert torch.equal(weights, again)
+
+
 def test_settings_that_mean_nothing_are_refused() -> None:
     for options, message in (
         ({"policy": "pray"}, "policy='pray' is not known; choose skip, rollback or stop"),

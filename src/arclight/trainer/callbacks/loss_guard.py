@@ -227,7 +227,8 @@ class LossGuard(Callback):
     A spike is more than ``sigma`` standard deviations above the mean of the newest ``window`` losses of good updates (None: only
     finite numbers are asked for; deviations below 1 % of the mean count as that much), once there are ``warmup`` of them.
     Loss and gradient norm (not the norm under a loss scaler, which looks for infinite gradients itself) are averaged over all
-    processes before they are judged, so all decide alike; of a window of accumulated batches it is the whole that is judged.
+    processes before they are judged, so all decide alike; of a window of accumulated batches it is the whole that is judged (after a resume
+    within one, its first batches by the losses of rank 0).
     ``policy``: what else happens.
 
     * ``skip``: training goes on with the next batch; the step counts, for schedules too. After ``patience`` bad
@@ -292,9 +293,13 @@ class LossGuard(Callback):
             )
         self._forget()
         self._history = _History(self.window, self.warmup, self.sigma, trainer.strategy.device)
-        if len(self._saved.get("losses", ())) == self.window:
-            self._history.losses.copy_(self._saved["losses"])
-            self._history.count.copy_(self._saved["count"])
+        saved, self._saved = self._saved, {}
+        if len(saved.get("losses", ())) == self.window:
+            self._history.losses.copy_(saved["losses"])
+            self._history.count.copy_(saved["count"])
+        if trainer.window.count and (begun := saved.get("begun")):
+            self._losses = list(begun["losses"].to(trainer.strategy.device))
+            self._batches, self._samples = [tuple(batch) for batch in begun["batches"]], begun["samples"]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         self._batches.append((trainer.current_epoch, batch_idx))
@@ -369,7 +374,7 @@ class LossGuard(Callback):
                 self.in_a_row = 0
                 continue
             self.in_a_row += 1
-            own = [value.tolist() if isinstance(value, torch.Tensor) else value for value in waiting.samples]
+            own = _as_lists(waiting.samples)
             event = Event(
                 waiting.step, waiting.batches, loss, norm, trainer.strategy.all_gather_object(own), self.policy
             )
@@ -449,12 +454,23 @@ class LossGuard(Callback):
             "in_a_row": self.in_a_row,
             "rollbacks": self.rollbacks,
             "events": [asdict(event) for event in self.events],
+            "begun": {
+                "losses": torch.stack([loss.float().cpu() for loss in self._losses]),
+                "batches": [list(batch) for batch in self._batches],
+                "samples": _as_lists(self._samples),
+            }
+            if self._losses
+            else None,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
         self.in_a_row, self.rollbacks = state_dict["in_a_row"], state_dict["rollbacks"]
         self.events = [Event(**known_fields(Event, event, "LossGuard event")) for event in state_dict["events"]]
+
+
+def _as_lists(samples: list[Any]) -> list[Any]:
+    return [value.tolist() if isinstance(value, torch.Tensor) else value for value in samples]
 
 
 def _described(event: Event) -> str:
