@@ -109,6 +109,32 @@ def test_a_run_that_fails_waits_for_what_was_begun(fit: Any) -> None:
     assert checkpoint.verify(saver.best_model_path) == []
 
 
+@pytest.mark.parametrize("error", [OSError, checkpoint.CheckpointError])
+def test_a_run_that_fails_publishes_no_save_of_two_callbacks_that_failed(
+    fit: Any, tmp_path: Path, error: type[Exception]
+) -> None:
+    class Failing(FolderCheckpointIO):
+        def save_checkpoint(self, state: Any, path: str | Path, storage_options: Any = None) -> None:
+            if Path(path).parent.name == "second":
+                raise error("no room")
+            super().save_checkpoint(state, path, storage_options)
+
+    class Stop(al.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise ZeroDivisionError("the cause")
+
+    first, second = (
+        ModelCheckpoint(tmp_path / name, every_n_train_steps=every, save_top_k=-1, asynchronous=True)
+        for name, every in (("first", 1), ("second", 2))
+    )
+    with pytest.raises(ZeroDivisionError, match="the cause") as failed:
+        fit({"val/score": [1.0]}, Stop(), first, second, plugins=Failing())
+    assert any("no room" in note for note in failed.value.__notes__)
+    assert Path(first.best_model_path).exists()
+    assert second.best_model_path == ""
+
+
 def test_one_file_can_be_written_in_the_background_too(tmp_path: Path) -> None:
     weights = torch.ones(3)
     io = AsyncCheckpointIO(TorchCheckpointIO())

@@ -259,9 +259,13 @@ class CheckpointWriter:
             self._future = getattr(io, "in_flight", None)
         self.plan = plan
 
+    def _in_background(self, io: CheckpointIO) -> bool:
+        """Return True if the save may still be written, also when another callback has ended the use of ``io``."""
+        return self._future is not None or isinstance(io, AsyncCheckpointIO)
+
     def _is_complete(self, strategy: Strategy, io: CheckpointIO) -> bool:
         """Return True if every rank knows without asking that no save is in flight."""
-        if not isinstance(io, AsyncCheckpointIO):
+        if not self._in_background(io):
             return True
         return strategy.world_size == 1 and (self._future is None or self._future.done())
 
@@ -275,12 +279,13 @@ class CheckpointWriter:
         plan, future = self.plan, self._future
         if plan is None or not (wait or self._is_complete(strategy, io)):
             return None
+        background = self._in_background(io)
         self.plan = self._future = None
         error = None
-        if isinstance(io, AsyncCheckpointIO):
+        if background:
             try:
                 if future is not None:
-                    io.wait() if io.in_flight is future else future.result()
+                    io.wait() if isinstance(io, AsyncCheckpointIO) and io.in_flight is future else future.result()
             except Exception as problem:  # whatever it is, every rank must hear of it
                 error = problem
             if message := strategy.broadcast(None if error is None else str(error) or repr(error)):

@@ -407,7 +407,7 @@ class ModelCheckpoint(Checkpoint):
             if trainer.world_size == 1:
                 self._finish_save(trainer)
             self._stop_writing(trainer, failed=trainer.world_size > 1)
-        except CheckpointError as error:  # the error that ends the run is the one to raise
+        except Exception as error:  # whatever it is, the error that ends the run is the one to raise
             exception.add_note(str(error))
         self._fitting = False
 
