@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from arclight.vision.data.data_yaml import read_data_yaml
+from arclight.vision.data.formats import coco
 from arclight.vision.data.formats.annotations import AnnotatedSet, joined_outline, read_images, read_yolo, write_yolo
 from arclight.vision.data.formats.coco import is_coco, mask_polygons, read_coco, split_of, write_coco
 from arclight.vision.data.formats.run_lengths import decode_mask, encode_mask
@@ -104,6 +106,35 @@ def test_outlines_of_masks_cover_what_the_masks_cover() -> None:
     together = masks.decode(masks.frPyObjects([joined.ravel().tolist()], 80, 100))[..., 0]
     assert (together & mask).sum() / (together | mask).sum() > 0.97
     assert mask_polygons(np.zeros((4, 4), np.uint8)) == ()
+
+
+def test_outlines_of_many_corners_are_joined_in_little_memory() -> None:
+    left, right = np.random.default_rng(0).random((2, 3000, 2))
+    right += (2, 0)
+    tracemalloc.start()
+    try:
+        joined = joined_outline([left, right])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 64_000_000, "distances between all pairs take 144 MB"
+    bridge = min(np.hypot(*(right - corner).T).min() for corner in left)
+    assert len(joined) == 6002
+    assert (np.hypot(*np.diff(joined, axis=0).T)[np.diff(joined[:, 0] > 1)] == bridge).all()
+
+
+def test_outlines_of_too_many_corners_are_skipped(tmp_path: Path) -> None:
+    dots = np.zeros((80, 100), np.uint8)
+    dots[::2, ::2] = 1
+    packed = masks.encode(np.asfortranarray(dots))["counts"].decode()
+    outlines = [[[0, 0, 50, 0, 0, 40]] * 40_000, {"size": [80, 100], "counts": packed}]
+    file = coco_set(tmp_path, [{"segmentation": outline} for outline in outlines])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coco, "MAX_POINTS", 2000)
+        found = read_coco(file, masks=True)
+    assert [problem.reason.rpartition(": ")[0].rpartition(": ")[2] for problem in found.skipped] == [
+        "an outline of 120,000 corners is too large", "an outline of 8,000 corners is too large"
+    ]  # fmt: skip
 
 
 def test_polygons_and_masks_become_rows(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ format is a reader beside `coco`, and a branch in ``cli.commands.data``.
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -131,10 +132,27 @@ def joined_outline(polygons: Sequence[Polygon]) -> Polygon:
     """
     ring = polygons[0]
     for part in polygons[1:]:
-        gaps = ((ring[:, None] - part[None]) ** 2).sum(-1)
-        here, there = np.unravel_index(int(gaps.argmin()), gaps.shape)
+        here, there = _nearest(ring, part)
         ring = np.concatenate((ring[: here + 1], part[there:], part[: there + 1], ring[here:]))
     return ring
+
+
+def _nearest(ring: Polygon, part: Polygon) -> tuple[int, int]:
+    """Return the places of the two corners with the shortest gap.
+
+    Distances are computed in blocks: between all pairs they take gigabytes.
+    """
+    found = (math.inf, 0, 0)
+    rows = max(1, _MAX_GAPS // len(part))
+    for start in range(0, len(ring), rows):
+        gaps = ((ring[start : start + rows, None] - part[None]) ** 2).sum(-1)
+        here, there = divmod(int(gaps.argmin()), len(part))
+        found = min(found, (float(gaps[here, there]), start + here, there))
+    return found[1:]
+
+
+_MAX_GAPS = 1 << 19
+"""Most distances that are held at one time."""
 
 
 # ---------------------------------------------------------------- YOLO

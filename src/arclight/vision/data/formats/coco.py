@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -35,7 +35,7 @@ from arclight.vision.data.labels import DatasetError, FileProblem, KeypointShape
 cv2 = require("cv2", extra="vision")
 
 MAX_POINTS = 100_000
-"""Most corners of a polygon."""
+"""Most corners of an object's outline, over all of its parts."""
 _FINE = 4
 """Factor by which masks are enlarged before they are traced: outlines then lie an eighth of a pixel inside the mask's edge."""
 _MAX_FINE_PIXELS = 4_000_000
@@ -256,12 +256,13 @@ class _Reader:
         polygons: tuple[Polygon, ...] = ()
         if isinstance(outline, list) and outline:
             try:
-                polygons = tuple(_polygon(part) for part in outline if part != [])  # [[]] is some tools' word for none
+                # [[]] is some tools' word for none
+                polygons = _bounded(_polygon(part) for part in outline if part != [])
             except ValueError:
                 if without_box or self.masks:
                     raise
         elif isinstance(outline, dict) and (self.masks or without_box):
-            polygons = mask_polygons(decode_mask(outline, width, height, MAX_PIXELS))
+            polygons = _bounded(mask_polygons(decode_mask(outline, width, height, MAX_PIXELS)))
         elif outline and not isinstance(outline, list | dict):
             raise ValueError(f"segmentation is {type(outline).__name__}, not polygons or a run-length mask")
         if without_box and not polygons:
@@ -317,12 +318,21 @@ def _is_number(value: Any) -> bool:
 def _polygon(values: Any) -> Polygon:
     if not isinstance(values, list) or len(values) < 6 or len(values) % 2 or not all(map(_is_number, values)):
         raise ValueError("a polygon is a list of x1, y1, x2, y2, x3, y3, ...: 3 corners or more")
-    if len(values) > 2 * MAX_POINTS:
-        raise ValueError(f"a polygon of {len(values) // 2:,} corners is too large: at most {MAX_POINTS:,}")
     points = np.array(values, np.float64).reshape(-1, 2)
     if not np.isfinite(points).all():
         raise ValueError("a polygon has a coordinate that is NaN or infinite")
     return points
+
+
+def _bounded(polygons: Iterable[Polygon]) -> tuple[Polygon, ...]:
+    """Return the parts of an outline; raises ValueError for too many corners.
+
+    `joined_outline` compares each with all others.
+    """
+    parts = tuple(polygons)
+    if (corners := sum(map(len, parts))) > MAX_POINTS:
+        raise ValueError(f"an outline of {corners:,} corners is too large: at most {MAX_POINTS:,}")
+    return parts
 
 
 # ---------------------------------------------------------------- masks
