@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import io
 import re
 import struct
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
@@ -534,21 +537,47 @@ def test_streams_stop_when_asked() -> None:
         assert [frame.index for frame in ImageSource(camera.address, every_frame=True, max_frames=2)] == [0, 1]
 
 
-def test_a_video_at_an_address_ends(tmp_path: Path) -> None:
-    import functools
-    import http.server
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """Address of tmp_path, served over HTTP."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *arguments: object) -> None:
             pass
 
-    write_video(tmp_path / "clip.avi", [50] * 12)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=tmp_path)) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        source = ImageSource(f"http://127.0.0.1:{server.server_address[1]}/clip.avi", every_frame=True)
-        assert len(list(source)) == 12
-        assert source.skipped == []
+        yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
+
+
+def test_a_video_at_an_address_ends(address: str, tmp_path: Path) -> None:
+    write_video(tmp_path / "clip.avi", [50] * 12)
+    source = ImageSource(f"{address}/clip.avi", every_frame=True)
+    assert len(list(source)) == 12
+    assert source.skipped == []
+
+
+@pytest.mark.parametrize("name", ["photo.JPG", "photo.png?size=large", "animation.gif"])
+def test_an_image_at_an_address_is_read_once(name: str, address: str, tmp_path: Path) -> None:
+    red, blue = (PILImage.new("RGB", (32, 24), colour) for colour in ("red", "blue"))
+    file = tmp_path / name.partition("?")[0]
+    red.save(file, **({"save_all": True, "append_images": [blue]} if file.suffix == ".gif" else {}))
+    source = ImageSource(f"{address}/{name}", max_frames=3, reconnect_s=1)
+    (frame,) = source
+    assert (frame.path, frame.index, frame.image.shape) == (f"{address}/{file.name}", 0, (24, 32, 3))
+    assert frame.image.mean(axis=(0, 1)) == pytest.approx([255, 0, 0], abs=3)
+    assert source.skipped == []
+
+
+def test_an_image_that_is_damaged_or_missing_at_its_address_is_named(address: str, tmp_path: Path) -> None:
+    (tmp_path / "text.jpg").write_bytes(b"no image")
+    (tmp_path / "empty.png").write_bytes(b"")
+    PILImage.new("RGB", (32, 24)).save(tmp_path / "cut.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:40])
+    for name in ("text.jpg", "empty.png", "cut.png", "missing.jpg"):
+        with pytest.raises(SourceError, match=rf"{re.escape(name)}(: not an image that can be read| cannot be opened)"):
+            list(ImageSource(f"{address}/{name}"))
 
 
 def test_a_missing_camera_is_reported_at_once() -> None:
@@ -581,6 +610,26 @@ def test_the_screen_with_a_grabber_like_that_of_mss(monkeypatch: pytest.MonkeyPa
     assert grabber.closed
     with pytest.raises(SourceError, match="screen 4 cannot be opened"):
         list(ImageSource("screen 4"))
+
+
+def test_a_part_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    desktop = np.random.default_rng(0).integers(0, 255, (40, 100, 4), np.uint8)
+    whole = {"left": 0, "top": 0, "width": 100, "height": 40}
+    second = {"left": 60, "top": 10, "width": 40, "height": 30}
+
+    def grab(area: dict[str, int]) -> np.ndarray:
+        return desktop[area["top"] : area["top"] + area["height"], area["left"] : area["left"] + area["width"]]
+
+    grabber = types.SimpleNamespace(monitors=[whole, second, second], grab=grab, close=lambda: None)
+    monkeypatch.setitem(sys.modules, "mss", types.SimpleNamespace(mss=lambda: grabber))
+    (frame,) = ImageSource("screen 2 5 4 35 20", max_frames=1)
+    assert frame.path == "screen 2 5 4 35 20"
+    np.testing.assert_array_equal(frame.image, desktop[14:34, 65:100, 2::-1])
+    (frame,) = ImageSource("screen 50 0 10 10", max_frames=1)
+    np.testing.assert_array_equal(frame.image, desktop[:10, 50:60, 2::-1])
+    for outside in ("screen 2 5 4 36 20", "screen 2 5 4 35 27", "screen 2 5 4 0 20", "screen 2 99 99 1 1"):
+        with pytest.raises(SourceError, match=f"{outside} cannot be opened"):
+            list(ImageSource(outside))
 
 
 def test_frames_of_a_stream_above_the_limit_are_refused() -> None:

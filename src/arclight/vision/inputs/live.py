@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from arclight.fabric.extras import MissingExtraError, require
-from arclight.vision.data.images import Image
+from arclight.vision.data.images import SUFFIXES, Image
 from arclight.vision.inputs.memory_images import SourceError
 from arclight.vision.inputs.reader_thread import ReaderThread
 
@@ -62,19 +62,23 @@ class LiveInput:
     """Name in messages and results: an address without its password."""
     open: Callable[[], Capture]
     reconnects: bool = True
-    """Whether opening is tried again if it fails at first; cameras and monitors are there or not."""
+    """Whether opening is tried again if it fails at first; cameras, monitors and image files are there or not."""
+    still: bool = False
+    """Whether it is an image file, which has one frame; of an animation the first."""
 
 
 def live_input(source: str | int) -> LiveInput | None:
     """Return the live input named by ``source``, or None if it names none.
 
-    It is a camera (``0``), an address (``rtsp://...``) or a monitor (``screen``, ``screen 2``). Raises SourceError for
-    addresses of other schemes, MissingExtraError for the screen if mss is not installed.
+    It is a camera (``0``), an address (``rtsp://...``), a monitor (``screen``, ``screen 2``) or a part of one (``screen 2 LEFT
+    TOP WIDTH HEIGHT``, pixels from its corner). Raises SourceError for addresses of other schemes, MissingExtraError for the screen if
+    mss is not installed.
     """
     if isinstance(source, int) or re.fullmatch(r"\d{1,3}", source):
         return LiveInput(f"camera {source}", lambda: cv2.VideoCapture(int(source)), reconnects=False)
-    if monitor := re.fullmatch(r"screen(?: (\d+))?", source):
-        return _screen(int(monitor[1] or 0))
+    if screen := re.fullmatch(r"screen(?: (\d+))?(?: (\d+) (\d+) (\d+) (\d+))?", source):
+        number, *part = screen.groups()
+        return _screen(source, int(number or 0), [int(side) for side in part if side is not None])
     if "://" not in source:
         return None
     scheme = source.partition("://")[0].lower()
@@ -82,7 +86,9 @@ def live_input(source: str | int) -> LiveInput | None:
         raise SourceError(
             f"{source} is not a source: addresses start with {', '.join(SCHEMES)}; give files by their path"
         )
-    return LiveInput(shown_address(source), lambda: _open_address(source))
+    name = shown_address(source)
+    still = scheme.startswith("http") and name.lower().endswith(SUFFIXES)
+    return LiveInput(name, lambda: _open_address(source), reconnects=not still, still=still)
 
 
 def shown_address(address: str) -> str:
@@ -102,31 +108,39 @@ def _open_address(address: str) -> Capture:
     return capture
 
 
-def _screen(monitor: int) -> LiveInput:
+def _screen(name: str, monitor: int, part: list[int]) -> LiveInput:
     try:
         mss = importlib.import_module("mss")
     except ModuleNotFoundError as error:
         raise MissingExtraError("mss is not installed; the screen is read with it: pip install mss") from error
-    return LiveInput(
-        f"screen {monitor}" if monitor else "screen", lambda: _ScreenCapture(mss.mss(), monitor), reconnects=False
-    )
+    return LiveInput(name, lambda: _ScreenCapture(mss.mss(), monitor, part), reconnects=False)
 
 
 class _ScreenCapture:
-    """A monitor as a capture; 0 is all monitors together."""
+    """A monitor as a capture, or ``part`` of it: left, top, width, height; 0 is all monitors together."""
 
-    def __init__(self, grabber: Any, monitor: int) -> None:
-        self.grabber, self.monitor = grabber, monitor
+    def __init__(self, grabber: Any, monitor: int, part: list[int]) -> None:
+        self.grabber, self.monitor, self.part = grabber, monitor, part
 
     def isOpened(self) -> bool:  # noqa: N802
-        return self.monitor < len(self.grabber.monitors)
+        if self.monitor >= len(self.grabber.monitors):
+            return False
+        if not self.part:
+            return True
+        left, top, width, height = self.part
+        whole = self.grabber.monitors[self.monitor]
+        return bool(0 < width <= whole["width"] - left and 0 < height <= whole["height"] - top)
 
     def grab(self) -> bool:
         time.sleep(_SCREEN_PERIOD_S)  # a screen gives as many pictures as one takes
         return True
 
     def retrieve(self) -> tuple[bool, Any]:
-        bgra = np.asarray(self.grabber.grab(self.grabber.monitors[self.monitor]))
+        area = self.grabber.monitors[self.monitor]
+        if self.part:
+            left, top, width, height = self.part
+            area = {"left": area["left"] + left, "top": area["top"] + top, "width": width, "height": height}
+        bgra = np.asarray(self.grabber.grab(area))
         return True, np.ascontiguousarray(bgra[..., :3])
 
     def get(self, which: int, /) -> float:
@@ -220,8 +234,13 @@ class _Reader:
                     decoded, frame = capture.retrieve()
                     if decoded:
                         self._put(fps, frame)
+                    elif self.source.still:
+                        raise SourceError("not an image that can be read")
                 self._index += 1
-            return promised > 0 and self._index - first >= promised - max(2, promised // 50)  # a file at an address
+                if self.source.still:
+                    return True
+            read = self._index - first
+            return promised > 0 and read > 0 and read >= promised - max(2, promised // 50)  # a file at an address
         finally:
             capture.release()
 
