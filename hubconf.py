@@ -24,12 +24,18 @@ COCO_CLASSES = 80
 
 
 class _HubDetector(torch.nn.Module):
-    """A detector that takes photos, as YOLOv5's hub models do. ``conf`` and ``iou`` may be set; ``detector`` is what it wraps."""
+    """A detector that takes photos, as YOLOv5's hub models do; ``detector`` is what it wraps.
+
+    ``conf``, ``iou``, ``agnostic``, ``max_det`` and ``classes`` (numbers of those that are kept; None for all) may be set.
+    """
 
     def __init__(self, detector: Any) -> None:
         super().__init__()
         self.detector = detector.eval()
-        self.conf, self.iou = detector.processing.conf_threshold, detector.processing.iou_threshold
+        used = detector.processing
+        self.conf, self.iou = used.conf_threshold, used.iou_threshold
+        self.agnostic, self.max_det = used.agnostic, used.max_det
+        self.classes: Sequence[int] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -44,14 +50,23 @@ class _HubDetector(torch.nn.Module):
             return self.detector(images)
         import dataclasses
 
+        import numpy as np
+
+        from arclight.vision.boxes import TOP_K
+
         several = list(images) if isinstance(images, list | tuple) else [images]
         processing = dataclasses.replace(
             self.detector.processing,
             conf_threshold=self.conf,
             iou_threshold=self.iou,
+            agnostic=self.agnostic,
+            max_det=self.max_det if self.classes is None else max(TOP_K, self.max_det),  # other classes take no places
             **({"image_size": size} if size else {}),
         )
-        return self.detector.detect([_photo(image) for image in several], processing)
+        found = self.detector.detect([_photo(image) for image in several], processing)
+        if self.classes is None:
+            return found
+        return [one[np.isin(one.boxes.cls, self.classes)][: self.max_det] for one in found]
 
 
 def _photo(image: Any) -> Any:

@@ -73,6 +73,8 @@ def test_a_file_of_the_user_s_own_detects_as_the_detector_does(tmp_path: Path) -
     detector = Detector(
         DetectionTask(data=Path("none"), model="yolov5n", image_size=64, conf_threshold=0.0), names=["a", "b"]
     )
+    for conv in detector.model.head.m:
+        torch.nn.init.normal_(conv.weight, std=0.5)  # so that both classes are found
     trainer = Trainer(
         accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, max_steps=1,
@@ -87,6 +89,13 @@ def test_a_file_of_the_user_s_own_detects_as_the_detector_does(tmp_path: Path) -
     for found in (served(photo)[0], served(str(tmp_path / "photo.png"))[0], served([photo, photo])[1]):
         np.testing.assert_allclose(found.boxes.xyxy, expected.boxes.xyxy, rtol=1e-5, atol=1e-4)
         assert list(found.names) == ["a", "b"]
+    assert set(expected.boxes.cls.tolist()) == {0, 1}
+    assert len(expected) > 7
+    served.classes, served.max_det = [1], 7
+    assert served(photo)[0].boxes.cls.tolist() == [1] * 7
+    np.testing.assert_allclose(served(photo)[0].boxes.xyxy, expected.of("b").boxes.xyxy[:7], rtol=1e-5, atol=1e-4)
+    served.classes, served.agnostic, served.max_det = None, True, 300
+    assert 0 < len(served(photo)[0]) < len(expected)
     served.conf = 1.0
     assert len(served(photo)[0].boxes.conf) == 0
 
