@@ -112,6 +112,18 @@ def test_a_float32_change_keeps_the_precision_of_a_float64_weight(strategy: Stra
     assert torch.equal(after.value, anchor["model/w"])
 
 
+@pytest.mark.parametrize("strategy", [FedAdam(), FedYogi()], ids=repr)
+def test_a_state_that_would_be_infinite_is_refused(strategy: Strategy) -> None:
+    """Its weight would stay finite, and never move again."""
+    step = StrategyStep(
+        strategy,
+        {"model/w": torch.zeros(2)},
+        [Contribution(client="a", weight=1.0, tensors={"model/w": torch.full((2,), 1e25)})],
+    )
+    with pytest.raises(FederatedError, match="exp_avg_sq of model/w infinite or NaN|model/w infinite or NaN"):
+        list(step)
+
+
 @pytest.mark.parametrize("strategy", EVERY, ids=repr)
 @pytest.mark.parametrize("form", ["delta", "weights"])
 def test_buffers_become_the_mean_without_an_optimizer_step(strategy: Strategy, form: Any) -> None:

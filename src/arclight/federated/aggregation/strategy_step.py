@@ -134,7 +134,7 @@ class StrategyStep:
 
         def take(start: int, stop: int, mean: torch.Tensor, scratch: Scratch) -> None:
             # a mean of narrower changes, as of a secure sum, must not round the weight
-            wide = torch.promote_types(anchor.dtype, mean.dtype)
+            wide = torch.float64 if anchor.dtype is torch.float64 else mean.dtype
             value[start:stop] = mean if is_mean else before.part(start, stop, scratch).to(wide) - mean
 
         self._fold.each(key, workers, self._fitting(key, take))
@@ -167,11 +167,12 @@ class StrategyStep:
             if set(made) != set(state):
                 difference = f"{sorted(made)}, its state_keys are {sorted(state)}"
                 raise FederatedError(f"{type(strategy).__name__} gave the state {difference}")
-            if not (math.isfinite(float(weight.sum())) or bool(torch.isfinite(weight).all())):
-                raise FederatedError(
-                    f"the server's step would make {key} infinite or NaN (its mean change is at most "
-                    f"{float(gradient.abs().max()):.4g}): lower the lr of {strategy}, or refuse updates of large norm"
-                )
+            for what, tensor in (("", weight), *((f"{name} of ", tensor) for name, tensor in made.items())):
+                if not (math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())):
+                    raise FederatedError(
+                        f"the server's step would make {what}{key} infinite or NaN (its mean change is at most "
+                        f"{float(gradient.abs().max()):.4g}): lower the lr of {strategy}, or refuse updates of large norm"
+                    )
             value[start:stop] = weight.reshape(-1)
             for name, tensor in made.items():
                 state[name][start:stop] = tensor.reshape(-1)

@@ -173,7 +173,7 @@ class _PreviousRound:
         self.buffers: list[str] = trees.get("buffers", [])
 
     def keep_states_of(self, strategy: Strategy) -> None:
-        """Drop the states and counts of another strategy, as of the run that this one was forked from."""
+        """Drop states and counts of another strategy, as of the run that a fork is from."""
         kinds = {stored.partition("/")[0] for stored in self.server}
         if kinds != set(strategy.state_keys):
             self.server, self.counts = {}, {}
