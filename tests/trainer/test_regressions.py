@@ -98,7 +98,7 @@ def test_draws_at_an_epochs_start_are_repeated_by_a_resume(tmp_path: Path) -> No
     assert draws(Saver(None, "on_train_epoch_end"), tmp_path / "c") == whole[3:]
 
 
-def test_what_an_epochs_first_hooks_log_counts_once_after_a_resume(tmp_path: Path) -> None:
+def test_values_of_an_epochs_first_hooks_count_once_after_a_resume(tmp_path: Path) -> None:
     class Counting(Small):
         def on_train_start(self) -> None:
             self.log("starts", 1.0, reduce_fx="sum")
@@ -367,7 +367,7 @@ def test_a_fabric_loader_left_early_starts_over_unless_it_was_resumed() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["", ".ckpt"])
-def test_what_a_killed_save_left_is_removed_by_the_next(
+def test_remains_of_a_killed_save_are_removed_by_the_next(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fabric, path = al.Fabric(accelerator="cpu"), tmp_path / f"state{suffix}"

@@ -424,7 +424,7 @@ def killed_while_writing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("resumed", [True, False])
-def test_what_a_killed_run_was_writing_is_removed_by_the_next(tmp_path: Path, resumed: bool) -> None:
+def test_remains_of_a_killed_run_are_removed_by_the_next(tmp_path: Path, resumed: bool) -> None:
     run = RunFolder(tmp_path)
     run.write_environment()
     killed_while_writing(run.environment)

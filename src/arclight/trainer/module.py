@@ -324,7 +324,8 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
           Training steps show each value by default, evaluation and the hooks of an epoch the epoch's.
         * ``reduce_fx`` is ``mean`` (weighted by ``batch_size``, or by the batch's own), ``sum``, ``min`` or ``max``. Epoch values
           are reduced over the samples of all processes (of ``sync_dist_group``) in one exchange, with or without ``sync_dist``,
-          unless ``rank_zero_only``. With ``sync_dist``, a step's value too is merged whenever a row is written.
+          unless ``rank_zero_only``. With ``sync_dist``, a step's value too is merged whenever a row is written: a
+          mean is that of the ranks' values, which count alike, as in Lightning.
         * ``prog_bar`` and ``logger`` say where it is shown; ``trainer.callback_metrics`` has it in any case.
         * With several evaluation loaders, ``/dataloader_idx_<n>`` is appended, unless ``add_dataloader_idx`` is False.
         * ``enable_graph`` keeps the value's graph. ``metric_attribute`` names the attribute that holds a metric.

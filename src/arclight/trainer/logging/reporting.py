@@ -130,7 +130,7 @@ class Reporter:
 
     @property
     def newest_row(self) -> int:
-        """Number of the newest row so far, after which a run that goes on from here writes all rows again.
+        """Number of the newest row so far; a run that goes on from here writes later ones again.
 
         A validation within an accumulation window has a row of the step that the window is for.
         """

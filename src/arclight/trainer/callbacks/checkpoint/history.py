@@ -260,7 +260,10 @@ class CheckpointWriter:
         self.plan = plan
 
     def _in_background(self, io: CheckpointIO) -> bool:
-        """Return True if the save may still be written, also when another callback has ended the use of ``io``."""
+        """Return True if the save may still be written.
+
+        Also if another callback has ended the use of an AsyncCheckpointIO, and ``io`` is none.
+        """
         return self._future is not None or isinstance(io, AsyncCheckpointIO)
 
     def _is_complete(self, strategy: Strategy, io: CheckpointIO) -> bool:
