@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -22,6 +23,7 @@ from tests.serve.programs import Affine
 
 from arclight import cli
 from arclight.deploy import Program, export
+from arclight.deploy.programs.session import TensorSpec
 from arclight.fabric.serving.listening import reserve_address
 from arclight.serve import Limits, models
 from arclight.serve.admission import LatencyWindow, Refusal
@@ -108,6 +110,7 @@ BAD = {
     "ragged": {"inputs": [tensor(data=[[1, 2, 3], [4]])]},
     "another shape": {"inputs": [tensor(shape=[3, 2])]},
     "negative shape": {"inputs": [tensor(shape=[-2, -3])]},
+    "an empty shape beyond what NumPy counts": {"inputs": [tensor(shape=[0, *[2**31 - 1] * 5], data=[])]},
     "too many dimensions": {"inputs": [tensor(shape=[1] * 99 + [6])]},
     "unknown output": {"inputs": [tensor()], "outputs": [{"name": "z"}]},
     "bytes that are not there": {"inputs": [tensor(parameters={"binary_data_size": 24})]},
@@ -121,6 +124,19 @@ def test_wrong_tensors_are_refused_in_one_sentence(two, name):
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"].endswith(".")
     assert "\n" not in answer.json()["error"]
+
+
+def test_empty_tensors_have_no_sizes_beyond_those_of_full_ones():
+    """Outputs may be as large as these sizes, such as the sums of rows without elements."""
+    program = SimpleNamespace(inputs=(TensorSpec("x", "float32", ("rows", "columns")),), outputs=())
+
+    def decoded(*shape: int) -> tuple[int, ...]:
+        body = json.dumps({"inputs": [tensor(shape=shape, data=[])]}).encode()
+        return tensors.decode(body, None, program, Limits()).inputs[0].shape
+
+    assert decoded(1000, 0) == (1000, 0)
+    with pytest.raises(Refusal, match="'x' is empty, and its other sizes are too large"):
+        decoded(2**31 - 1, 0)
 
 
 JSON = st.recursive(

@@ -85,7 +85,9 @@ def decode(body: bytes | bytearray, json_size: bytes | None, program: Program, l
     if not isinstance(request.get("id", ""), str):
         raise Refusal(400, "The request's 'id' is not a text; leave it out or send a text.")
     binary = b"" if json_size is None else bytes(body[size:])
-    return TensorRequest(request.get("id"), _inputs(request["inputs"], binary, program), _outputs(request, program))
+    return TensorRequest(
+        request.get("id"), _inputs(request["inputs"], binary, program, limits), _outputs(request, program)
+    )
 
 
 def _json_size(text: bytes, most: int) -> int:
@@ -105,7 +107,7 @@ def _parameters(item: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _inputs(given: list[dict[str, Any]], binary: bytes, program: Program) -> list[np.ndarray[Any, Any]]:
+def _inputs(given: list[dict[str, Any]], binary: bytes, program: Program, limits: Limits) -> list[np.ndarray[Any, Any]]:
     found: dict[str, np.ndarray[Any, Any]] = {}
     specs = {spec.name: spec for spec in program.inputs}
     for item in given:
@@ -127,6 +129,9 @@ def _inputs(given: list[dict[str, Any]], binary: bytes, program: Program) -> lis
             array, binary = _from_bytes(size, binary, dtype, name)
         if array.size != math.prod(shape):
             raise Refusal(400, f"Input {name!r} has {array.size} elements, which do not fill its shape {shape[:8]}.")
+        if not array.size and math.prod(filter(None, shape)) * dtype.itemsize > limits.body_bytes:
+            # NumPy fails on such a shape, or outputs of its other sizes fill the memory
+            raise Refusal(400, f"Input {name!r} is empty, and its other sizes are too large: {shape[:8]}.")
         found[name] = array.reshape(shape)
         _check(specs[name], found[name])
     if missing := [name for name in specs if name not in found]:
