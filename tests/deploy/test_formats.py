@@ -17,7 +17,7 @@ from tests.exports import compare_here
 from torch import Tensor, nn
 
 from arclight.deploy import ExportError, Program, ProgramError, QuantizedModel, benchmark, export, quantize
-from arclight.deploy.capture import capture
+from arclight.deploy.capture import capture, without_absent_outputs
 from arclight.deploy.formats import formats, onnx_graph
 from arclight.deploy.formats.formats import destination, write_graph
 from arclight.deploy.programs.fresh import run_fresh
@@ -387,6 +387,30 @@ def test_numbers_of_threads_are_put_back_by_calls_that_overlap() -> None:
     last.join()
     assert found == [before + 1, before, before]
     assert torch.get_num_threads() == before
+
+
+class InPlace(nn.Module):
+    """Ends in operators in place, one of them on a part; ``absent``: its first output is None."""
+
+    def __init__(self, absent: bool) -> None:
+        super().__init__()
+        self.absent = absent
+
+    def forward(self, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        part, whole = x * 2, x + 1
+        part[:, :2].relu_()
+        x.add_(1)
+        return (None if self.absent else x.sigmoid()), part, whole.relu_()
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_outputs_have_the_same_names_in_all_formats(absent: bool) -> None:
+    """Those of pt2 and aoti have operators in place replaced, others do so as they are converted."""
+    model, x = InPlace(absent), torch.randn(2, 3)
+    captured = [without_absent_outputs(capture(model, (x,), functional=functional)) for functional in (False, True)]
+    inputs, outputs = zip(*(formats.Captured(one, [{0: "batch"}], None, None).names() for one in captured))
+    assert inputs[0] == inputs[1] == ["x"]
+    assert outputs[0] == outputs[1] == ([] if absent else ["sigmoid"]) + ["mul", "relu__1"]
 
 
 def test_conversions_share_torch_s_tables(two_heads: nn.Module) -> None:

@@ -281,8 +281,7 @@ def capture(
     try:
         exported = export_again()
         if (functional and _writes_in_place(exported.graph_module.graph.nodes)) or _writes_buffers(exported):
-            with torch.no_grad(), quiet():
-                exported = exported.run_decompositions({})  # the same operators, none of them in place
+            exported = _functional(exported)
     except Exception as error:  # torch.export raises many kinds, all of them about the model
         hint = "a model that needs a fixed batch size is exported with dynamic_batch=False"
         if free is not None:
@@ -290,6 +289,27 @@ def capture(
         why = failures.not_captured(error, model, export_again, sizes=hint)
         raise ExportError(f"torch.export cannot capture the model: {why}") from error
     return _without_writes(exported)
+
+
+def _functional(exported: ExportedProgram) -> ExportedProgram:
+    """Return ``exported`` with the same operators, none of them in place; its outputs keep their names."""
+    names = output_names(exported)
+    with torch.no_grad(), quiet():
+        found: ExportedProgram = exported.run_decompositions({})
+    written = [spec.arg.name for spec in found.graph_signature.output_specs if spec.kind in _WRITES]
+    found.graph.output_node().meta[_NAMES] = written + names
+    return found
+
+
+_NAMES = "arclight_names"
+"""Key of the output node's ``meta`` with the names that all outputs had before operators in place were replaced, which names them anew."""
+
+
+def output_names(exported: ExportedProgram) -> list[str]:
+    """Name the outputs of ``exported`` by the operators of the model that give them."""
+    output = exported.graph.output_node()
+    names: list[str] = output.meta.get(_NAMES) or [str(value) for value in output.args[0]]
+    return names[len(names) - len(exported.graph_signature.user_outputs) :]
 
 
 def without_absent_outputs(exported: ExportedProgram) -> ExportedProgram:
@@ -369,6 +389,8 @@ def _with_outputs(exported: ExportedProgram, kept: Sequence[bool]) -> ExportedPr
         graph_module, calls = copy.deepcopy(exported.graph_module), copy.deepcopy(exported.module_call_graph)
     output = graph_module.graph.output_node()
     output.args = (tuple(value for value, keep in zip(output.args[0], kept) if keep),)
+    if names := output.meta.get(_NAMES):
+        output.meta[_NAMES] = [name for name, keep in zip(names, kept) if keep]
     graph_module.recompile()
     left = [spec for spec, keep in zip(exported.graph_signature.output_specs, kept) if keep]
     signature = ExportGraphSignature(exported.graph_signature.input_specs, left)

@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from arclight.deploy import failures
-from arclight.deploy.capture import FreeDimensions, quiet
+from arclight.deploy.capture import FreeDimensions, output_names, quiet
 from arclight.deploy.errors import ExportError
 from arclight.deploy.formats import onnx_graph
 from arclight.deploy.programs.folder import NAME, RUNTIMES, foreign_files
@@ -97,7 +97,7 @@ class Captured:
         By default they are the keys of outputs, or from the graph. An output whose name is taken by an input or another output gets a number.
         Raises ExportError if an output is named like an input.
         """
-        taken, given = self._nodes()
+        taken, _ = self._nodes()
         inputs = list(self.input_names or [node.name for node in taken])
         if self.output_names is not None:
             if taken_twice := [name for name in self.output_names if name in inputs]:
@@ -106,7 +106,7 @@ class Captured:
                 )
             return inputs, list(self.output_names)
         outputs: list[str] = []
-        for wanted in self.output_keys or [node.name for node in given]:
+        for wanted in self.output_keys or output_names(self.exported):
             names = itertools.chain([wanted], (f"{wanted}_{number}" for number in itertools.count(1)))
             outputs.append(next(name for name in names if name not in inputs and name not in outputs))
         return inputs, outputs
