@@ -20,6 +20,7 @@ from arclight.deploy import ExportError, Program, ProgramError, QuantizedModel, 
 from arclight.deploy.capture import capture, without_absent_outputs
 from arclight.deploy.formats import formats, onnx_graph
 from arclight.deploy.formats.formats import destination, write_graph
+from arclight.deploy.programs import processor
 from arclight.deploy.programs.fresh import run_fresh
 from arclight.deploy.programs.torch_runtime import _THREADS, TorchSession
 from arclight.deploy.settings import Target
@@ -387,6 +388,15 @@ def test_numbers_of_threads_are_put_back_by_calls_that_overlap() -> None:
     last.join()
     assert found == [before + 1, before, before]
     assert torch.get_num_threads() == before
+
+
+def test_instruction_sets_that_libraries_need_are_recorded() -> None:
+    """A library of a processor with AMX was refused on it."""
+    from torch._inductor import cpu_vec_isa
+
+    others = {"zvector", "vsx"}  # of processors whose instruction sets Linux does not list
+    names = {name for isa in cpu_vec_isa.supported_vec_isa_list for name in str(isa).split()} - others
+    assert {formats._ISA.get(name, name) for name in names} <= processor._TOLD
 
 
 class InPlace(nn.Module):

@@ -16,8 +16,8 @@ from typing import Any
 from arclight.deploy.errors import ProgramError
 
 _RECORDED = {
-    "avx", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "avx_vnni_int8", "amx_int8", "amx_bf16", "amx_fp16",
-    "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
+    "avx", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "avx_vnni_int8", "amx_tile", "amx_int8", "amx_bf16",
+    "amx_fp16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",
 }  # fmt: skip
 """Instruction sets that are recorded: they decide how fast, and how exactly, a program computes."""
 _VNNI = {"avx512_vnni", "avx_vnni", "amx_int8"}
