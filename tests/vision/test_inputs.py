@@ -253,7 +253,7 @@ def write_video(path: Path, levels: list[int], fourcc: str = "MJPG", size: tuple
 
 @pytest.mark.parametrize(
     ("name", "fourcc"), [("a.mp4", "mp4v"), ("a.avi", "MJPG"), ("a.mkv", "mp4v"), ("a.mov", "mp4v"), ("a.webm", "VP80"),
-                         ("a.mpg", "MPG1"), ("a.wmv", "WMV2"), ("a.ts", "MPG2")],
+                         ("a.mpg", "MPG1"), ("a.wmv", "WMV2"), ("a.ts", "MPG2"), ("a.m4v", "mp4v"), ("a.asf", "WMV2"), ("a.mpeg", "MPG1")],
 )  # fmt: skip
 def test_containers(name: str, fourcc: str, tmp_path: Path) -> None:
     levels = list(range(20, 220, 20))
@@ -263,6 +263,17 @@ def test_containers(name: str, fourcc: str, tmp_path: Path) -> None:
     assert source.skipped == []
     np.testing.assert_allclose([frame.image[..., 0].mean() for frame in frames], levels, atol=8)
     assert frames[0].fps == pytest.approx(25, rel=0.01)
+
+
+def test_stereo_pictures_give_their_first_view(tmp_path: Path) -> None:
+    left, right = (PILImage.new("RGB", (64, 48), colour) for colour in ((200, 0, 0), (0, 200, 0)))
+    left.save(tmp_path / "both.mpo", save_all=True, append_images=[right])
+    (tmp_path / "cut.mpo").write_bytes((tmp_path / "both.mpo").read_bytes()[:300])
+    source = ImageSource(tmp_path)
+    (frame,) = source
+    assert frame.image.shape == (48, 64, 3)
+    np.testing.assert_allclose(frame.image.reshape(-1, 3).mean(0), (200, 0, 0), atol=2)
+    assert [Path(problem.path).name for problem in source.skipped] == ["cut.mpo"]
 
 
 PLAYLISTS = {
