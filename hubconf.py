@@ -54,6 +54,7 @@ class _HubDetector(torch.nn.Module):
 
         from arclight.vision.boxes import TOP_K
 
+        self._check()
         several = list(images) if isinstance(images, list | tuple) else [images]
         processing = dataclasses.replace(
             self.detector.processing,
@@ -67,6 +68,21 @@ class _HubDetector(torch.nn.Module):
         if self.classes is None:
             return found
         return [one[np.isin(one.boxes.cls, self.classes)][: self.max_det] for one in found]
+
+    def _check(self) -> None:
+        """Refuse settings that would silently find nothing. Raises ValueError."""
+        import numpy as np
+
+        for name in ("conf", "iou"):
+            if not isinstance(value := getattr(self, name), int | float) or not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value!r}: give a number in [0, 1]")
+        if not isinstance(self.max_det, int) or self.max_det < 1:
+            raise ValueError(f"max_det is {self.max_det!r}: give 1 or more")
+        known = range(len(self.names))
+        if self.classes is not None and (np.ndim(self.classes) != 1 or any(one not in known for one in self.classes)):
+            raise ValueError(
+                f"classes is {self.classes!r}: give numbers from 0 to {len(self.names) - 1}, or None for all"
+            )
 
 
 def _photo(image: Any) -> Any:

@@ -100,6 +100,19 @@ def test_a_file_of_the_user_s_own_detects_as_the_detector_does(tmp_path: Path) -
     assert len(served(photo)[0].boxes.conf) == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("classes", [2]), ("classes", [-1]), ("classes", ["a"]), ("classes", 0), ("max_det", 0), ("max_det", -1), ("max_det", 1.5),
+     ("conf", float("nan")), ("conf", "0.5"), ("iou", 2.0)],
+)  # fmt: skip
+def test_settings_that_would_find_nothing_are_refused(name: str, value: object) -> None:
+    served = runpy.run_path(str(ROOT / "hubconf.py"))["_HubDetector"]
+    model = served(Detector(DetectionTask(data=Path("none"), model="yolov5n", image_size=64), names=["a", "b"]))
+    setattr(model, name, value)
+    with pytest.raises(ValueError, match=f"^{name} is .*: give "):
+        model(np.zeros((64, 64, 3), np.uint8))
+
+
 def test_a_network_that_names_objects_once_is_served_without_suppression() -> None:
     served = runpy.run_path(str(ROOT / "hubconf.py"))["_HubDetector"]
     detector = Detector(DetectionTask(data=Path("none"), model="arc-n", image_size=64), names=["a"])
