@@ -117,7 +117,10 @@ def _screen(name: str, monitor: int, part: list[int]) -> LiveInput:
 
 
 class _ScreenCapture:
-    """A monitor as a capture, or ``part`` of it: left, top, width, height; 0 is all monitors together."""
+    """A monitor as a capture; 0 is all monitors together.
+
+    ``part``: left, top, width and height of what is read; empty for all of it.
+    """
 
     def __init__(self, grabber: Any, monitor: int, part: list[int]) -> None:
         self.grabber, self.monitor, self.part = grabber, monitor, part
@@ -209,7 +212,8 @@ class _Reader:
                 delay, last_s = _FIRST_DELAY_S, time.monotonic()
             what = "was cut" if self._index else "cannot be opened"
             if not self._index and not self.source.reconnects:
-                self.failure = f"{self.source.name} {what}: is it there, and used by no other program?"
+                state = "an image" if self.source.still else "used by no other program"
+                self.failure = f"{self.source.name} {what}: is it there, and {state}?"
                 return
             if time.monotonic() - last_s + delay > self.reconnect_s:
                 self.failure = f"{self.source.name} {what}, and no frame came for {self.reconnect_s:g} s: is it on, and named rightly?"
