@@ -23,7 +23,7 @@ from arclight._intervals import (
     ProperFraction,
 )
 from arclight.data.sites import IID, Dirichlet
-from arclight.optim.schedule_settings import WSD, Constant, Cosine
+from arclight.optim.schedule_settings import WSD, Constant, Cosine, Linear
 from arclight.optim.settings import SGD, AdamW
 from arclight.vision.anchor_limits import ANCHOR_T
 from arclight.vision.data.augment_settings import AnyAugment, Augment, CropAugment
@@ -68,7 +68,7 @@ class VisionTask(Checked):
     """Weight of the loss by the teacher's outputs, beside that by labels."""
     optimizer: SGD | AdamW = field(default_factory=AdamW)
     """Optimizer."""
-    schedule: Cosine | WSD | Constant = field(default_factory=Cosine)
+    schedule: Cosine | Linear | WSD | Constant = field(default_factory=Cosine)
     """Learning-rate schedule."""
     warmup_bias_lr: NonNegativeFloat | None = None
     """Rate of biases in the first step, from which it goes to their peak in the schedule's warm-up; none for that of the others."""
