@@ -595,11 +595,11 @@ def test_another_run_at_the_same_address_is_joined_by_a_new_node(tmp_path: Path)
 
     node = Node(link, [client_of("a", Begins())], tmp_path / "node", "n")
     run_node(node)
-    assert node.another
+    assert node.moved
     assert "another run now, another, not at run" in node.closed
     assert second.of(Leave), "the new run does not wait for it"
     assert not second.of(Failed)
     again = Node(link, [client_of("a")], tmp_path / "node", "n")
     run_node(again)
-    assert not again.another
+    assert not again.moved
     assert second.round == 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.federated.fakes import TemporaryStore
 
 from arclight.federated.blobs.manifest_io import Encoded, open_manifest, write_blobs
-from arclight.federated.codecs.encoding import decode, encode, encode_all, goes_raw
+from arclight.federated.codecs.encoding import decode, encode, encode_all, is_sent_raw
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK, from_table, to_table
 from arclight.federated.errors import BlobError, FederatedError, ProtocolError
 
@@ -170,13 +170,13 @@ def test_raw_sends_the_residual_of_an_earlier_codec() -> None:
 def test_small_and_whole_numbers_go_as_they_are() -> None:
     for tensor in (torch.randn(1023), torch.randn(2, 511), torch.arange(5000).view(5, -1), torch.tensor(3.0)):
         encoded = say(tensor, Int8())
-        assert goes_raw(tensor, Int8())
+        assert is_sent_raw(tensor, Int8())
         assert encoded.codec == "raw"
         assert torch.equal(read(encoded), tensor)
-    assert goes_raw(torch.randn(1 << 16), Int8())
-    assert not goes_raw(torch.randn((1 << 16) + 1), Int8())
+    assert is_sent_raw(torch.randn(1 << 16), Int8())
+    assert not is_sent_raw(torch.randn((1 << 16) + 1), Int8())
     assert say(torch.randn(64, 64).bfloat16(), Raw()).dtype == "BF16"
-    assert not goes_raw(torch.randn(32, 32), Int8())
+    assert not is_sent_raw(torch.randn(32, 32), Int8())
 
 
 @pytest.mark.parametrize("codec", [Raw(), *LOSSY])

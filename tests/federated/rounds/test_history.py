@@ -180,7 +180,7 @@ def test_late_transfers_do_not_write_a_round_twice(database: RunDatabase, tmp_pa
     history.at(0), history.at(1)
     history.write(1)
     history.sent(0, "a", 10)
-    history.took(0, "evaluate", 1.0)
+    history.record_duration(0, "evaluate", 1.0)
     history.sent(1, "a", 20)
     history.write(2)
     assert [(told["round"], told["bytes_down"]) for told in read_history(tmp_path)] == [(0, {}), (1, {"a": 20})]

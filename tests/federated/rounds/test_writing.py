@@ -171,7 +171,7 @@ def test_memory_is_used_again_only_once_what_lay_in_it_is_written(tmp_path: Path
         for k, (name, (dtype, shape)) in enumerate(layout["model"].items()):
             value = memory.empty(300 * shape[1], dtype)
             lent.add(value.data_ptr())
-            round_.add("model", name, value.fill_(k).view(shape), memory.give_back)
+            round_.add("model", name, value.fill_(k).view(shape), memory.release)
         round_.publish(TREES)
     assert len(lent) < 8, "the memory of tensors that are written is used again"
     for k, tensor in enumerate(load_file(rounds.path(1) / "model.safetensors").values()):
@@ -180,10 +180,10 @@ def test_memory_is_used_again_only_once_what_lay_in_it_is_written(tmp_path: Path
 
 def test_the_buffer_pool_reuses_only_its_own_memory() -> None:
     memory, own = BufferPool(), torch.zeros(4)
-    memory.give_back(own)
+    memory.release(own)
     lent = memory.empty(4, torch.float32)
     assert lent.data_ptr() != own.data_ptr()
-    memory.give_back(lent.view(2, 2))
+    memory.release(lent.view(2, 2))
     assert memory.empty(2, torch.float64).data_ptr() == lent.data_ptr(), "of any type that fits"
     assert memory.empty(2, torch.float64).data_ptr() != lent.data_ptr(), "once"
     assert memory.empty(0, torch.float64).shape == (0,)

@@ -236,7 +236,7 @@ def test_a_work_request_held_during_a_suspension_of_the_server_is_answered(
         orders = [order for order in (script.ask(), script.ask()) if isinstance(order, Fit)]
         held = threading.Thread(target=lambda: answers.append(script.ask(having=orders)))
         held.start()
-        wait_until(lambda: run.coordinator.cluster.asks, "the ask is held")
+        wait_until(lambda: run.coordinator.cluster.held_requests, "the ask is held")
         with run.runtime._lock:
             passed[0] = 55.0  # longer than an ask is held, and answers are waited for
             run.runtime._lock.notify_all()

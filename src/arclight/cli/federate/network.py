@@ -127,7 +127,7 @@ def join(arguments: list[str]) -> None:
 
     with log_to_folder(folder), closing(link):
         try:
-            while (node := work()).another:
+            while (node := work()).moved:
                 print(f"{node.closed}; the updates finished for it are kept", flush=True)
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt(

@@ -81,9 +81,9 @@ class Job:
         self.steps, self.loss = steps, self.loss if loss is None or not math.isfinite(loss) else loss
         if self.until is not None and time.monotonic() > self.until:
             raise CancelledError(f"round {self.round} has run out of time after {steps} steps")
-        self.check_wanted()
+        self.raise_if_cancelled()
 
-    def check_wanted(self) -> None:
+    def raise_if_cancelled(self) -> None:
         """Raise CancelledError if the server has cancelled it."""
         if self.cancelled:
             raise CancelledError(self.cancelled)

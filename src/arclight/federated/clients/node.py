@@ -82,12 +82,12 @@ class Node:
         """Why the server ended the run for this node."""
 
     @property
-    def another(self) -> bool:
+    def moved(self) -> bool:
         """Return True if it ended because the server is at another run now.
 
         A new node may join that with the same folder.
         """
-        return self._session.another
+        return self._session.moved
 
     @property
     def failed(self) -> bool:
@@ -225,7 +225,7 @@ class Node:
             self._bases.tidy(self._jobs.bases())
 
     def _fetch(self, order: Fit | Evaluate, job: Job) -> FolderStore:
-        return self._bases.fetch(order, self._jobs.bases(), job.check_wanted)
+        return self._bases.fetch(order, self._jobs.bases(), job.raise_if_cancelled)
 
     def _folder_of(self, order: Fit | Evaluate) -> ClientStore:
         if order.run != self._session.welcome.run:

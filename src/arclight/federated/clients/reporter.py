@@ -146,10 +146,10 @@ class ResultReporter:
         """Upload an update's blobs, send it until it is acknowledged; return True if accepted."""
         finished, about = job.folder.finished, f"{update.client}, round {update.round}"
 
-        def check_wanted() -> None:
+        def raise_if_cancelled() -> None:
             if self._stopping.is_set():
                 raise ClosedError("the node was told to stop")
-            job.check_wanted()
+            job.raise_if_cancelled()
 
         uploaded = job.order is None and finished.is_accepted(update.round)  # a query: does the server still have it?
         sessions = list[str]()
@@ -161,7 +161,7 @@ class ResultReporter:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 if not uploaded:
-                    self._session.retry(partial(self._put, update, blobs, check_wanted))
+                    self._session.retry(partial(self._put, update, blobs, raise_if_cancelled))
             except CancelledError as error:
                 log.info("node %s does not send the update of %s: %s", self._node, about, error)
                 finished.drop(update.round)
@@ -212,9 +212,9 @@ class ResultReporter:
                 "again once its disk can be written, it goes on from here"
             ) from error
 
-    def _put(self, update: Update, blobs: FolderStore, check_wanted: Callable[[], None]) -> None:
+    def _put(self, update: Update, blobs: FolderStore, raise_if_cancelled: Callable[[], None]) -> None:
         try:
-            transfer(update.manifest.blobs, blobs, self._link.blobs, check_wanted)
+            transfer(update.manifest.blobs, blobs, self._link.blobs, raise_if_cancelled)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

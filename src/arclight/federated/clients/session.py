@@ -73,7 +73,7 @@ class Session:
         self._lock = threading.Lock()
         self._welcome: Welcome | None = None
         self._stopping = stopping
-        self.another = False
+        self.moved = False
         """Whether the server has begun another run meanwhile, which the node can join when it starts again."""
         self.failed = False
         """Whether the server has ended it because the run could not go on, or has no place for the node."""
@@ -99,7 +99,7 @@ class Session:
                     case Welcome():
                         former, self._welcome = self._welcome, answer
                         if former is not None and former.run != answer.run:
-                            self.another = True
+                            self.moved = True
                             raise ClosedError(f"the server is at another run now, {answer.run}, not at {former.run}")
                         log.info(
                             "node %s has joined run %s for %s",

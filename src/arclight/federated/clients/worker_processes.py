@@ -362,7 +362,7 @@ class _Worker:
         self._pipe, self._leads = pipe, leads
         self._runners = ClientRunners(lambda client, folder: client_of(client).learner(folder), resident, leads)
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._cancelled, self._told_at = "", 0.0
+        self._cancelled, self._next_report_at = "", 0.0
 
     def run(self) -> None:
         threading.Thread(target=self._receive_commands, name="arclight-pipe", daemon=True).start()
@@ -371,7 +371,7 @@ class _Worker:
             if order["do"] == "open":
                 self._runners.open(Path(order["folder"]), order["run"])
                 continue
-            self._cancelled, self._told_at = "", 0.0
+            self._cancelled, self._next_report_at = "", 0.0
             try:
                 message = self._do(order)
             except CancelledError as error:
@@ -430,8 +430,8 @@ class _Worker:
         if self._cancelled:
             raise CancelledError(self._cancelled)
         now = time.monotonic()
-        if now >= self._told_at or loss is not None:
-            self._told_at = now + _PROGRESS_INTERVAL_S
+        if now >= self._next_report_at or loss is not None:
+            self._next_report_at = now + _PROGRESS_INTERVAL_S
             self._send_answer(**{"is": "progress", "steps": steps, "loss": _finite(loss)})
 
 

@@ -25,7 +25,7 @@ from arclight.federated.blobs.blob_store import BlobStore
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.manifest_io import Encoded, LocalStore, ManifestReader, open_manifest, write_blobs
 from arclight.federated.blobs.transfer import transfer
-from arclight.federated.codecs.encoding import decode, encode, goes_raw
+from arclight.federated.codecs.encoding import decode, encode, is_sent_raw
 from arclight.federated.codecs.settings import Codec, Lossy, Raw
 from arclight.federated.errors import BlobError, ProtocolError
 from arclight.federated.protocol import Manifest
@@ -90,9 +90,9 @@ def extend_chain(
 def encode_change(key: str, weight: torch.Tensor, seen: torch.Tensor, codec: Codec) -> Encoded:
     """Encode the change from ``seen`` to ``weight``.
 
-    Local moments go raw, whatever the codec, and so do tensors that `goes_raw` leaves unencoded.
+    Local moments go raw, whatever the codec, and so do tensors that `is_sent_raw` leaves unencoded.
     """
-    if not isinstance(codec, Lossy) or goes_raw(weight, codec) or not key.startswith("model/"):
+    if not isinstance(codec, Lossy) or is_sent_raw(weight, codec) or not key.startswith("model/"):
         return encode(key, weight, Raw())[0]
     wide = torch.promote_types(weight.dtype, torch.float32)
     return encode(key, weight.to(wide) - seen.to(wide), replace(codec, feedback=0.0))[0]

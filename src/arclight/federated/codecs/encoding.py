@@ -28,9 +28,9 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _PARTS = {"raw": ("",), "bf16": ("",), "int8": ("", "scale"), "int4": ("", "scale"), "topk": ("index", "value", "level")}  # fmt: skip
 
 
-def goes_raw(tensor: torch.Tensor, codec: Codec) -> bool:
-    """Return True if ``codec`` sends a tensor unencoded: integers, and by `layout.goes_raw`."""
-    return tensor.dtype not in _FLOATS or layout.goes_raw(tuple(tensor.shape), tensor.itemsize, codec)
+def is_sent_raw(tensor: torch.Tensor, codec: Codec) -> bool:
+    """Return True if ``codec`` sends a tensor unencoded: integers, and by `layout.is_sent_raw`."""
+    return tensor.dtype not in _FLOATS or layout.is_sent_raw(tuple(tensor.shape), tensor.itemsize, codec)
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def encode(
         raise ValueError(
             f"{key} has shape {tuple(tensor.shape)}, its residual {tuple(residual.shape)}: they must be equal"
         )
-    if not isinstance(codec, Lossy) or goes_raw(tensor, codec):
+    if not isinstance(codec, Lossy) or is_sent_raw(tensor, codec):
         return Encoded.raw(_raw(key, tensor, residual)), None
     block = _ROW if isinstance(codec, BF16) else codec.block
     feedback = ErrorFeedback(key, tensor, residual, codec.feedback, block)

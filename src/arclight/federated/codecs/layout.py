@@ -1,6 +1,6 @@
 """Define the wire layout of encoded tensors: raw or not, parts, entry settings (no torch).
 
-`encoding` decides by `goes_raw` and writes `entry_settings`; `simulation.sizes` counts bytes by all three. `part_shapes` says what `blockwise`
+`encoding` decides by `is_sent_raw` and writes `entry_settings`; `simulation.sizes` counts bytes by all three. `part_shapes` says what `blockwise`
 and `sparse` write (tests compare them). All is wire format and stays.
 """
 
@@ -17,7 +17,7 @@ VECTOR = 1 << 16
 """So are vectors of at most this many elements: norms and biases have few bytes and are sensitive to rounding."""
 
 
-def goes_raw(shape: Sequence[int], itemsize: int, codec: Codec) -> bool:
+def is_sent_raw(shape: Sequence[int], itemsize: int, codec: Codec) -> bool:
     """Return True if ``codec`` sends floats of ``itemsize`` bytes unencoded.
 
     It does so with small tensors, and under `BF16` with 16 bits.

@@ -48,7 +48,7 @@ def unknown_session(s: Situation, to: str) -> Answer:
 
 def closed(s: Situation, why: str, *, failed: bool) -> tuple[Answer, ...]:
     """Answer all held work requests by the end of the run."""
-    return tuple(Answer(to=to, plan=Close(reason=why, failed=failed)) for to in s.cluster.asks)
+    return tuple(Answer(to=to, plan=Close(reason=why, failed=failed)) for to in s.cluster.held_requests)
 
 
 def end(s: Situation, event: Event, now: float, why: str, *, failed: bool) -> Decision:

@@ -59,7 +59,7 @@ class NodeState:
     """Fits that wait to be given to it."""
     evaluations: dict[Assignment, None] = field(default_factory=dict)
     """Evaluations that wait to be given to it; they come before fits."""
-    asks: dict[str, None] = field(default_factory=dict)
+    held_requests: dict[str, None] = field(default_factory=dict)
     """Its held work requests, by name."""
     cancelling: dict[Assignment, None] = field(default_factory=dict)
     """Work that the node is to stop, until it no longer reports it."""
@@ -107,7 +107,7 @@ class ClusterState:
         """All work that is to be done, and its node; None if no node that could do it is here."""
         self.unassigned: dict[Assignment, float] = {}
         """Work without a node, and until when one is waited for."""
-        self.asks: dict[str, NodeState] = {}
+        self.held_requests: dict[str, NodeState] = {}
         """Held work requests, by the name of the request."""
         self.ready: dict[str, NodeState] = {}
         """Nodes with a held request for which there is work."""
@@ -238,7 +238,7 @@ class ClusterState:
         self._part(node)
         node.lost = now
         waiting = [*node.evaluations, *node.queue]
-        node.evaluations, node.queue, node.asks = {}, {}, {}
+        node.evaluations, node.queue, node.held_requests = {}, {}, {}
         self.arm(now + self._waiting.lease_s, "lease", node.session)
         self.assign(waiting, now)
         self._on_departure(node, now)
@@ -260,7 +260,7 @@ class ClusterState:
                     self.assign([work], now)
         self._on_departure(node, now)
 
-    def turn_away(self, clients: Iterable[str], now: float) -> None:
+    def record_late_node(self, clients: Iterable[str], now: float) -> None:
         """Record that the node of some clients came after the end of the run."""
         for client in clients:
             self.departed.setdefault(client, DepartedClient(now, ""))
@@ -332,9 +332,9 @@ class ClusterState:
     def _part(self, node: NodeState) -> None:
         """End a node's session: its messages are refused and its held requests forgotten."""
         self.sessions.pop(node.session, None)
-        for to in node.asks:
-            self.asks.pop(to, None)
-        node.asks = {}
+        for to in node.held_requests:
+            self.held_requests.pop(to, None)
+        node.held_requests = {}
         self.ready.pop(node.name, None)
 
     # -- work ----------------------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ class ClusterState:
 
     def start(self, to: str, work: Assignment, now: float) -> None:
         """Record that a held or new request was answered with this work."""
-        node = self.asks[to]
+        node = self.held_requests[to]
         self.release_request(to)
         self._take(work)
         self.assignments[work] = node
@@ -487,16 +487,16 @@ class ClusterState:
         """Record a work request, which may be held for ``message.hold_s`` seconds."""
         self.report_progress(node, message.active_work, now)
         self.record_contact(node, now, progress=not node.tasks)
-        node.asks[to] = None
-        self.asks[to] = node
+        node.held_requests[to] = None
+        self.held_requests[to] = node
         self.arm(now + message.hold_s, "ask", to)
         self._touch(node)
 
     def release_request(self, to: str) -> None:
         """Remove a held request that was answered."""
-        node = self.asks.pop(to, None)
+        node = self.held_requests.pop(to, None)
         if node is not None:
-            node.asks.pop(to, None)
+            node.held_requests.pop(to, None)
             self._touch(node)
 
     def _queue_at(self, work: Assignment, node: NodeState) -> None:
@@ -559,7 +559,7 @@ class ClusterState:
         return next((n for n in found if n is not None and n.lost is None and self.nodes.get(n.name) is n), None)
 
     def _touch(self, node: NodeState) -> None:
-        if node.asks and node.lost is None and self.next_assignment(node) is not None:
+        if node.held_requests and node.lost is None and self.next_assignment(node) is not None:
             self.ready[node.name] = node
         else:
             self.ready.pop(node.name, None)

@@ -157,7 +157,7 @@ def _on_message(s: Situation, event: NodeMessage, now: float) -> Decision:
             return Decision(event=event, now=now, before=contact, records=records, changes=changes, commands=(refused,))
     match message:
         case WorkRequest():
-            return _on_ask(s, event, message, node, now)
+            return _on_work_request(s, event, message, node, now)
         case Heartbeat():
             cancel = tuple(one for one in message.active_work if _assignment(one) in node.cancelling)
             alive = Answer(to=event.to, plan=Receipt(accepted=True, committed=s.state.committed, cancel=cancel))
@@ -170,7 +170,7 @@ def _on_message(s: Situation, event: NodeMessage, now: float) -> Decision:
             records, answer = _on_evaluated(s, event.to, message, node)
             return Decision(event=event, now=now, before=contact, records=records, commands=(answer,))
         case Leave():
-            asks = tuple(answers.unknown_session(s, to) for to in node.asks)
+            asks = tuple(answers.unknown_session(s, to) for to in node.held_requests)
             why = f"it has left: {message.reason}"
             lost = (ev.NodeLost(node=node.name, session=node.session, why=why),) if message.reason else ()
             evicted = partial(cluster.evict, node, now, message.reason)
@@ -185,13 +185,13 @@ def _join(s: Situation, event: NodeMessage, message: Join, now: float) -> Decisi
         return Decision(event=event, now=now, commands=(Answer(to=event.to, plan=plan), *others), changes=changes)
 
     if s.state.ended is not None:
-        told = partial(s.cluster.turn_away, message.clients, now)
+        told = partial(s.cluster.record_late_node, message.clients, now)
         return answer(Close(reason=s.state.ended, failed=s.state.failed), changes=(told,))
     if strange := [client for client in message.clients if s.roster.index(client) is None]:
         return answer(Close(reason=f"this run has no client {strange[0]!r}: its clients are {s.roster}", failed=True))
     here = s.cluster.nodes.get(message.node)
     if here is None or here.lost is not None or not message.process or here.process in ("", message.process):
-        former = () if here is None else tuple(answers.unknown_session(s, to) for to in here.asks)
+        former = () if here is None else tuple(answers.unknown_session(s, to) for to in here.held_requests)
         joined = partial(s.cluster.join, message, event.session, now)
         return answer(ev.SessionGranted(session=event.session), *former, changes=(joined,))
     waiting = s.settings.waiting
@@ -208,7 +208,7 @@ def _join(s: Situation, event: NodeMessage, message: Join, now: float) -> Decisi
     )
 
 
-def _on_ask(s: Situation, event: NodeMessage, message: WorkRequest, node: NodeState, now: float) -> Decision:
+def _on_work_request(s: Situation, event: NodeMessage, message: WorkRequest, node: NodeState, now: float) -> Decision:
     held = (partial(s.cluster.hold_request, event.to, node, message, now),)
     if s.state.ended is not None:
         over = Answer(to=event.to, plan=Close(reason=s.state.ended, failed=s.state.failed))

@@ -49,7 +49,7 @@ def is_urgent(s: Situation) -> bool:
     if s.state.committed < 0:
         return False
     if s.state.ended is not None:
-        return bool(s.cluster.asks)
+        return bool(s.cluster.held_requests)
     return bool(_next_transition(s, ev.Tick(), 0.0)) or bool(s.cluster.ready)
 
 
@@ -160,7 +160,7 @@ def _away(s: Situation, open: RoundState) -> tuple[Record, ...]:
     """Exclude clients whose node has left or never came, with the reason."""
     cluster = s.cluster
     gone = [x.client for x in _fits_of(s, open) if cluster.assignments.get(x) is None and cluster.is_away(x)]
-    return tuple(ClientFailed(round=open.round, client=x, message=_why_away(s, x), lost=True) for x in gone)
+    return tuple(ClientFailed(round=open.round, client=x, message=_explain_absence(s, x), lost=True) for x in gone)
 
 
 def _fits_of(s: Situation, open: RoundState) -> Iterator[Assignment]:
@@ -200,7 +200,7 @@ def _retry(s: Situation, event: Event, open: RoundState, now: float, *, late: bo
     why = f"round {open.round} has {len(open.accepted)} of the {need} updates that its quorum needs"
     if late:
         why += f" after {waiting.deadline_s} s"
-    why += _blame(s, open, late=late)
+    why += _describe_failures(s, open, late=late)
     fewer = f", or let rounds close with fewer updates (waiting.quorum, now {waiting.quorum:g})" if need > 1 else ""
     if need > s.records.quorum(open.wanted):
         fewer = f"; {open.least} clients share its noise: fork the run from round {open.round - 1} to have fewer do so"
@@ -254,7 +254,7 @@ def give_up(
     return replace(ended, records=(*records, *ended.records))
 
 
-def _blame(s: Situation, open: RoundState, *, late: bool) -> str:
+def _describe_failures(s: Situation, open: RoundState, *, late: bool) -> str:
     """Describe the clients that have failed, and why.
 
     If none has, or time is up (``late``), those that are still at work are named.
@@ -282,7 +282,7 @@ def _assign_waiting(s: Situation, event: Event, now: float) -> Decision:
     for node in s.cluster.ready.values():
         work = s.cluster.next_assignment(node)
         if work is not None:
-            to = next(iter(node.asks))
+            to = next(iter(node.held_requests))
             commands.append(Answer(to=to, plan=answers.plan(s, work, now)))
             changes.append(partial(s.cluster.start, to, work, now))
     return Decision(event=event, now=now, commands=tuple(commands), changes=tuple(changes))
@@ -299,7 +299,7 @@ def _on_timer(s: Situation, event: Event, timer: Timer, now: float) -> Decision:
             return _watch(s, fired, timer)
         case "lease":
             return _end_lease(s, fired, str(timer.key))
-        case "ask" if timer.key in cluster.asks:
+        case "ask" if timer.key in cluster.held_requests:
             wait = Wait(retry_after_s=0.0, waiting_for=answers.status(s, now))
             return replace(fired, commands=(Answer(to=str(timer.key), plan=wait),))
         case "home":
@@ -336,12 +336,12 @@ def _watch(s: Situation, fired: Decision, timer: Timer) -> Decision:
             f"nothing was heard of it for {now - node.last_contact:.1f} s",
         )
     else:
-        busy = bool(node.tasks) or (s.cluster.next_assignment(node) is not None and not node.asks)
+        busy = bool(node.tasks) or (s.cluster.next_assignment(node) is not None and not node.held_requests)
         until = (node.last_progress if busy else now) + waiting.no_progress_timeout_s
         why = f"it lives, but has done nothing for {now - node.last_progress:.0f} s"
     if until > now:
         return replace(fired, before=(partial(s.cluster.pop_timer, until),))
-    asks = tuple(answers.receipt(s, to, ("session", f"{why}: join again")) for to in node.asks)
+    asks = tuple(answers.receipt(s, to, ("session", f"{why}: join again")) for to in node.held_requests)
     lost = ev.NodeLost(node=node.name, session=node.session, why=why)
     return replace(fired, commands=(*asks, lost), changes=(partial(s.cluster.mark_lost, node, now),))
 
@@ -373,7 +373,7 @@ def _give_up_waiting(s: Situation, fired: Decision, timer: Timer) -> Decision:
     since = cluster.departed.get(work.client)
     if since is not None and since.at + waiting.join_timeout_s > fired.now and _is_irreplaceable(s, work):
         return replace(fired, changes=(partial(cluster.unassign, work, since.at + waiting.join_timeout_s),))
-    failed = ClientFailed(round=work.round, client=work.client, message=_why_away(s, work.client), lost=True)
+    failed = ClientFailed(round=work.round, client=work.client, message=_explain_absence(s, work.client), lost=True)
     return replace(fired, records=(failed,))
 
 
@@ -386,7 +386,7 @@ def _is_irreplaceable(s: Situation, work: Assignment) -> bool:
     return open is not None and len(open.drawn) >= len(s.roster)
 
 
-def _why_away(s: Situation, client: str) -> str:
+def _explain_absence(s: Situation, client: str) -> str:
     message = "no node that could do it is here any more, or came in time"
     since = s.cluster.departed.get(client)
     return f"{message}; its own has left: {since.why}" if since is not None and since.why else message

@@ -156,7 +156,7 @@ class RecordApplier:
             case RunOpened():
                 self._run(record)
             case StateSaved():
-                self._become(record.state)
+                self._copy_from(record.state)
             case RoundOpened():
                 self._opened(record)
             case UpdateAccepted():
@@ -202,7 +202,7 @@ class RecordApplier:
                 return update.digest
         return self.state.recently_aggregated.get(client, {}).get(started)
 
-    def _become(self, state: RunState) -> None:
+    def _copy_from(self, state: RunState) -> None:
         """Copy a saved state into this one, which others hold references to."""
         self._check(state.run, state.settings)
         for item in fields(RunState):

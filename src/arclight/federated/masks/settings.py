@@ -101,7 +101,7 @@ class Masks(Checked):
         if self.personal_from == "client" and not self.personal:
             raise ValueError('personal_from = "client" is of personal tensors: name them in personal')
 
-    def begins_at_client(self, name: str) -> bool:
+    def is_client_initialised(self, name: str) -> bool:
         """Return True for a tensor that each client initialises itself.
 
         The server's value means nothing to it.

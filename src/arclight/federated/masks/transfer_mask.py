@@ -171,7 +171,7 @@ class TransferMask:
         """
         keys = list(keys)
         if since is None:
-            return [key for key in keys if not self.masks.begins_at_client(key.partition("/")[2])]
+            return [key for key in keys if not self.masks.is_client_initialised(key.partition("/")[2])]
         own = (*self.masks.personal, *self.masks.randomised)
         lag = self.streaming.overlap if self.streaming is not None else 0
         folded = range(max(since - lag, 1), round - lag)

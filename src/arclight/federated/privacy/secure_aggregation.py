@@ -213,7 +213,7 @@ class MaskedSum:
             raise FederatedError(f"{strange[0]} sent masked values and had not shared its secrets")
         self._seeds: dict[str, dict[int, int]] = {}
         self._parts: dict[str, dict[int, int]] = {}
-        self._heard: set[str] = set()
+        self._revealed: set[str] = set()
         self._wrong: set[str] = set()
         """Partners that gave wrong parts."""
         for client in sorted(self._concerned()):
@@ -245,12 +245,12 @@ class MaskedSum:
                 if (client in self.survivors) != of_here or revealed.client not in holders:
                     raise FederatedError(f"{revealed.client} gave a part of {client} that it was not asked for")
                 found.setdefault(client, {})[holders.index(revealed.client) + 1] = part
-        self._heard.add(revealed.client)
+        self._revealed.add(revealed.client)
 
     @property
     def silent(self) -> list[str]:
         """List the clients of the sum that have given no shares."""
-        return sorted(self.survivors - self._heard)
+        return sorted(self.survivors - self._revealed)
 
     def missing(self) -> dict[str, int]:
         """Count the shares still missing, by client."""

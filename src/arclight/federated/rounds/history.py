@@ -180,7 +180,7 @@ class History:
         with self._lock:
             return asdict(self.at(number))
 
-    def took(self, number: int, phase: str, seconds: float) -> None:
+    def record_duration(self, number: int, phase: str, seconds: float) -> None:
         with self._lock:
             self.at(number).seconds[phase] = seconds
 
@@ -219,11 +219,11 @@ class History:
                 for name in _OF_UPDATES:  # one that was accepted does not count any more
                     getattr(here, name).pop(record.client, None)
             case r.RoundDiscarded():
-                here = self._rounds[record.round] = self._anew(self.at(record.round))
+                here = self._rounds[record.round] = self._restarted(self.at(record.round))
                 if record.why not in here.discarded:
                     here.discarded.append(record.why)
             case r.RoundSkipped():
-                self._rounds[record.round] = self._anew(self.at(record.round))
+                self._rounds[record.round] = self._restarted(self.at(record.round))
                 self.at(record.round).skipped = record.why
             case r.RoundClosed():
                 self.at(record.round).contributors = list(record.clients)
@@ -243,7 +243,7 @@ class History:
                 pass
 
     @staticmethod
-    def _anew(here: Round) -> Round:
+    def _restarted(here: Round) -> Round:
         """Return the fields of a round that are kept when it is requested again."""
         kept = {
             name: getattr(here, name) for name in ("round", "clock", "bytes_down", "refused", "failed", "discarded")

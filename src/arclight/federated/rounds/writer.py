@@ -248,7 +248,7 @@ class BufferPool:
             self._lent[raw.data_ptr()] = raw
         return raw[:size].view(dtype)
 
-    def give_back(self, tensor: torch.Tensor) -> None:
+    def release(self, tensor: torch.Tensor) -> None:
         """Return a tensor's buffer to the pool; tensors from elsewhere are ignored."""
         with self._lock:
             raw = self._lent.pop(tensor.data_ptr(), None)

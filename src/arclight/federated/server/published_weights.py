@@ -203,7 +203,7 @@ class PublishedWeights:
         )
 
     def _initialised_by_clients(self, own: Manifest) -> set[str]:
-        return {key for key in own.tensors if self._federation.masks.begins_at_client(key.partition("/")[2])}
+        return {key for key in own.tensors if self._federation.masks.is_client_initialised(key.partition("/")[2])}
 
     def _kept_by_clients(self, own: Manifest) -> set[str]:
         """Return the tensors that clients keep after the first round, if worth a separate blob.

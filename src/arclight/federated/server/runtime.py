@@ -129,7 +129,7 @@ class Runtime:
         with self._lock:
             return self.coordinator.accepted(update.client, update.round) == digest
 
-    def speaks_for(self, session: str) -> Collection[str] | None:
+    def clients_of_session(self, session: str) -> Collection[str] | None:
         """Return the clients of a session's node, empty for any; None for an unknown session."""
         with self._lock:
             found = self.coordinator.cluster.sessions.get(session)

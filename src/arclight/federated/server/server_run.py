@@ -416,7 +416,7 @@ class ServerRun:
             here.contributors, here.clock = [one.client for one in given], fold.clock
             if self._budget is not None:
                 here.epsilon = spent.epsilon(self._budget.noise.delta)
-            history.took(fold.round, "fold", time.monotonic() - began)
+            history.record_duration(fold.round, "fold", time.monotonic() - began)
             updates = {update.client: update.digest for update in fold.updates}
             return self._trees(fold.round, fold.clock, updates, counts, progress, spent)
 
@@ -425,7 +425,7 @@ class ServerRun:
             stepped = self._server_step.step(fold.round, before, given, trees)
         else:
             stepped = repeat_round(self.rounds, fold.round, before, trees)
-        history.took(fold.round, "fold", time.monotonic() - began)
+        history.record_duration(fold.round, "fold", time.monotonic() - began)
         base = self.weights.publish(fold.round, all_changed=stepped.all_changed).manifest.digest
         self._progress, self._spent = progress, spent  # last: what fails before is folded again, and counts once
         return events.RoundStored(
@@ -457,7 +457,7 @@ class ServerRun:
             return events.ServerEvaluated(round=work.round)
         began = time.monotonic()
         samples, metrics = self._evaluate(work.round, self.rounds.tensors(work.round, "model"))
-        self.history.took(work.round, "evaluate", time.monotonic() - began)
+        self.history.record_duration(work.round, "evaluate", time.monotonic() - began)
         return events.ServerEvaluated(round=work.round, samples=samples, metrics=metrics)
 
     def _trees(
@@ -515,11 +515,11 @@ class ServerRun:
             case r.RoundOpened():
                 self._since.setdefault(("round", record.round), now)
             case r.RoundClosed():
-                history.took(record.round, "waiting", now - self._since.get(("round", record.round), now))
+                history.record_duration(record.round, "waiting", now - self._since.get(("round", record.round), now))
             case r.RoundCommitted():
                 began = self._since.pop(("round", record.round), None)
                 if began is not None:
-                    history.took(record.round, "round", now - began)
+                    history.record_duration(record.round, "round", now - began)
             case _:
                 pass
         history.note(record)

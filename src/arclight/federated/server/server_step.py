@@ -130,11 +130,11 @@ class ServerStep:
             for key, value, state in stacks.stack(_counted(step, counts)):
                 name = key.removeprefix(MODEL)
                 if key.startswith(MODEL):
-                    writer.add(ENTRY, name, value, memory.give_back)
+                    writer.add(ENTRY, name, value, memory.release)
                     for kind, tensor in state.items():
-                        writer.add("server", f"{kind}/{name}", tensor, memory.give_back)
+                        writer.add("server", f"{kind}/{name}", tensor, memory.release)
                 else:
-                    writer.add("moments", key, value.to(moments[key][0]), memory.give_back)
+                    writer.add("moments", key, value.to(moments[key][0]), memory.release)
             statistics = step.statistics
             written = writer.publish(trees(statistics, counts))
         return WrittenRound(

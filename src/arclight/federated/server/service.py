@@ -139,7 +139,7 @@ class Service:
 
         Raises RefusedError if its clients' updates cannot need as much.
         """
-        clients = self._runtime.speaks_for(session)
+        clients = self._runtime.clients_of_session(session)
         if clients is None:
             raise SessionError("this session is not known here (any more): join again")
         updates = _SPARE * (1 + self.federation.overlap) * (len(clients) or secure_sums.most_clients(self.federation))
@@ -327,7 +327,7 @@ class Service:
     def _secure(self, message: SecureSumRequest) -> Message:
         if self._relay is None:
             raise ProtocolError(f"run {self.run} has no secure sums")
-        clients = self._runtime.speaks_for(message.session)
+        clients = self._runtime.clients_of_session(message.session)
         if clients is None:
             return Receipt(accepted=False, reason="session", message="this session is not known here: join again")
         if clients and message.client not in clients:
@@ -386,7 +386,7 @@ class _Upload:
     """A blob that a node uploads."""
 
     size: int
-    heard: float
+    last_activity: float
     open: int = 0
     """Requests that upload it now."""
 
@@ -420,7 +420,7 @@ class UploadQuota:
             yield
         finally:
             with self._lock:
-                upload.open, upload.heard = upload.open - 1, time.monotonic()
+                upload.open, upload.last_activity = upload.open - 1, time.monotonic()
 
     def _begin(self, node: str, digest: str, size: int, room: int) -> _Upload | None:
         """Register an upload; return None for a blob that is the server's own.
@@ -449,7 +449,7 @@ class UploadQuota:
                 raise LinkError(
                     f"node {node} is sending as much as it may at once ({room:,} bytes): wait for its running uploads, then send again"
                 )
-            upload.open, upload.heard = upload.open + 1, time.monotonic()
+            upload.open, upload.last_activity = upload.open + 1, time.monotonic()
             return upload
 
     @contextmanager
@@ -495,7 +495,7 @@ class UploadQuota:
         with self._lock:
             self._since = set(self._read)
             for node, mine in list(self._of.items()):
-                if any(upload.open or upload.heard > since for upload in mine.values()):
+                if any(upload.open or upload.last_activity > since for upload in mine.values()):
                     found |= mine.keys()
                 else:
                     left |= self._of.pop(node).keys()

@@ -33,7 +33,7 @@ def message_bytes(shapes: Shapes, codec: Codec, *, dtype: str = "F32") -> int:
     size = 0
     for name, shape in shapes.items():
         key = f"model/{name}"
-        raw = layout.goes_raw(shape, _WIDTH[dtype], codec)
+        raw = layout.is_sent_raw(shape, _WIDTH[dtype], codec)
         parts = {"": (dtype, tuple(shape))} if raw else layout.part_shapes(shape, codec)
         bytes = sum(_WIDTH[kind] * math.prod(part) for kind, part in parts.values())
         if not blobs or (blobs[-1] and size + bytes > _LARGEST):
