@@ -220,7 +220,7 @@ def _parser() -> Parser:
         metavar="SOURCE",
         help="an image, a folder, a pattern such as 'a/*.jpg', a video, the number of a camera, an address (rtsp://, http://), "
         "'screen', a file of sources by line (.streams), or - for paths by line of standard input; before them, without --program, "
-        "a run folder or a checkpoint, or several, whose boxes are brought together",
+        "a run folder or a checkpoint, or several, whose boxes are fused",
     )
     parser.add_argument("--program", type=Path, metavar="PATH", help="exported program (a folder or .onnx)")
     parser.add_argument(
@@ -274,7 +274,7 @@ def _add_label_options(parser: Parser) -> None:
     )
     parser.add_argument(
         "--save-labels", type=Path, metavar="DIR",
-        help="write labels in YOLO format to this folder, of what is above the best threshold of its class (as arclight validate found it)",
+        help="write labels in YOLO format to this folder, of objects above the best threshold of its class (as arclight validate found it)",
     )  # fmt: skip
     parser.add_argument(
         "--thresholds", type=Path, metavar="FILE", help="the validate.json of these thresholds (default: that of the run)"
@@ -426,7 +426,7 @@ def finder(options: argparse.Namespace) -> tuple[Detect, list[str], float, list[
         raise UsageError(f"--classes: {unknown[0]!r} is not a class of this detector: it finds {', '.join(names)}")
     if other := next((member.names for member in members if member.names != names), None):
         raise UsageError(
-            f"these detectors find other classes: {', '.join(names)} and {', '.join(other)}; they cannot be brought together"
+            f"these detectors find other classes: {', '.join(names)} and {', '.join(other)}; their boxes cannot be fused"
         )
     detect = _widened(options, [member.detect for member in members])
     if members[0].head == "classify":
@@ -491,9 +491,7 @@ def _check_head(options: argparse.Namespace, members: list[_Member]) -> None:
         raise UsageError(f"{flags[0]}: that is for boxes, and a classifier finds none: leave it out")
     for head, part in (("segment", "masks"), ("pose", "keypoints"), ("corners", "corners"), ("obb", "angles")):
         if head in heads and (flags := [flag for flag, given in again.items() if given]):
-            raise UsageError(
-                f"{flags[0]}: boxes that are brought together lose their {part}: leave it out, or use a detector"
-            )
+            raise UsageError(f"{flags[0]}: fused boxes lose their {part}: leave it out, or use a detector")
 
 
 def _widened(options: argparse.Namespace, detectors: list[Detect]) -> Detect:

@@ -34,7 +34,7 @@ MAX_NAMED = 4
 QUIET_S = 30.0
 """Seconds of silence after which a log names the clients that the round waits for."""
 REDRAW_S = 0.5
-"""Seconds between two updates of what is shown."""
+"""Seconds between two updates of the display."""
 
 
 @dataclass

@@ -194,7 +194,7 @@ def _limits(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpus:
         {"ep", "micro_batches"} if fixed.get("replicas") == "independent" else {"pp", "ep", "micro_batches"}
     )
     alone = fixed | dict.fromkeys(fixed.keys() & open_to_choice, 1)
-    Plan(**alone)  # what contradicts itself is said at once
+    Plan(**alone)  # raise for contradictions at once
     return Limits(gpus, bytes_of(options.memory) if options.memory else 0.95 * device.memory * 2**30, fixed)
 
 

@@ -1,7 +1,7 @@
 """Read, check and cache labels in YOLO format; report and skip faulty lines.
 
 `dataset`, `lint`, ``formats.annotations`` and ``arclight data`` read labels by `check_labels`. The format of rows and the place of label
-files (`label_path`) are YOLO's and must stay; a change of what is cached needs a new `CACHE_FORMAT`.
+files (`label_path`) are YOLO's and must stay; a change of the cache's content needs a new `CACHE_FORMAT`.
 """
 
 from __future__ import annotations

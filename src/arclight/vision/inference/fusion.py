@@ -29,11 +29,9 @@ Detect: TypeAlias = "Callable[[Sequence[Image]], list[Detections]]"
 def refuse_parts(parts: Sequence[Detections]) -> None:
     """Raise ValueError for detections with masks, keypoints or angles, which fusion would lose."""
     if any(part.masks is not None for part in parts):
-        raise ValueError("boxes of several looks are brought together without masks: use a detector, not a segmenter")
+        raise ValueError("boxes of several passes are fused without masks: use a detector, not a segmenter")
     if any(part.keypoints is not None for part in parts):
-        raise ValueError(
-            "boxes of several looks are brought together without keypoints: use a detector, not a pose estimator"
-        )
+        raise ValueError("boxes of several passes are fused without keypoints: use a detector, not a pose estimator")
     if any(part.obb is not None for part in parts):
         raise ValueError("boxes of several passes are fused without angles: use a detector of upright boxes")
 
@@ -48,7 +46,7 @@ def concatenated(parts: Sequence[Detections]) -> Detections:
     first = parts[0]
     if other := next((part.names for part in parts if part.names != first.names), None):
         raise ValueError(
-            f"these find other classes: {', '.join(first.names)} and {', '.join(other)}; they cannot be brought together"
+            f"these find other classes: {', '.join(first.names)} and {', '.join(other)}; their boxes cannot be fused"
         )
     refuse_parts(parts)
     arrays = [np.concatenate([getattr(part.boxes, name) for part in parts]) for name in ("xyxy", "conf", "cls")]

@@ -123,7 +123,7 @@ class DetectionPlots(Callback):
                 captions |= write_predictions(pl_module.predict, dataset, trainer.run_folder.plots)
         with self._spared(lambda: "captions.json"):
             place = trainer.run_folder.plots / "captions.json"
-            before = read_json(place).items()  # of what was trained on: shown behind the results
+            before = read_json(place).items()  # of the training data: shown behind the results
             captions |= {name: caption for name, caption in before if name not in captions}
             replace_text(place, json.dumps(captions, indent=1), durable=False)
 

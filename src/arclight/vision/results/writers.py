@@ -33,7 +33,7 @@ DEFAULT_FPS = 25.0
 
 @dataclass(frozen=True)
 class Prediction:
-    """The objects of one image, and the names that it goes by in files."""
+    """The objects of one image, and its names in files."""
 
     name: str
     """Unique: the path of the image, with the number of the frame in a video."""

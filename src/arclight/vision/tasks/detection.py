@@ -380,7 +380,7 @@ class DetectionData(VisionData):
         s = self.settings
         if s.progressive_resizing is not None and self.train.epochs is None:
             raise ValueError(
-                "progressive_resizing goes by the share of epochs that are over, and nothing says how many there will be: "
+                "progressive_resizing depends on the share of epochs done, and their number is unknown: "
                 "give trainer.max_epochs or max_steps"
             )
         shaped = s.rect_train or s.progressive_resizing is not None

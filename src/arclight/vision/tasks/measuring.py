@@ -117,7 +117,7 @@ def fitting_batch_size(
     """Return the largest power-of-two batch size of which a training step fits into memory.
 
     ``side``: of the images, in pixels.
-    budget_gib: memory for a step; if not given, ``share`` of what is free on the model's device, less what gradients and an
+    budget_gib: memory for a step; if not given, ``share`` of the free memory of the model's device, less what gradients and an
     optimizer's moments will take. images: of the data set, of which a batch has at most all. meter: the device's own if not given.
     A few batches are measured under ``context`` until one takes more or the images end, a straight line that lies on or above all of them says what
     larger ones take, and on a GPU the size found is tried out, and halved while it runs out of memory. Weights, statistics,

@@ -381,7 +381,7 @@ class VisionModule(Module, abc.ABC):
     def _measure_batch_size(self) -> None:
         """Set the batch size of the data if it is "auto"; a resumed run keeps the first one's.
 
-        All ranks take the smallest of what fits on each.
+        All ranks take the smallest batch size that fits on each.
         """
         s, data, strategy = self.settings, self.trainer.datamodule, self.trainer.strategy
         if s.batch_size != "auto" or not isinstance(data, VisionData):

@@ -51,7 +51,7 @@ class VisionTask(Checked):
     batch_size: PositiveInt | Literal["auto"] = 16
     """Images per step on each device; auto measures how many fit into memory when training starts, at most 64 (on a CPU 16)."""
     batch_memory_gib: PositiveFloat | None = None
-    """Memory for a step where batch_size is auto, GiB on each device; none for a share of what is free."""
+    """Memory for a step where batch_size is auto, GiB on each device; none for a share of the free memory."""
     batch_memory_share: Annotated[float, Interval(gt=0, le=1)] | None = None
     """Share of the free memory that a step may take where batch_size is auto; none for 0.7 of a GPU's, 0.25 of a CPU's."""
     workers: NonNegativeInt = 2

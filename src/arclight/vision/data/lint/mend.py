@@ -166,7 +166,7 @@ def _copy_split(split: str, images: Sequence[Path], folder: Path, plan: _Plan) -
         target.parent.mkdir(parents=True, exist_ok=True)
         if image in plan.redrawn:
             _redraw(image, target)
-            plan.changes.append(f"wrote {image} anew as 8-bit RGB: {'; '.join(plan.redrawn[image])}")
+            plan.changes.append(f"wrote {image} again as 8-bit RGB: {'; '.join(plan.redrawn[image])}")
         else:
             shutil.copyfile(image, target)
         _copy_labels(label_path(image), label_path(target), plan)

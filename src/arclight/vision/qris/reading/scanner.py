@@ -75,7 +75,7 @@ StopFn = Callable[[], bool]
 
 
 def never() -> bool:
-    """Return False: no reader is left untried for want of time."""
+    """Return False: no deadline stops the readers."""
     return False
 
 
@@ -94,12 +94,12 @@ class Code:
     payload: Payload | None = None
     problems: tuple[str, ...] = field(default=())
     symbology: str | None = None
-    """Name of the symbology of what is no QR code, such as EAN13: see `other_symbols`."""
+    """Symbology of a code other than QR, such as EAN13: see `other_symbols`."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dictionaries, lists, numbers and text.
 
-        ``symbology`` is there only of what is no QR code.
+        ``symbology`` is set for codes other than QR only.
         """
         named = {} if self.symbology is None else {"symbology": self.symbology}
         return named | {
@@ -239,7 +239,7 @@ def _read_grids(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], 
 def _read_placed(grey: Grey, boxes: list[DetectorBox], found: list[DecodedCode], stop: StopFn) -> list[DecodedCode]:
     """Read unread boxes once more where the code itself is seen; return all codes.
 
-    A detector's box may cut off a code's edge or be too wide for its views. A module grid that fitted well is searched anew from there.
+    A detector's box may cut off a code's edge or be too wide for its views. A module grid that fitted well is searched again from there.
     """
     placed = []
     for box in boxes:

@@ -28,7 +28,7 @@ from arclight.vision.qris.verification.tampering import calibrated, measure, rem
 Verdict = Literal["match", "unknown", "mismatch"]
 
 DECISIVE = 8.0
-"""Log odds of what contradicts the registry: enough for a mismatch whatever else is seen."""
+"""Log odds of evidence that contradicts the registry: enough for a mismatch whatever else is seen."""
 NAMES_ALIKE = 0.85
 """Least similarity of two names, in [0, 1], for one to pass for the other."""
 MOVED = 0.05
