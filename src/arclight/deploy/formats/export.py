@@ -364,7 +364,7 @@ def export_fastest(
         if not drafts:
             raise next(iter(refused.values()))
         for form, reason in refused.items():
-            log.warning("format %s is left out of what is timed: %s", form, reason)
+            log.warning("format %s is not timed: %s", form, reason)
         source = sources[next(iter(drafts))]
         table = benchmark(
             {form: draft.program for form, draft in drafts.items()},

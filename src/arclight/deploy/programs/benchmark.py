@@ -50,7 +50,7 @@ class Row:
     device: str | None
     """Device that it ran on, such as cpu or cuda:0; None for a callable, which does not say."""
     runtime: str | None
-    """Name of what runs a program; None for models and callables."""
+    """Name of the runtime of a program; None for models and callables."""
     wall_ms: float
     """Median wall time (p50), milliseconds."""
     p99_ms: float

@@ -1,4 +1,4 @@
-"""Run ExecuTorch's programs, and count the kernels inside of what they give to XNNPACK.
+"""Run ExecuTorch's programs, and count the kernels in the parts that XNNPACK runs.
 
 `program` opens an `ExecuTorchSession` for runtime ``executorch``; arrays in, arrays out, as `session` documents. ``formats.export`` reads
 `INTEGER_KERNELS`. The runtime is imported as the one library that it is (``_C``), since executorch's own module imports the lowering around it, in

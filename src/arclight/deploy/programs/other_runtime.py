@@ -200,7 +200,7 @@ def fastest(
             program = opened(runtime)
             parity[runtime] = _compared(program, calls, expected, exported_for)
         except (ProgramError, MissingExtraError) as error:
-            log.warning("%s is left out of what is timed: %s", NAMES[runtime], error)
+            log.warning("%s is not timed: %s", NAMES[runtime], error)
             continue
         programs[runtime] = program
     times = _timed(programs, calls[0])

@@ -416,7 +416,7 @@ def _check_types(path: Path, metadata: Mapping[str, Any]) -> None:
 
 
 _QUANTIZATION_NUMBERS = {"metric": ("program", "float"), "speed": ("over_fp32", "low", "high", "size_over_fp32")}
-"""Numbers that a description has of what was measured of a quantized program."""
+"""Measurements of a quantized program that its description holds."""
 
 
 def _check_measured(path: Path, metadata: Mapping[str, Any]) -> None:

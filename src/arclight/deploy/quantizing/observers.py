@@ -78,7 +78,7 @@ class LeastErrorObserver(pt2e.ObserverBase):
 def least_error_range(
     counts: Tensor, low: float, high: float, reader: Reader = "any", steps: int = 255
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the subrange of [low, high] with the least error of what ``reader`` computes.
+    """Return the subrange of [low, high] with the least error of the output of ``reader``.
 
     It includes 0, and has ``steps`` + 1 levels.
     ``counts``: how many values lie in each of as many equal parts of [low, high].

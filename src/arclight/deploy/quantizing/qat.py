@@ -130,7 +130,7 @@ class PreparedModel(NamedGraphs):
     evaluates_int8 = False
     """Whether evaluation mode runs the converted model, made of the weights at its first batch; see `evaluate_int8`."""
     _own: frozenset[str]
-    """Names of what is registered here and not in the model: the ranges, and constants of the graphs."""
+    """Names of tensors that are registered here and not in the model: the ranges, and constants of the graphs."""
     _int8: QuantizedModel | None = None
     _batch_norm_frozen = False
 
@@ -236,7 +236,7 @@ class PreparedModel(NamedGraphs):
     def _bind_own(self) -> None:
         """Bind the registered tensors to model and graphs.
 
-        Torch and FSDP put others in the place of what these read.
+        Torch and FSDP replace the tensors that these read.
         """
         for kind in ("_parameters", "_buffers"):
             registered = getattr(self, kind)
