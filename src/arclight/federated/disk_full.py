@@ -1,6 +1,6 @@
 """Wait for room on a full disk, at the server and at its nodes.
 
-``server`` waits for its journal, its rounds and their beginning, ``clients`` for the record of what the server has; figures may be tuned.
+``server`` waits for its journal, its rounds and their beginning, ``clients`` for the record of updates that the server has; figures may be tuned.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def test_below_the_threshold_nothing_is_opened() -> None:
     full = Round(names)
     full.share(set())
     full.mask(values, set())
-    with pytest.raises(FederatedError, match=r"1 more parts of c0's secret are needed .* not heard of: c1, c4"):
+    with pytest.raises(FederatedError, match=r"1 more parts of c0's secret are needed .* no message from: c1, c4"):
         full.reveal({"c1", "c4"})
     few = Round(names)
     few.share({"c1", "c2"})

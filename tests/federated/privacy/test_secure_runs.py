@@ -200,7 +200,7 @@ def test_a_sum_that_cannot_be_opened_is_asked_for_again(tmp_path: Path, caplog: 
             server, [sites], silent=lambda told: told.round == 2 and told.attempt == 0 and told.client != "0"
         )
     assert "round 2 is discarded and asked for again: " in caplog.text
-    assert "are needed to open round 2's sum; not heard of: 1, 2" in caplog.text
+    assert "are needed to open round 2's sum; no message from: 1, 2" in caplog.text
     assert [one.attempt for one in said if isinstance(one, Update) and one.round == 2] == [0, 0, 0, 1, 1, 1]
     assert [here.base for here in server.history] == [here.base for here in undisturbed.history]
     assert Counted.fits == 9, "nobody trains for nothing"
@@ -367,7 +367,7 @@ def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path, earl
         if name == "c":
             continue  # its values do not come in time
         sums += dict(people[name].mask(received, {"model/x": values[name]}))["model/x"]
-    with pytest.raises(FederatedError, match="not heard of: a, b"):
+    with pytest.raises(FederatedError, match="no message from: a, b"):
         restarted().open(1, ["a", "b"])
     assert hear("c", waits_for="survivors").finished
     for name in ("a", "b"):

@@ -124,7 +124,7 @@ def noise_scale(
 
     arXiv 1812.06162, A.1. Each client's change is one estimate of the gradient G with the variance of its ``samples``;
     with the shares p of the weights, E sum p |g|^2 = |G|^2 + tr(S) sum p/b and E |mean|^2 = |G|^2 + tr(S) sum p^2/b,
-    whence unbiased estimates of both (the paper's, if all weigh the same). None for fewer than two clients, or if
+    which gives unbiased estimates of both (the paper's, if all weigh the same). None for fewer than two clients, or if
     the estimate of |G|^2 is not positive.
     """
     if len(norms) < 2 or min(samples) <= 0 or mean_norm <= 0:

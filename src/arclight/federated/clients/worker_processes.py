@@ -60,7 +60,7 @@ class ProcessExecutor:
     """Implement `Executor` with ``count`` workers, each of ``ranks`` processes (FSDP, DDP, ...).
 
     Clients need a ``build`` function, which is called once in each worker that trains them. In their place: a function that
-    gives the client of a name there, for ``names``, or for any client of the run if none are said. A client stays with its worker while
+    gives the client of a name there, for ``names``, or for any client of the run without ``names``. A client stays with its worker while
     that is free; its state is on the disk, so any other can go on. resident: how many clients' learners a worker keeps in
     memory, by default all. start_timeout_s: seconds that new processes may take to come up.
     """

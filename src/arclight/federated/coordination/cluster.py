@@ -69,7 +69,7 @@ class NodeState:
         return [task for work, task in self.tasks.items() if work.client == client]
 
     def unfinished(self) -> list[Assignment]:
-        """Return the work that it began before it joined anew, and that it is yet to be given again."""
+        """Return the work that it began before it joined again, and must be given again."""
         return [work for work, task in self.tasks.items() if task.seen == -math.inf]
 
 

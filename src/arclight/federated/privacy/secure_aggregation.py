@@ -270,7 +270,7 @@ class MaskedSum:
             client, count = short[0]
             silent = ", ".join(self.silent) or "nobody"
             raise FederatedError(
-                f"{count} more parts of {client}'s secret are needed to open round {self._cohort.number}'s sum; not heard of: {silent}"
+                f"{count} more parts of {client}'s secret are needed to open round {self._cohort.number}'s sum; no message from: {silent}"
             )
         seeds: dict[str, bytes] = {}
         pairs: list[tuple[bytes, int]] = []

@@ -139,7 +139,7 @@ class Device:
     jobs: dict[int, SimulatedJob] = field(default_factory=dict)
 
     def active_work(self) -> tuple[ActiveWork, ...]:
-        """Return the work as nodes report it; that time goes by is progress."""
+        """Return the work as nodes report it; time that passes counts as progress."""
         return tuple(ActiveWork(client=self.name, round=round, steps=self.beats) for round in self.jobs)
 
 
