@@ -370,7 +370,10 @@ def _wait_for_gloo() -> None:
 
 
 def _gloo_states() -> list[str]:
-    """Return the scheduler's states of gloo's threads, as in proc(5): S is asleep, R runs or waits for a core."""
+    """Return the states of gloo's threads as proc(5) has them.
+
+    S is asleep, R runs or waits for a core.
+    """
     if sys.platform != "linux":
         return ["S"]  # not known: `_wait_for_gloo` then gives them its looks' time
     states = []

@@ -38,7 +38,7 @@ def enter_all(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[
 
 
 def materialize_meta(module: nn.Module, device: torch.device) -> None:
-    """Allocate and initialise what of ``module`` is on the meta device."""
+    """Allocate and initialise the tensors of ``module`` that are on the meta device."""
     if any(parameter.is_meta for parameter in module.parameters()):
         from arclight.fabric.distributed.sharding import materialize
 

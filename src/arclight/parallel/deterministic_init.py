@@ -123,7 +123,7 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device, seed: int | None = None, local: bool = False) -> None:
-    """Allocate and initialise what of ``model`` is on the meta device.
+    """Allocate and initialise the tensors of ``model`` that are on the meta device.
 
     They are a function of ``seed`` (by default torch's, which must be the same on all processes) and of names: as declared,
     without communication, and elsewhere by modules' own ``reset_parameters``. If ``device`` is meta too, nothing is done.

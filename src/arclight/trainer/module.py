@@ -100,7 +100,7 @@ class Module(DataHooks, HyperparametersMixin, nn.Module):
     def batch_weight(self, batch: Any) -> float | torch.Tensor:
         """Return what the loss of ``batch`` is a mean over: the number of valid tokens, boxes, ...
 
-        Override it if batches have unequal numbers of what the loss is a mean of. An update then follows the gradient of the
+        Override it if the loss is a mean over items, such as tokens, whose number differs between batches. An update then follows the gradient of the
         mean over all of them, in whatever batches of the window and processes they are; a step that looks at a part of the
         batch only (processes that share its sequences) returns a loss whose mean over those processes is the batch's.
         By default a batch of an accumulation window counts with its samples, and every process counts alike.

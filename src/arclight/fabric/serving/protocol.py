@@ -98,7 +98,7 @@ class OneByOne(_Protocol):
         return length - self._body_bytes
 
     def _parse(self, piece: Any) -> None:
-        """Parse a piece of what has come."""
+        """Parse a piece of the received bytes."""
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(piece)

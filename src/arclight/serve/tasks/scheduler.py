@@ -267,7 +267,7 @@ class Scheduler:
 
 
 class _Prefill:
-    """Prompt that is read in chunks outside of a batch; ``past``: KV caches of what was read."""
+    """Prompt that is read in chunks outside of a batch; ``past``: KV caches of the tokens read."""
 
     def __init__(self, generation: Generation, past: list[Array]) -> None:
         self.generation, self.past = generation, past

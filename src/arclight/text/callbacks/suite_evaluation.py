@@ -1,6 +1,6 @@
 """Evaluate a suite of question files every n steps (``[task.evaluation]`` of a recipe).
 
-`LanguageModel` adds it if the recipe has such a table; `evaluation.suite` asks and scores. Names of what it logs stay: checkpoints may
+`LanguageModel` adds it if the recipe has such a table; `evaluation.suite` asks and scores. Names of logged values stay: checkpoints may
 monitor them.
 """
 

@@ -38,7 +38,7 @@ from arclight.text.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerErro
 from arclight.trainer import DataModule
 
 _LOG = logging.getLogger("arclight")
-_FORMAT = 1  # of what is cached: another number rebuilds everything
+_FORMAT = 1  # of the cache: another number rebuilds everything
 
 
 class TextDataModule(DataModule):

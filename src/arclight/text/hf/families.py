@@ -51,7 +51,7 @@ class Family:
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Pieces of names of tensors that our model has no use for: nothing learned, or parts that it does not have."""
     unread: Callable[[Fields], tuple[str, ...]] = field(default=lambda theirs: ())
-    """Pieces of names of what a folder holds beside the model, as its config.json says."""
+    """Parts of names of tensors that a folder holds beside the model, as its config.json says."""
     read_more: Callable[[Fields], Fields] = field(default=lambda theirs: {})
     """Read fields that a table cannot express (``read_more``), and write them (``write_more``)."""
     write_more: Callable[[Any], Fields] = field(default=lambda config: {})

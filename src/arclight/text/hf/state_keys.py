@@ -127,7 +127,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 
 def plain_name(name: str) -> str:
-    """Strip a name of what compilation and recomputation put into it."""
+    """Strip the prefixes of compilation and recomputation from a name."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

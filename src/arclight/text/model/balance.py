@@ -2,7 +2,7 @@
 
 `LanguageModel` and ``text.heads`` call it around each step: `weigh_balance_loss` before backward, `update_expert_bias` before the optimizer's
 step, on all ranks, as it communicates. The biases (`Router.expert_bias`) are in checkpoints; the counts of choices, which are each
-process's own and begin anew after each step, are in those that are saved within an accumulation window (`ExpertChoices`).
+process's own and start again after each step, are in those that are saved within an accumulation window (`ExpertChoices`).
 """
 
 from __future__ import annotations

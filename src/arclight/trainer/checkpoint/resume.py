@@ -47,7 +47,7 @@ class ResumeSources:
         return self.function == TrainerFn.FITTING and SLURMEnvironment.detect()
 
     def newest_of_callbacks(self) -> Path | None:
-        """Return the newest of what the callbacks keep as their last."""
+        """Return the newest of the callbacks' last checkpoints."""
         paths: set[Path] = set()
         for callback in self.callbacks:
             if isinstance(callback, KeepsLast):

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 LAYOUT = 1
-"""Number of the layout of what lies below ``loops``; a higher one is refused. 0: checkpoints without a number, 1: that of ``_loops``.
+"""Version of the layout below ``loops``; a higher one is refused. 0: checkpoints without a number, 1: that of ``_loops``.
 
 A field that is added needs a default, not another number: readers leave out fields that they do not know.
 """

@@ -1,4 +1,4 @@
-"""Validate the loaders of a stage: raise on mistakes, warn of what costs time or surprises.
+"""Validate the loaders of a stage: raise on mistakes, warn of slow or surprising settings.
 
 `connector` calls `check_stage` whenever it loads a stage, on all ranks, and `check_training` for training. Texts of warnings are
 Lightning's if it has them: users filter by them.

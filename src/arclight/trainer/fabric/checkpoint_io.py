@@ -42,7 +42,7 @@ class CheckpointIO(ABC):
     """
 
     suffix: str = ""
-    """Ending of the names of what :meth:`save_checkpoint` writes."""
+    """Suffix of the checkpoints that :meth:`save_checkpoint` writes."""
 
     @abstractmethod
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:

@@ -1,7 +1,7 @@
 """Define the base of loggers that send to a service: lazy start, upload of checkpoints.
 
 The loggers of Weights & Biases, MLflow, Comet and ClearML build on it. `CheckpointArtifacts` decides which checkpoints are sent and when;
-a subclass says how. Keys of what services record of a checkpoint (`describe`) are Lightning's.
+a subclass says how. Keys of the description of a checkpoint (`describe`) are Lightning's.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def write_report(
     It shows ``metrics.csv`` as curves, the images in ``plots/`` with the captions of ``plots/captions.json`` (file name
     to caption), ``checkpoints/``, ``recipe.toml`` and ``environment.json``; whatever is missing is left out.
     ``headline`` replaces the numbers at the top; ``failure`` says how the run ended if not well. ``kept`` are the curves to
-    show where these are not all of metrics.csv, ``charts`` is HTML in place of their charts, ``about`` is said in the head before all else.
+    show where these are not all of metrics.csv, ``charts`` is HTML in place of their charts, ``about`` comes first in the head.
     The page replaces an older one in a single step.
     """
     folder = Path(folder)

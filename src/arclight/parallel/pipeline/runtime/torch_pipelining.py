@@ -48,7 +48,7 @@ class Progress:
     """Track how far a process is in a step, so that an error can say what failed."""
 
     computing: tuple[int, Kind, int] | None = None
-    """Stage, kind and micro-batch of what runs; None between actions."""
+    """Stage, kind and micro-batch of the running action; None between actions."""
     awaited: tuple[int, Kind, int] | None = None
     """Action for which another process was last waited for."""
     done: int = 0

@@ -280,7 +280,7 @@ def _shown(leaves: list[Any]) -> list[Any]:
 
 
 def signature(tree: Any) -> tuple[Any, ...]:
-    """Return a key of what result shapes depend on: shapes and types of tensors, all else as is."""
+    """Return a key of what result shapes depend on: tensors by shape and type, all else as is."""
     found: list[Any] = []
     _sign(tree, found, 3)
     return tuple(found)

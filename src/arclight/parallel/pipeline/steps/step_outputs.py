@@ -45,7 +45,7 @@ class LoggedName:
 
 
 class LogRecorder:
-    """Recorder of what micro-batches log, in the place of ``module.log``.
+    """Recorder of the values that micro-batches log, in place of ``module.log``.
 
     The calls of each micro-batch are kept apart. Only what the last stage's process records counts: it alone runs each
     step to its end.

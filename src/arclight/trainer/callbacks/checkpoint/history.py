@@ -289,7 +289,7 @@ class CheckpointWriter:
             try:
                 if future is not None:
                     io.wait() if isinstance(io, AsyncCheckpointIO) and io.in_flight is future else future.result()
-            except Exception as problem:  # whatever it is, every rank must hear of it
+            except Exception as problem:  # every rank must raise it
                 error = problem
             if message := strategy.broadcast(None if error is None else str(error) or repr(error)):
                 raise CheckpointError(message) from error

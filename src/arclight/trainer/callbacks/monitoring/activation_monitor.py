@@ -1,6 +1,6 @@
 """Measure norms and kurtosis of modules' outputs during training.
 
-A recipe's ``[[monitors]]`` builds it (`Activations` of ``callbacks.settings``), or users pass it. Keys of what it logs stay; training
+A recipe's ``[[monitors]]`` builds it (`Activations` of ``callbacks.settings``), or users pass it. Keys of logged values stay; training
 must not change: no random numbers are drawn.
 """
 

@@ -1,6 +1,6 @@
 """Estimate the curvature of the loss from two consecutive optimizer steps.
 
-A recipe's ``[[monitors]]`` builds it (`Curvature` of ``callbacks.settings``), or users pass it. Keys of what it logs stay. Between two
+A recipe's ``[[monitors]]`` builds it (`Curvature` of ``callbacks.settings``), or users pass it. Keys of logged values stay. Between two
 steps it keeps weights and gradients in memory; training keeps its bits.
 """
 

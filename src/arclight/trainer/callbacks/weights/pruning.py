@@ -187,7 +187,7 @@ class ModelPruning(Callback):
                 self.apply_lottery_ticket_hypothesis()
 
     def apply_pruning(self, amount: Amount) -> None:
-        """Prune ``amount`` of what is not pruned yet."""
+        """Prune ``amount`` of the entries that are not pruned yet."""
         before = [_zeros(module, name) for module, name in self._parameters_to_prune]
         if self._use_global_unstructured:
             taken = inspect.signature(self.pruning_fn).parameters

@@ -181,7 +181,7 @@ def find_calls(exported: ExportedGraph) -> TracedCalls:
 def _operations(graph: fx.Graph) -> Iterator[Node]:
     """Yield the operations of the graph, in order, with parts of a result directly after it.
 
-    Checks of what is fixed anyway are left out.
+    Checks of fixed values are left out.
     """
     for node in graph.nodes:
         if node.op not in ("call_function", "get_attr") or "_assert_tensor_metadata" in str(node.target):
@@ -328,7 +328,7 @@ def _bytes(node: Node) -> int:
 def _path(node: Node) -> list[str]:
     """Return the modules in whose forward an operation lies, the outermost first.
 
-    Calls of one module are told apart.
+    Calls of one module are numbered.
     """
     stack = node.meta.get("nn_module_stack") or {}
     return list(stack)[1:]
