@@ -153,7 +153,7 @@ def test_torch_loads_a_flipped_bit_and_ours_is_refused(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "b")
 
 
-def test_failures_inside_dcp_are_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_inside_dcp_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     twice = save(tmp_path / "twice", {"model": {"a.b": torch.ones(1)}, "model.a": {"b": torch.zeros(2)}})
     with pytest.raises(CheckpointError, match=r"out\.dcp could not be written: .*model\.a\.b"):
         convert(twice, tmp_path / "out.dcp")

@@ -166,7 +166,7 @@ print("step", load(folder + "/last")["step"])
 
 
 @pytest.mark.parametrize(("numbers", "needed"), [(10, 1), (300_000, 2)])
-def test_a_full_disk_is_said_to_need_no_less_than_the_tensors(
+def test_a_full_disk_reports_at_least_the_size_of_the_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: int, needed: int
 ) -> None:
     def full(path: Path) -> Path:

@@ -487,7 +487,7 @@ def test_an_interrupted_run_prints_how_to_resume(lines: Path, typed: Typed, fold
     assert digest(folder / "runs/lines/1", 3) == digest(folder / "runs/lines/2", 3)
 
 
-def test_the_help_is_short_and_lists_every_field_where_it_is_asked_to(typed: Typed, folder: Path) -> None:
+def test_the_help_is_short_and_lists_every_field_on_request(typed: Typed, folder: Path) -> None:
     status, short, _ = typed("federate --help")
     assert status == 0
     for words in ("[federation]", "local_steps", "[federation.strategy]", "[partition]", "arclight federate serve"):

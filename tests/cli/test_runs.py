@@ -152,7 +152,7 @@ def test_resuming_a_finished_run_reports_nothing_left_to_train(typed: Typed, tin
     assert "max_steps=4; raise them" in err
 
 
-def test_a_damaged_recipe_of_the_run_that_is_resumed_is_written_anew(typed: Typed, tiny: Path) -> None:
+def test_a_damaged_recipe_of_the_resumed_run_is_written_again(typed: Typed, tiny: Path) -> None:
     typed("train tiny.toml --trainer.max_steps 2")
     for damaged in (b"[task", b"\xff\xfe"):
         Path("runs/tiny/1/recipe.toml").write_bytes(damaged)
@@ -254,7 +254,7 @@ def test_a_run_of_another_model_is_refused_in_one_sentence(ranked: Path, typed: 
     ), err
 
 
-def test_weights_that_cannot_be_copied_are_told_in_one_line() -> None:
+def test_weights_that_cannot_be_copied_are_reported_in_one_line() -> None:
     error = (
         "Error(s) in loading state_dict for Line:\n\tWhile copying the parameter named layer, an exception occurred."
     )

@@ -33,7 +33,7 @@ def test_validation_writes_a_page_and_its_numbers(
     assert "last.ckpt" in html
 
 
-def test_the_page_goes_where_it_is_asked_for(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_written_to_the_given_path(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = tmp_path / "alone.ckpt"
     (run / "checkpoints" / "last.ckpt").rename(alone)
     try:

@@ -34,7 +34,7 @@ def test_each_index_goes_to_one_rank(shuffle: bool, count: int) -> None:
     assert parts[0] == padded[: len(parts[0])]
 
 
-def test_any_sampler_is_shared_out_and_drawn_anew_each_time() -> None:
+def test_any_sampler_is_sharded_and_drawn_again_each_epoch() -> None:
     torch.manual_seed(0)
     sampler = RandomSampler(range(8), generator=torch.Generator().manual_seed(3))
     wrapped = DistributedSamplerWrapper(sampler, rank=0, num_replicas=1, shuffle=False)

@@ -214,7 +214,7 @@ class FixedBatch(nn.Module):
         return x.reshape(3, 4) * torch.arange(3.0).view(3, 1)
 
 
-def test_a_model_that_fixes_its_batch_says_so(tmp_path: Path) -> None:
+def test_a_fixed_batch_is_refused_unless_declared(tmp_path: Path) -> None:
     x = torch.randn(3, 4)
     with pytest.raises(ExportError, match="dynamic_batch=False"):
         export(FixedBatch(), tmp_path / "p.onnx", example_inputs=x)

@@ -167,7 +167,7 @@ def test_a_quantized_model_is_not_quantized_again(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("recipe", [Int8(), WeightOnly()])
-def test_models_that_train_with_rounding_are_told_apart_from_float_models(recipe: Any, tmp_path: Path) -> None:
+def test_models_that_train_with_rounding_are_not_quantized_again(recipe: Any, tmp_path: Path) -> None:
     x = torch.rand(4, 32)
     prepared = nn.Sequential(prepare_qat(nn.Sequential(nn.Linear(32, 32)), x, recipe=recipe), nn.Tanh())
     kind = "PreparedModel (0)" if recipe == Int8() else "RoundedLinear (0.0)"

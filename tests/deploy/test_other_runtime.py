@@ -296,7 +296,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("fastest", ["onnxruntime", "openvino"])
-def test_the_fastest_runtime_is_taken_and_the_times_are_said(
+def test_the_fastest_runtime_is_taken_and_the_times_are_reported(
     boxes: Path, fastest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock({"onnxruntime": 0.003, "openvino": 0.003} | {fastest: 0.001}, monkeypatch)

@@ -242,7 +242,7 @@ GLOO = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3
         (RuntimeError, "no luck"),
     ],
 )
-def test_errors_that_another_size_did_not_cause_are_told_as_they_are(
+def test_errors_that_another_size_did_not_cause_are_raised_unchanged(
     once_prepared: qat.PreparedModel, trained: tuple[Normed, Tensor], kind: type[RuntimeError], said: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     prepared = once_prepared.train()
@@ -788,7 +788,7 @@ def test_graphs_move_with_their_tensors() -> None:
     assert prepared.float_model.shift is prepared.shift  # a buffer of the model itself
 
 
-def test_the_callback_says_what_it_needs(tmp_path: Path) -> None:
+def test_the_callback_names_missing_requirements(tmp_path: Path) -> None:
     nameless = Task()
     nameless.example_input_array = None
     with pytest.raises(MisconfigurationError, match="give example_inputs="):

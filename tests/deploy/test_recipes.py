@@ -347,7 +347,7 @@ def test_w4a4_is_simulated_and_trained_but_has_no_program(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_program_that_saves_no_time_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_that_saves_no_time_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A layer this small has more to do in packing than in multiplying."""
     model = nn.Sequential(nn.Linear(16, 1, bias=False))
     x = torch.rand(4, 16)

@@ -237,7 +237,7 @@ def different_batches() -> str:
     return str(caught.value)
 
 
-def test_processes_of_a_pipeline_that_read_different_batches_are_told() -> None:
+def test_processes_of_a_pipeline_that_read_different_batches_are_reported() -> None:
     for message in everywhere(2, different_batches):
         assert "(1, 24)" in message
         assert "(2, 24)" in message

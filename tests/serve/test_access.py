@@ -232,7 +232,7 @@ def test_requests_above_the_rate_of_a_key_are_not_counted_as_a_full_server():
     assert 'arclight_rejected_total{model="none"} 0.0' in metrics
 
 
-def test_a_key_that_waits_as_told_passes(monkeypatch):
+def test_a_key_that_honours_retry_after_passes(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(middleware.time, "monotonic", lambda: now[0])
     rates = middleware.Rates(2, 4.0)

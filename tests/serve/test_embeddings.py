@@ -120,7 +120,7 @@ def test_invalid_embedding_requests_are_refused_in_one_sentence(client, fields, 
     assert error["type"] == "invalid_request_error"
 
 
-def test_models_are_told_apart(client):
+def test_models_of_several_tasks_are_distinguished(client):
     assert "There is no model 'none'" in ask(client, 404, input="a", model="none")["error"]["message"]
     assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["embed", "lm"]
     assert client.get("/v1/models/embed").status_code == 200

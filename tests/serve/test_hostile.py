@@ -141,7 +141,7 @@ def test_a_client_that_sends_200_megabytes_before_it_reads_still_gets_the_answer
     assert server.detect(sample("counter")).status_code == 200
 
 
-def test_a_client_that_announces_too_much_is_told_before_it_sends_anything(server):
+def test_a_client_that_announces_too_much_is_refused_before_it_sends_anything(server):
     with server.connect() as connection:
         connection.sendall(
             b"POST /detect HTTP/1.1\r\nHost: localhost\r\nContent-Length: 30000000\r\nExpect: 100-continue\r\n\r\n"
@@ -208,7 +208,7 @@ def test_a_connection_without_a_request_is_closed(serve_with):
         assert connection.recv(1) == b""
 
 
-def test_a_connection_between_two_requests_is_kept_as_long_as_it_is_told(serve_with):
+def test_an_idle_connection_is_kept_for_keep_alive_s(serve_with):
     server = serve_with(head_s=0.2, keep_alive_s=1.0)
     with server.connect() as connection:
         connection.sendall(HEAD + b"\r\n")

@@ -145,7 +145,7 @@ def test_a_damaged_payment_code_is_warned_about_with_its_problems(page, code_pho
     assert page.run("return document.querySelectorAll('.merchant').length") == 0
 
 
-def test_a_code_that_is_found_but_not_read_says_so(page, code_photo, serve_with):
+def test_a_code_that_is_detected_but_not_read_is_reported(page, code_photo, serve_with):
     server = serve_with("--imagine")
     page.open(server.url)
     page.click("[data-sample='samples/counter.jpg']")
@@ -155,7 +155,7 @@ def test_a_code_that_is_found_but_not_read_says_so(page, code_photo, serve_with)
     assert page.text("[data-number='2'] .verdict") == "Not read"
 
 
-def test_a_photo_without_codes_says_what_to_do(page, tmp_path):
+def test_a_photo_without_codes_gets_advice(page, tmp_path):
     import cv2
     import numpy as np
 
@@ -285,7 +285,7 @@ def test_watching_that_is_stopped_ends_once_also_while_the_browser_asks(page, ru
     assert ends == ([["stopped", "picture"]] if runs else [["stopped", None]] if asks else [])
 
 
-def test_a_camera_that_may_not_be_used_is_said(page):
+def test_a_camera_without_permission_is_reported(page):
     page.run("navigator.mediaDevices.getUserMedia = async () => { throw new DOMException('', 'NotAllowedError'); }")
     page.click("#live")
     page.wait("document.body.dataset.state === 'error'")
@@ -386,7 +386,7 @@ def test_a_photo_can_be_dropped_and_pasted(page):
         assert page.text(".merchant") == "Kopi Lereng Senja"
 
 
-def test_a_server_that_went_away_is_said_and_the_photo_can_be_sent_again(chrome, serve_with):
+def test_a_lost_server_is_reported_and_the_photo_can_be_sent_again(chrome, serve_with):
     server = serve_with()
     chrome.open(server.url)
     chrome.wait("document.getElementById('health').dataset.ready === 'true'")

@@ -62,7 +62,7 @@ def test_the_room_can_be_imported_without_its_extra():
     assert pip_install("serve") in result.stderr
 
 
-def test_a_port_in_use_is_said_before_a_program_is_loaded(monkeypatch):
+def test_a_port_in_use_is_reported_before_a_program_is_loaded(monkeypatch):
     monkeypatch.setattr(deploy.Program, "load", lambda *_: pytest.fail("a program was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -75,7 +75,7 @@ def test_a_port_in_use_is_said_before_a_program_is_loaded(monkeypatch):
         serve("any.onnx", host="no.such.host.invalid", port=0, insecure=True)
 
 
-def test_the_second_server_to_reserve_a_port_is_told_as_well():
+def test_the_second_server_to_reserve_a_port_is_refused_as_well():
     """Linux lets both reserve an address of which neither has begun to listen."""
     first, second = reserve_address("127.0.0.1", 0), None
     app = create_app(lambda _: pytest.fail("nothing is served"))
@@ -90,7 +90,7 @@ def test_the_second_server_to_reserve_a_port_is_told_as_well():
             server.run(app, host="127.0.0.1", port=port, limits=Limits(), listening=second)
 
 
-def test_the_server_says_where_it_can_be_opened(one_box_path):
+def test_the_server_prints_its_address(one_box_path):
     code = f"from arclight.serve import serve; serve({str(one_box_path)!r}, port=0)"
     with warm.Program("-c", code, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
         said = process.until("", 120)

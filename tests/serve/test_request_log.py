@@ -151,7 +151,7 @@ def test_a_reader_that_stalls_holds_up_no_request_and_dropped_lines_are_counted(
     assert [line.get("dropped") for line in found] == [None, None, None, None, 2]
 
 
-def test_a_log_that_cannot_be_written_is_said_once_and_requests_go_on(caplog, monkeypatch):
+def test_a_log_that_cannot_be_written_is_reported_once_and_requests_go_on(caplog, monkeypatch):
     monkeypatch.setattr(RequestLog, "PAUSE_S", 0)
     log = RequestLog("/dev/full")
     about = {"method": "GET", "route": "/", "status": 200, "seconds": 0.0, "received": 0, "sent": 0}
@@ -208,7 +208,7 @@ def test_lines_that_a_full_disk_loses_are_counted_and_no_line_is_empty(tmp_path,
     assert len([one for one in caplog.records if "cannot be written" in one.getMessage()]) == 2
 
 
-def test_a_log_that_cannot_be_opened_is_said_before_the_server_starts(tmp_path, capsys):
+def test_a_log_that_cannot_be_opened_is_reported_before_the_server_starts(tmp_path, capsys):
     from tests.serve.test_reload import bare
 
     bare(tmp_path / "m.onnx")

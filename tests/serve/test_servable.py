@@ -62,7 +62,7 @@ def test_another_answer_than_expected_ends_the_run(tmp_path: Path) -> None:
         fit(model, ServableModuleValidator(), tmp_path)
 
 
-def test_a_module_that_fails_ends_the_run_unless_told_otherwise(tmp_path: Path) -> None:
+def test_a_module_that_fails_ends_the_run_by_default(tmp_path: Path) -> None:
     model = Doubling()
     model.body = {"x": "text", "times": 1}
     with pytest.raises(MisconfigurationError, match="isn't servable: it answered 500"):

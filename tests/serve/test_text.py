@@ -329,7 +329,7 @@ def test_a_closed_scheduler_begins_nothing_beside_what_goes_on(program):
     assert [pieces[-1].finish for pieces in texts.told] == ["length", "length", "error", "error"]
 
 
-def test_a_text_that_ended_is_not_told_of_the_fault_of_another(texts, monkeypatch):
+def test_a_finished_text_is_unaffected_by_the_error_of_another(texts, monkeypatch):
     """The first text ends on the step on which the second fails."""
     texts.told = [[], []]
     settings = GenerationSettings(temperature=0.0)

@@ -76,7 +76,7 @@ def test_layers_on_the_triton_path_are_the_dense_reference(report: dict[str, Any
     assert report["gathered"]
 
 
-def test_triton_is_imported_where_it_is_asked_for_and_refused_where_no_kernel_runs(report: dict[str, Any]) -> None:
+def test_triton_is_imported_on_request_and_refused_if_no_kernel_runs(report: dict[str, Any]) -> None:
     assert report["imported before"] is False
     assert 'path = "triton" needs a GPU, and this is a cpu: set path = "auto" or "grouped"' in report["cpu"]
     assert "not torch.float64" in report["float64"]

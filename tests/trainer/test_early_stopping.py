@@ -107,7 +107,7 @@ def test_a_stopped_run_stays_stopped_when_it_is_resumed_and_a_new_fit_does_not(f
     assert fresh.global_step == 8, "the same object in a new fit does not stop at once"
 
 
-def test_says_why_when_asked(fit: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_verbose_logs_the_reason(fit: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "arclight"):
         fit({"val/score": [2.0, 1.0, 1.0]}, EarlyStopping("val/score", patience=1, verbose=True), batches=1)
     assert "val/score improved from 2 to 1" in caplog.text

@@ -103,7 +103,7 @@ def test_without_any_change_an_image_is_letterboxed_exactly() -> None:
 
 @pytest.mark.parametrize("size", [2 * SIZE, (2 * SIZE, 2 * SIZE)])
 @pytest.mark.parametrize("fit", [False, True])
-def test_an_image_is_enlarged_where_that_is_asked_for(size: int | tuple[int, int], fit: bool) -> None:
+def test_an_image_is_enlarged_on_request(size: int | tuple[int, int], fit: bool) -> None:
     rng = np.random.default_rng(0)
     image, boxes = np.zeros((SIZE // 2, SIZE, 3), np.uint8), np.array([[2, 0, 0, SIZE, SIZE // 2]], np.float32)
     changed, moved = changes.random_affine((image, boxes), rng, STILL, size, fit=fit)

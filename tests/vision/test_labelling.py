@@ -47,7 +47,7 @@ def test_the_most_uncertain_images_first() -> None:
     assert [(name, round(score, 6)) for score, name in most.ranking] == [("torn", 2), ("half", 1)]
 
 
-def test_doubtful_boxes_count_only_where_they_were_asked_for() -> None:
+def test_doubtful_boxes_count_only_on_request() -> None:
     doubtful = prediction("a", found(0.9, 0.1))
     assert len(doubtful.found) == 1
     assert len(doubtful.doubtful) == 2

@@ -105,7 +105,7 @@ def test_buffers_of_8_bit_floats_are_averaged(tmp_path: Path) -> None:
     assert server.weights()["seen"].float().tolist() == [3.0, 5.0]
 
 
-def test_a_learner_that_gives_values_without_changes_is_told_which(tmp_path: Path) -> None:
+def test_values_of_a_learner_without_changes_are_named(tmp_path: Path) -> None:
     start = {"w": torch.zeros(3), "seen": torch.tensor([True, False])}
     server = Server(Federation(clients=1, rounds=1, local_steps=2, evaluate_every=0), start, folder=tmp_path / "run")
     with pytest.raises(
@@ -195,7 +195,7 @@ def test_statistics_of_norms_are_left_to_the_mean(tmp_path: Path) -> None:
     assert not [name for name in stepped if "running" in name]
 
 
-def test_a_new_run_of_a_used_name_trains_anew(tmp_path: Path) -> None:
+def test_a_new_run_of_a_used_name_trains_from_scratch(tmp_path: Path) -> None:
     """Files of a former run are not used in a new one of the same name and initial weights."""
     federation = Federation(clients=1, rounds=1, local_steps=3, evaluate_every=0)
     client = Client("a", Net(), Rows(seed=1), trainer=CPU, seed=5)

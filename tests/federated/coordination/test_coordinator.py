@@ -662,7 +662,7 @@ def test_other_settings_do_not_go_on_with_a_journal() -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 8])
-def test_a_node_that_was_away_for_rounds_hears_that_its_update_counted(rounds: int) -> None:
+def test_a_node_that_was_away_for_rounds_learns_that_its_update_counted(rounds: int) -> None:
     """Its receipt was lost. Told that it came too late, its client would keep residuals that the update has said already."""
     waiting = Waiting(quorum=0.5, lease_s=1.0, join_timeout_s=2.0)
     run = world(clients=["a", "b"], rounds=30, evaluate_every=0, waiting=waiting)
@@ -702,7 +702,7 @@ def failed_fold(run: World, *clients: str, why: str = "it cannot be") -> None:
     run.tell(ev.AggregationFailed(round=run.folds[-1].round, why=why, clients=clients))
 
 
-def test_a_round_that_cannot_be_folded_is_asked_for_again_without_who_is_to_blame() -> None:
+def test_a_round_that_cannot_be_folded_is_repeated_without_the_client_at_fault() -> None:
     run = world(rounds=1)
     run.eager = False
     node = run.node("n", "abcd")
@@ -722,7 +722,7 @@ def test_a_round_that_cannot_be_folded_is_asked_for_again_without_who_is_to_blam
     assert run.ended == ev.RunOver(why="all 1 rounds are done", failed=False)
 
 
-def test_another_client_is_asked_in_the_place_of_who_is_to_blame() -> None:
+def test_another_client_replaces_the_client_at_fault() -> None:
     run = world(rounds=1, sampling=Sampling(per_round=2), waiting=Waiting(quorum=1.0))
     run.eager = False
     node = run.node("n", "abcd")

@@ -218,7 +218,7 @@ def test_a_server_that_is_not_there_is_named_with_how_long_it_was_tried(tmp_path
     assert random.getstate() == drawn, "pauses are drawn from the generator that training draws data from"
 
 
-def test_a_node_that_is_told_to_stop_does_not_wait_for_a_server_that_is_away(tmp_path: Path) -> None:
+def test_a_stopping_node_does_not_wait_for_a_server_that_is_away(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     link = HttpLink(f"http://127.0.0.1:{port}", tmp_path / "cache", retry_timeout_s=300.0)

@@ -288,7 +288,7 @@ def test_a_server_of_its_own_process_says_what_is_wrong(tmp_path: Path, importab
     assert result(tmp_path / "other")[0] == 0
 
 
-def test_an_app_of_a_former_version_that_wants_compat_mode_is_told_where_it_went() -> None:
+def test_an_app_of_a_former_version_in_compat_mode_gets_an_explanation() -> None:
     app = SimpleNamespace(main=lambda: lambda function: setattr(app, "serve", function))
     flower_app = SimpleNamespace(ServerApp=lambda: app)
     with pytest.MonkeyPatch.context() as patched:

@@ -340,7 +340,7 @@ def test_the_rest_of_an_upload_that_is_refused_is_passed_over(
         assert answer_on(back)[0] == 200
 
 
-def test_a_client_that_waits_to_be_told_to_go_on(running: Running) -> None:
+def test_a_client_that_expects_100_continue(running: Running) -> None:
     head = running.head("PUT", f"/v1/blobs/{DIGEST}", len(BYTES), "expect: 100-continue")
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as line, line.makefile("rb") as back:
         line.sendall(head)

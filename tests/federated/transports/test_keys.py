@@ -72,7 +72,7 @@ def test_keys_are_for_their_owner_and_are_never_overwritten(made: Certificate, t
     assert NodeKey.read(tmp_path / "node.key").public == NodeKey.read(tmp_path / "node.key").public
 
 
-def test_a_file_that_is_no_key_is_told(made: Certificate, tmp_path: Path) -> None:
+def test_a_file_that_is_no_key_is_refused(made: Certificate, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
     with pytest.raises(FederatedError, match="no node key"):
         NodeKey.read(tmp_path / "empty")
@@ -209,7 +209,7 @@ def test_tls_mismatches_of_node_and_server_are_explained(tls: bool, made: Certif
     assert explain_link_error(raised.value, wrong) is raised.value, "nobody is there any more"
 
 
-def test_a_program_that_is_no_server_of_ours_is_told(tmp_path: Path) -> None:
+def test_a_server_of_another_program_is_reported(tmp_path: Path) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         link = HttpLink(f"http://127.0.0.1:{other.server_port}", tmp_path, retry_timeout_s=5)
@@ -219,7 +219,7 @@ def test_a_program_that_is_no_server_of_ours_is_told(tmp_path: Path) -> None:
         other.shutdown()
 
 
-def test_a_certificate_that_cannot_be_read_is_told_when_the_server_starts(made: Certificate, tmp_path: Path) -> None:
+def test_an_unreadable_certificate_is_reported_when_the_server_starts(made: Certificate, tmp_path: Path) -> None:
     (tmp_path / "junk").write_text("junk")
     for certificate, words in (
         (tmp_path / "junk", "no PEM certificate"),

@@ -194,7 +194,7 @@ def test_bytes_of_another_name_are_refused(pair: Pair) -> None:
     assert pair.server.blobs.size(DIGEST) == len(BYTES)
 
 
-def test_a_missing_blob_is_said_to_be(pair: Pair) -> None:
+def test_a_missing_blob_is_reported(pair: Pair) -> None:
     join(pair.link)
     with pytest.raises(BlobError, match=DIGEST[:12]):
         pair.link.blobs.file(DIGEST)

@@ -66,7 +66,7 @@ class Sleeping(nn.Module):
         return out
 
 
-def test_forward_and_both_halves_of_backward_are_told_apart() -> None:
+def test_forward_and_both_halves_of_backward_are_timed_separately() -> None:
     asleep = [(20, 60, 40), (40, 80, 20), (60, 20, 100)]
     wanted = [(20, 0, 40), *asleep[1:]]  # before the first one there is nothing to go back to
 

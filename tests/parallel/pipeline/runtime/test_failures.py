@@ -247,7 +247,7 @@ def different(rank: int) -> None:
     assert len(messages) == 7
 
 
-def test_disagreements_are_told_on_every_process_alike(tmp_path: Path) -> None:
+def test_disagreements_are_reported_alike_on_every_process(tmp_path: Path) -> None:
     said = everyone(tmp_path, different)
     assert {rank: text.split(maxsplit=1)[1] for rank, text in said.items()} == dict.fromkeys(range(4), "finished")
 

@@ -259,7 +259,7 @@ def test_a_mean_of_what_is_not_known_is_refused_and_so_are_options_that_do_not_f
         pipe.on(micro_batches=0)
 
 
-def test_fewer_samples_than_micro_batches_are_said_once() -> None:
+def test_fewer_samples_than_micro_batches_warn_once() -> None:
     _, pipe, x = small()
     runner = pipe.on(micro_batches=9, loss=lambda out, _: (out.sum(), len(out)))
     with warnings.catch_warnings(record=True) as said:

@@ -249,7 +249,7 @@ def test_invalid_orders_are_refused_at_their_first_wrong_action(text: str, error
         schedule_kind(str(path))
 
 
-def test_an_order_is_what_it_is_said_to_be() -> None:
+def test_orders_of_another_shape_are_refused() -> None:
     order = order_of("V-Half", 2, 4)
     for wrong in ({"stages": 2}, {"v_shaped": False}, {"micro_batches": 5}):
         with pytest.raises(PlanError, match=f"the schedule has .*, not {next(iter(wrong.values()))}"):

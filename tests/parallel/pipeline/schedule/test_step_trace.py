@@ -25,7 +25,7 @@ def test_equal_stages_idle_for_no_other_reason_than_the_schedule(make, ranks: in
         assert (cause.imbalance, cause.communication, cause.overhead) == (0, 0, 0)
 
 
-def test_a_slow_stage_and_a_slow_link_are_told_apart() -> None:
+def test_a_slow_stage_and_a_slow_link_are_distinguished() -> None:
     order, took = one_forward_one_backward(4, 8), {"F": 1.0, "B": 2.0}
     slow = run(order, took, slow={2: 1.5})
     assert [cause.communication for cause in idle(slow)] == [0, 0, 0, 0]

@@ -77,7 +77,7 @@ class Page(HTMLParser):
 # -- the page ------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_holds_every_action_and_says_what_the_numbers_say(tmp_path: Path) -> None:
+def test_the_page_holds_every_action_and_the_measured_numbers(tmp_path: Path) -> None:
     path = timeline(MEASURED, PREDICTED, tmp_path / "plots" / "timeline.html")
     page = Page(path)
     assert [name for name in page.links if name != "data:,"] == []  # nothing is fetched

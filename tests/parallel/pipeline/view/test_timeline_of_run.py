@@ -133,7 +133,7 @@ def test_a_run_that_is_too_short_has_no_timeline(tmp_path: Path) -> None:
         callback.on_train_end(trainer, Ordinary())
 
 
-def test_without_a_pipeline_it_says_so(tmp_path: Path) -> None:
+def test_a_run_without_a_pipeline_is_reported(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationError, match='this run has none: use strategy = "pipeline"'):
         fit(tmp_path, PipelineTimeline(), None)
     with pytest.raises(MisconfigurationError, match="not after = -1 and steps = 5"):
