@@ -1,4 +1,4 @@
-"""``python -m arclight.cli`` is ``arclight``.
+"""Run ``arclight`` as ``python -m arclight.cli``.
 
 Calls `main` of ``cli.command`` and nothing else.
 """

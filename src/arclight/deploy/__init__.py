@@ -1,4 +1,4 @@
-"""Deployment: quantize, export, run, compare and benchmark any trained ``nn.Module``.
+"""Quantize, export, run, compare and benchmark any trained ``nn.Module``.
 
 A module and example inputs come in; `quantizing` rounds it to few bits, `formats` writes it as a program that is compared with it, and `programs`
 runs and times what was written; `verifying` checks any quantizer, `comparison` compares any two networks or programs. `capture`, its `failures` and

@@ -1,4 +1,4 @@
-"""Settings of the recipe's language task (no torch here: a recipe is read without it).
+"""Define the settings of the recipe's language task, without importing torch.
 
 A recipe of kind ``language`` becomes a `LanguageTask`: `LanguageSettings`, whose fields are its keys, and what makes module and data of
 them (``build``), for one machine or for the sites of a federation. The planner reads the same settings (`workload`).

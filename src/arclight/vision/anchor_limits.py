@@ -1,4 +1,4 @@
-"""Say when an anchor fits a box, alike for training, lint and settings; without torch.
+"""Decide if an anchor fits a box, alike for training, lint and settings; without torch.
 
 ``models.anchors`` and ``models.loss`` match by these, ``data.lint.checks`` warns by them, ``tasks.settings`` has the first as a default.
 """

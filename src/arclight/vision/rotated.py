@@ -1,4 +1,4 @@
-"""Geometry of rotated boxes in float64: corners, hulls, smallest rectangles, exact IoU.
+"""Compute corners, hulls, smallest rectangles and exact IoU of rotated boxes in float64.
 
 A rotated box is xywhr: centre x, centre y, width, height in any one unit of length, and the angle r in radians from the x axis to
 its width; as y points down, a positive angle turns clockwise as it is seen. (w, h, r), (w, h, r + pi) and (h, w, r + pi / 2) are

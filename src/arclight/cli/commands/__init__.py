@@ -1,4 +1,4 @@
-"""The verbs of ``arclight``: one module for each, called with the arguments after its name.
+"""Implement the verbs of ``arclight``: a module each, called with the arguments after it.
 
 `language` is what `predict` and `evaluate` do with a language model's run or program, `corpora` the text half of ``arclight data``; `export`
 also has ``quantize``, `evaluate` both ``validate`` and ``test``; `comparing`, `tune`, `federate` and `plan` are folders beside this one. What

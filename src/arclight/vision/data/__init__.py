@@ -1,4 +1,4 @@
-"""Bring images with boxes or classes on their way to a model, from files to batches.
+"""Load images with boxes or classes, from files to batches for a model.
 
 Files of a YOLO-format data set come in: `data_yaml` says where they are, `labels` checks them, `site_split` picks those of one federated
 site, `splitting` divides images into splits, `formats` reads and writes other formats, `lint` finds their faults, and `public_sets`
