@@ -188,7 +188,7 @@ class EchoServer:
 
     def __init__(self, blobs: BlobStore) -> None:
         self.blobs = blobs
-        self.said: list[Message] = []
+        self.received: list[Message] = []
         self.sessions: dict[str, str] = {}
         self.held = 0
         self._work = threading.Condition()
@@ -206,9 +206,9 @@ class EchoServer:
         return nullcontext()
 
     def answer(self, message: Message) -> Message:
-        self.said.append(message)
+        self.received.append(message)
         if isinstance(message, Join):
-            session = f"session-of-{message.node}-{len(self.said)}"
+            session = f"session-of-{message.node}-{len(self.received)}"
             self.sessions[session] = message.node
             return Welcome(session=session, run="run", heartbeat_interval_s=0.5, recipe={"steps": 3})
         if getattr(message, "session", None) not in self.sessions:
@@ -257,7 +257,7 @@ class AveragingServer:
         self.updates: dict[str, Update] = {}
         self.given: dict[str, float] = {}
         self.measured: dict[int, dict[str, Evaluated]] = {}
-        self.said: list[Message] = []
+        self.received: list[Message] = []
         self.manifests: list[Manifest] = []
         self.on_update: Callable[[Update], Receipt | None] = lambda update: None
         self.cancel: tuple[str, ...] = ()
@@ -268,7 +268,7 @@ class AveragingServer:
         self.updates, self.given = {}, {}
 
     def of(self, kind: type[Message]) -> list[Any]:
-        return [message for message in self.said if isinstance(message, kind)]
+        return [message for message in self.received if isinstance(message, kind)]
 
     def reserve_upload(self, *_: object) -> AbstractContextManager[None]:
         return nullcontext()
@@ -276,7 +276,7 @@ class AveragingServer:
     def answer(self, message: Message) -> Message:
         with self.lock:
             if not isinstance(message, WorkRequest | Heartbeat):
-                self.said.append(message)
+                self.received.append(message)
             session = getattr(message, "session", None)
             if session is not None and session not in self.sessions:
                 return Receipt(accepted=False, reason="session", message="who are you?")

@@ -98,7 +98,7 @@ class Site:
         session = next(self.world._sessions)
         process = f"{self.name} {self.lives}"
         join = Join(node=self.name, process=process, clients=self.clients, held=tuple(held))
-        plan = self.world.said(join, session)
+        plan = self.world.deliver(join, session)
         self.session = session if isinstance(plan, ev.SessionGranted) else ""
 
     def next_request(self) -> None:
@@ -142,7 +142,7 @@ class Site:
 
     def beat(self) -> None:
         beat = Heartbeat(node=self.name, session=self.session, active_work=self.jobs.active_work())
-        receipt = self.say(lambda: self.world.said(beat, self.session))
+        receipt = self.say(lambda: self.world.deliver(beat, self.session))
         if receipt is not None:
             self.jobs.cancel(receipt.cancel)
 
@@ -187,7 +187,7 @@ class Site:
         """Maybe once more, where the receipt has not come yet."""
         if isinstance(job.outcome, Failed):
             failed = replace(job.outcome, node=self.name, session=self.session)
-            receipt = self.say(lambda: self.world.said(failed, self.session))
+            receipt = self.say(lambda: self.world.deliver(failed, self.session))
         else:
             sent = replace(update(job.client, job.round), session=self.session)
             receipt = self.say(lambda: self.world.validated(sent, f"{job.client} {job.round}"))

@@ -58,8 +58,8 @@ def test_one_client_over_the_whole_way_is_centralised_training(tmp_path: Path) -
     whole = Net()
     centralised(tmp_path, whole, Rows(seed=1), 28, seed=5)
     assert_equal(server.weights, weights_of(whole))
-    assert isinstance(server.said[0], Join)
-    assert isinstance(server.said[-1], Leave)
+    assert isinstance(server.received[0], Join)
+    assert isinstance(server.received[-1], Leave)
     assert not list((tmp_path / "node" / "run" / "clients" / "a" / "finished").glob("00000[123]")), (
         "committed updates go"
     )

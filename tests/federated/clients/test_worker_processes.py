@@ -108,7 +108,7 @@ def test_workers_train_alike_and_a_killed_one_goes_on(tmp_path: Path, executors:
 class Interrupted(ProcessExecutor):
     """Whoever is at the terminal has had enough at the third step."""
 
-    said: list[Any]
+    received: list[Any]
 
     def fit(self, order: Fit, weights: FolderStore, progress: Callable[[int, float | None], None]) -> Update:
         def until_then(steps: int, loss: float | None) -> None:
@@ -119,7 +119,9 @@ class Interrupted(ProcessExecutor):
         return super().fit(order, weights, until_then)
 
     def close(self) -> None:
-        assert not self.said or isinstance(self.said[-1], Leave), "the server hears of it before workers have ended"
+        assert not self.received or isinstance(self.received[-1], Leave), (
+            "the server hears of it before workers have ended"
+        )
         super().close()
 
 
@@ -128,7 +130,7 @@ def test_an_interrupted_node_leaves_and_breaks_off_what_is_trained(
 ) -> None:
     server = AveragingServer(tmp_path / "server", beginning(), ("a",), rounds=1, steps=200)
     executor = Interrupted([client_of("a", tmp_path, pause=0.3)])
-    executor.said = server.said
+    executor.received = server.received
     executors.append(executor)
     with pytest.raises(KeyboardInterrupt):
         Node(InProcessLink(server), executor, tmp_path / "node", "n").run()

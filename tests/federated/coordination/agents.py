@@ -68,7 +68,9 @@ class Agent:
             held.append(HeldRound(client=self.work.client, round=self.work.round, finished=False))
         session = next(self.world._sessions)
         process = f"{self.name} {self.joined}"
-        plan = self.world.said(Join(node=self.name, process=process, clients=self.clients, held=tuple(held)), session)
+        plan = self.world.deliver(
+            Join(node=self.name, process=process, clients=self.clients, held=tuple(held)), session
+        )
         self.closed = isinstance(plan, Close)
         if isinstance(plan, ev.SessionGranted):
             self.session = session
@@ -76,7 +78,7 @@ class Agent:
         return bool(self.session)
 
     def _say(self, make: type[NodeSends], **fields: Any) -> Plan:
-        return self._heard(self.world.said(make(node=self.name, session=self.session, **fields), self.session))
+        return self._heard(self.world.deliver(make(node=self.name, session=self.session, **fields), self.session))
 
     def _heard(self, plan: Plan) -> Plan:
         if isinstance(plan, Receipt):

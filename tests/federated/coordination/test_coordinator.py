@@ -372,7 +372,7 @@ def test_thirty_two_clients_on_two_nodes_are_balanced_and_stay() -> None:
 def test_speeds_share_the_clients() -> None:
     run = world(clients=30, rounds=1)
     for name, speed in (("slow", 1.0), ("quick", 2.0)):
-        run.said(Join(node=name, process=name, clients=(), steps_per_second=speed), name)
+        run.deliver(Join(node=name, process=name, clients=(), steps_per_second=speed), name)
     loads = {name: len(node.queue) for name, node in run.coordinator.cluster.nodes.items()}
     assert loads == {"slow": 10, "quick": 20}
 
@@ -381,7 +381,7 @@ def test_a_node_that_leaves_gives_its_clients_to_the_others() -> None:
     run = world(clients=32, rounds=1)
     first, second = run.node("first"), run.node("second")
     first.take(), first.take()
-    assert isinstance(run.said(Leave(node="first", session=first.session), first.session), Receipt)
+    assert isinstance(run.deliver(Leave(node="first", session=first.session), first.session), Receipt)
     assert second.run() == 32
     assert len(run.closed()[1]) == 32
 
@@ -395,7 +395,7 @@ def test_a_node_that_leaves_after_it_was_silent_is_heard() -> None:
     run.pass_(1.0)
     b.beat()
     assert run.coordinator.cluster.nodes["a"].lost is not None
-    told = run.said(Leave(node="a", session=a.session, reason="the data cannot be divided"), a.session)
+    told = run.deliver(Leave(node="a", session=a.session, reason="the data cannot be divided"), a.session)
     assert told.accepted  # type: ignore[union-attr]
     assert [one.why for one in run.commands if isinstance(one, ev.NodeLost)][1:] == [
         "it has left: the data cannot be divided"
@@ -403,7 +403,7 @@ def test_a_node_that_leaves_after_it_was_silent_is_heard() -> None:
     assert "a" not in run.coordinator.cluster.nodes
     assert b.run() == 8
     assert kept in run.closed()[1], "its lease is not waited for"
-    again = run.said(Leave(node="a", session=a.session, reason="once more"), a.session)
+    again = run.deliver(Leave(node="a", session=a.session, reason="once more"), a.session)
     assert (again.accepted, again.reason) == (False, "session")  # type: ignore[union-attr]
 
 
@@ -438,7 +438,7 @@ def test_messages_of_unknown_sessions_are_answered_with_a_request_to_join() -> N
     for plan in (node.take(), node.beat(), node.deliver("a", 1)):
         assert isinstance(plan, Receipt)
         assert (plan.accepted, plan.reason) == (False, "session")
-    assert isinstance(run.said(Join(node="m", clients=("zz",)), "s"), Close)
+    assert isinstance(run.deliver(Join(node="m", clients=("zz",)), "s"), Close)
 
 
 def test_a_restarted_server_lets_nodes_go_on_and_gives_begun_work_to_nobody_else() -> None:
@@ -528,7 +528,7 @@ def test_clients_measure_the_weights_and_the_mean_goes_by_samples() -> None:
     assert isinstance(plan, EvaluatePlan)
     assert (plan.round, plan.base) == (0, "weights 0")
     who = {"node": "n", "session": node.session, "client": plan.client}
-    run.said(Evaluated(**who, round=0, samples=12, metrics={"loss": 2.0}), node.session)  # type: ignore[arg-type]
+    run.deliver(Evaluated(**who, round=0, samples=12, metrics={"loss": 2.0}), node.session)  # type: ignore[arg-type]
     node.work.clear()
     node.run()
     assert run.ended is not None
@@ -547,7 +547,7 @@ def test_the_mean_of_a_metric_is_over_the_clients_that_reported_it() -> None:
         ("c", 0, {"top": 1.0}),
     ):
         message = Evaluated(node="n", session=node.session, client=client, round=0, samples=samples, metrics=metrics)
-        run.said(message, node.session)
+        run.deliver(message, node.session)
     (mean,) = [r for r in run.journal if isinstance(r, RoundEvaluated) and r.client is None]
     assert (mean.samples, mean.metrics) == (16, {"loss": 2.0, "f1": pytest.approx(0.2)})
 
@@ -561,7 +561,7 @@ def test_an_evaluation_saved_without_samples_by_metric_is_continued() -> None:
     node = run.node("n", "bc")
     for client, samples, metrics in (("b", 4, {"loss": 1.0}), ("c", 8, {})):
         message = Evaluated(node="n", session=node.session, client=client, round=0, samples=samples, metrics=metrics)
-        run.said(message, node.session)
+        run.deliver(message, node.session)
     (mean,) = [r for r in run.journal if isinstance(r, RoundEvaluated) and r.client is None]
     assert (mean.samples, mean.metrics) == (16, {"loss": 1.5})
 
@@ -765,7 +765,7 @@ def test_replacement_clients_join_a_new_secure_sum() -> None:
     assert first[1] not in open.drawn
     why = "the sum goes on without it"
     late = Failed(node="n", session=node.session, client=first[2], round=1, error=why, attempt=0)
-    told = run.said(late, node.session)
+    told = run.deliver(late, node.session)
     assert (told.accepted, told.reason) == (False, "stale")  # type: ignore[union-attr]
     told = run.validated(update_of(node.session, first[2], 1, attempt=0), "of the old sum")  # it was being checked
     assert (told.accepted, told.reason) == (False, "stale")  # type: ignore[union-attr]
@@ -957,7 +957,7 @@ def test_late_heartbeats_of_a_discarded_attempt_are_ignored() -> None:
     late = ActiveWork(client="a", round=1, steps=5, attempt=plan.discarded)
     node.deliver("a")
     failed_fold(run)
-    run.said(Heartbeat(node="n", session=node.session, active_work=(late,)), node.session)
-    again = run.said(WorkRequest(node="n", session=node.session, hold_s=0.0, active_work=(late,)), node.session)
+    run.deliver(Heartbeat(node="n", session=node.session, active_work=(late,)), node.session)
+    again = run.deliver(WorkRequest(node="n", session=node.session, hold_s=0.0, active_work=(late,)), node.session)
     assert isinstance(again, FitPlan)
     assert again.discarded == 1

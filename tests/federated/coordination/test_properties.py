@@ -104,11 +104,11 @@ class Anything(RuleBasedStateMachine):
         node.forget(client, plan.round)
         common = {"node": node.name, "session": node.session, "client": client, "round": plan.round}
         if isinstance(plan, EvaluatePlan) and what == "deliver":
-            self.world.said(Evaluated(**common, samples=2, metrics={"loss": 1.0}), node.session)  # type: ignore[arg-type]
+            self.world.deliver(Evaluated(**common, samples=2, metrics={"loss": 1.0}), node.session)  # type: ignore[arg-type]
         elif what == "deliver":
             node.deliver(client, plan.round)
         elif what in ("fail", "again"):
-            self.world.said(Failed(**common, error="x", retryable=what == "again"), node.session)  # type: ignore[arg-type]
+            self.world.deliver(Failed(**common, error="x", retryable=what == "again"), node.session)  # type: ignore[arg-type]
         else:
             update = update_of(node.session, client, plan.round)
             self.world.rejected(update, "damaged" if what == "damaged" else "not_finite", "x")
@@ -132,7 +132,7 @@ class Anything(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9))
     def leave(self, which: int) -> None:
         node = self.nodes.pop(which % len(self.nodes))
-        assert isinstance(self.world.said(Leave(node=node.name, session=node.session), node.session), Receipt)
+        assert isinstance(self.world.deliver(Leave(node=node.name, session=node.session), node.session), Receipt)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 40.0]))
     def time(self, seconds: float) -> None:

@@ -112,7 +112,7 @@ class World:
     def ask(self, message: NodeSends, session: str) -> str:
         return self._request(ev.NodeMessage, message=message, session=session)
 
-    def said(self, message: NodeSends, session: str) -> Plan:
+    def deliver(self, message: NodeSends, session: str) -> Plan:
         """The answer to a message that is answered at once."""
         return self.answers[self.ask(message, session)]
 
@@ -175,7 +175,7 @@ class NodeHere:
     def join(self, held: Sequence[HeldRound] = ()) -> Plan:
         session = next(self.world._sessions)
         join = Join(node=self.name, process=self.process, clients=self.clients, held=tuple(held))
-        plan = self.world.said(join, session)
+        plan = self.world.deliver(join, session)
         if isinstance(plan, ev.SessionGranted):
             self.session = session
         return plan
@@ -195,7 +195,7 @@ class NodeHere:
         )
 
     def beat(self, steps: dict[str, int] | None = None) -> Receipt:
-        plan = self.world.said(
+        plan = self.world.deliver(
             Heartbeat(node=self.name, session=self.session, active_work=self.active_work(steps)), self.session
         )
         assert isinstance(plan, Receipt)
@@ -247,7 +247,7 @@ class NodeHere:
         round = self.work[client].round
         self.forget(client, round)
         who = {"node": self.name, "session": self.session, "client": client}
-        plan = self.world.said(Failed(**who, round=round, error=error, retryable=again), self.session)  # type: ignore[arg-type]
+        plan = self.world.deliver(Failed(**who, round=round, error=error, retryable=again), self.session)  # type: ignore[arg-type]
         assert isinstance(plan, Receipt)
         return plan
 
@@ -261,7 +261,7 @@ class NodeHere:
                 self.forget(plan.client, plan.round)
                 who = {"node": self.name, "session": self.session, "client": plan.client}
                 measured = Evaluated(**who, round=plan.round, samples=4, metrics={"loss": 0.5})  # type: ignore[arg-type]
-                self.world.said(measured, self.session)
+                self.world.deliver(measured, self.session)
         return done
 
 

@@ -83,7 +83,7 @@ class Tapped(InProcessLink):
     """A link that keeps what goes over it."""
 
     service: Any
-    said: list[Message] = field(default_factory=list)
+    received: list[Message] = field(default_factory=list)
     lost: tuple[str, int] = ("", 0)
     """A client whose masked values do not get through, and in which round."""
 
@@ -94,7 +94,7 @@ class Tapped(InProcessLink):
     """Which parts of secrets do not get through."""
 
     def send(self, message: Message) -> Message:
-        self.said.append(message)
+        self.received.append(message)
         if isinstance(message, SecureSumRequest) and message.seed_shares is not None and self.silent(message):
             return SecureSumReply(finished=True)
         if isinstance(message, Update) and (message.client, message.round) == self.lost:
@@ -300,7 +300,7 @@ def test_updates_masked_for_a_discarded_sum_are_refused(tmp_path: Path) -> None:
 
     class Late(Tapped):
         def send(self, message: Message) -> Message:
-            old = [one for one in self.said if isinstance(one, Update) and one.attempt == 0]
+            old = [one for one in self.received if isinstance(one, Update) and one.attempt == 0]
             if isinstance(message, Update) and message.attempt == 1 and not refused:
                 refused.append(super().send(next(one for one in old if one.client == message.client)))
             return super().send(message)

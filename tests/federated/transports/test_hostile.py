@@ -146,7 +146,7 @@ def told(body: bytes) -> str:
 def test_invalid_messages_are_refused(running: Running, body: bytes, words: str) -> None:
     status, _, answer = running.ask("POST", "/v1/message", body)
     assert (status, words in told(answer)) == (400, True), answer
-    assert len(running.server.said) == 1
+    assert len(running.server.received) == 1
 
 
 def test_messages_that_are_too_large(running: Running) -> None:
@@ -212,7 +212,7 @@ def test_requests_without_a_session_are_answered_401(running: Running) -> None:
             "POST", "/v1/message", Heartbeat(node="a", session=token).to_json().encode(), token=token
         )
         assert (status, "join again" in told(answer)) in ((401, True), (403, False)), answer
-    assert len(running.server.said) == 1
+    assert len(running.server.received) == 1
     assert running.store.received("a" * 64) == 0
 
 
@@ -226,7 +226,7 @@ def test_a_session_is_valid_for_its_own_node_only(running: Running) -> None:
     ):
         found, _, answer = running.ask("POST", "/v1/message", Heartbeat(node=node, session=session).to_json().encode())
         assert (found, words in told(answer)) == (status, True)
-    assert len(running.server.said) == 2
+    assert len(running.server.received) == 2
     status, _, answer = running.ask("POST", "/v1/message", Wait(retry_after_s=1.0).to_json().encode())
     assert (status, "do not send 'wait'" in told(answer)) == (403, True)
 

@@ -162,7 +162,7 @@ def test_a_wrong_certificate_is_refused_at_once(made: Certificate, tmp_path: Pat
             with pytest.raises(LinkError, match=words):
                 link.send(Join(node="a", clients=()))
             link.close()
-    assert server.said == []
+    assert server.received == []
 
 
 @pytest.mark.parametrize("kind", ["expired", "another host", "unknown"])
@@ -282,7 +282,7 @@ def test_a_registered_node_joins_and_others_do_not(
         ):
             with pytest.raises(ProtocolError, match=words):
                 join(node, of, clients)
-        assert len(server.said) == 1
+        assert len(server.received) == 1
         with nodes.open("a") as file:
             file.write(stranger.line("b") + "\n")
         assert isinstance(join("b", stranger, ("anything",)), Welcome), "a node that was registered meanwhile"
@@ -353,7 +353,7 @@ def test_a_node_signs_for_the_certificate_that_it_sees(
             link = HttpLink(served.address, tmp_path / "cache", key=key, retry_timeout_s=5, **trust)  # type: ignore[arg-type]
             assert isinstance(link.send(Join(node="a", clients=("left",))), Welcome)
             link.close()
-    joins = [one for one in server.said if isinstance(one, Join)]
+    joins = [one for one in server.received if isinstance(one, Join)]
     assert [(one.server, one.run) for one in joins] == [(made.fingerprint, "run")] * 2
 
 

@@ -126,7 +126,7 @@ def test_a_node_joins_and_is_heard(pair: Pair) -> None:
     session = join(pair.link)
     beat = Heartbeat(node="a", session=session, active_work=(ActiveWork(client="left", round=1, steps=7, loss=0.25),))
     assert pair.link.send(beat) == Receipt(accepted=True)
-    assert pair.server.said[-1] == beat
+    assert pair.server.received[-1] == beat
     assert pair.link.send(WorkRequest(node="a", session=session, hold_s=0.01)) == Wait(
         retry_after_s=0.0, waiting_for="nothing"
     )
@@ -164,7 +164,7 @@ def test_blobs_go_both_ways(pair: Pair, tmp_path: Path) -> None:
         node="a", session=session, client="left", round=3, manifest=manifest, samples=4, tokens=0, steps=5, seconds=0.5
     )
     assert pair.link.send(update) == Receipt(accepted=True, committed=3)
-    assert pair.server.said[-1] == update
+    assert pair.server.received[-1] == update
 
 
 def test_fetched_blobs_can_be_forgotten_locally(pair: Pair, tmp_path: Path) -> None:
