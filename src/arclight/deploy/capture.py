@@ -292,7 +292,7 @@ def capture(
 
 
 def _functional(exported: ExportedProgram) -> ExportedProgram:
-    """Return ``exported`` with the same operators, none of them in place; its outputs keep their names."""
+    """Return ``exported`` without operators in place; its outputs keep their names."""
     names = output_names(exported)
     with torch.no_grad(), quiet():
         found: ExportedProgram = exported.run_decompositions({})
