@@ -120,7 +120,7 @@ def test_a_state_that_would_be_infinite_is_refused(strategy: Strategy) -> None:
         {"model/w": torch.zeros(2)},
         [Contribution(client="a", weight=1.0, tensors={"model/w": torch.full((2,), 1e25)})],
     )
-    with pytest.raises(FederatedError, match="exp_avg_sq of model/w infinite or NaN|model/w infinite or NaN"):
+    with pytest.raises(FederatedError, match="model/w infinite or NaN"):
         list(step)
 
 
