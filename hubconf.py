@@ -74,9 +74,12 @@ class _HubDetector(torch.nn.Module):
         import numpy as np
 
         for name in ("conf", "iou"):
-            if not isinstance(value := getattr(self, name), int | float) or not 0 <= value <= 1:
+            value = getattr(self, name)
+            if name == "iou" and value is None:
+                continue  # no suppression, as of networks that name an object once
+            if not isinstance(value, int | float | np.integer | np.floating) or not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value!r}: give a number in [0, 1]")
-        if not isinstance(self.max_det, int) or self.max_det < 1:
+        if not isinstance(self.max_det, int | np.integer) or self.max_det < 1:
             raise ValueError(f"max_det is {self.max_det!r}: give 1 or more")
         known = range(len(self.names))
         if self.classes is not None and (np.ndim(self.classes) != 1 or any(one not in known for one in self.classes)):

@@ -116,7 +116,10 @@ def test_settings_that_would_find_nothing_are_refused(name: str, value: object) 
 def test_a_network_that_names_objects_once_is_served_without_suppression() -> None:
     served = runpy.run_path(str(ROOT / "hubconf.py"))["_HubDetector"]
     detector = Detector(DetectionTask(data=Path("none"), model="arc-n", image_size=64), names=["a"])
-    assert served(detector).iou is detector.processing.iou_threshold is None
+    model = served(detector)
+    assert model.iou is detector.processing.iou_threshold is None
+    model.conf, model.max_det, model.classes = np.float32(0), np.int64(5), np.array([0])
+    assert len(model(np.zeros((64, 64, 3), np.uint8))[0]) == 5
 
 
 @pytest.mark.slow
