@@ -113,15 +113,19 @@ def test_a_run_that_fails_waits_for_what_was_begun(fit: Any) -> None:
 def test_a_run_that_fails_publishes_no_save_of_two_callbacks_that_failed(
     fit: Any, tmp_path: Path, error: type[Exception]
 ) -> None:
+    stopping = threading.Event()
+
     class Failing(FolderCheckpointIO):
         def save_checkpoint(self, state: Any, path: str | Path, storage_options: Any = None) -> None:
             if Path(path).parent.name == "second":
+                assert stopping.wait(60)
                 raise error("no room")
             super().save_checkpoint(state, path, storage_options)
 
     class Stop(al.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 3:
+                stopping.set()
                 raise ZeroDivisionError("the cause")
 
     first, second = (
