@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from tensorboard.summary.writer import event_file_writer
 
 import arclight as al
 from arclight.compat.lightning import fabric_loggers
@@ -331,7 +332,8 @@ def test_tensorboard_files_hold_what_was_logged(fit: Any, tmp_path: Path) -> Non
     assert TensorBoardLogger(tmp_path / "tb", "x").version == 1
 
 
-def test_tensorboard_hyperparameters_and_resume(tmp_path: Path) -> None:
+def test_tensorboard_hyperparameters_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))  # "10" sorts before "9"
     logger = TensorBoardLogger(tmp_path, "", version=3, default_hp_metric=False)
     logger.log_hyperparams({"lr": 0.1, "deep": {"width": 4}}, {"best": 0.5})
     assert logger.hparams == {"lr": 0.1, "deep": {"width": 4}}

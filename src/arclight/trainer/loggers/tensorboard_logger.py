@@ -157,7 +157,18 @@ class TensorBoardLogger(FolderLogger):
     def resume(self, step: int) -> None:
         """Let TensorBoard hide what a run that was killed wrote at steps later than ``step``."""
         self._close()
+        self._wait_for_a_later_name()
         self._experiment = self._writer(purge_step=step + 1)
+
+    def _wait_for_a_later_name(self) -> None:
+        """Wait for another second if there is an event file of this one.
+
+        TensorBoard reads files in the order of their names, which begin with the second.
+        """
+        files, folder = fsspec.core.url_to_fs(self.log_dir)
+        second = f"events.out.tfevents.{int(time.time()):010d}."
+        if files.isdir(folder) and any(second in name for name in files.ls(folder, detail=False)):
+            time.sleep(1.0)
 
     @rank_zero_only
     def save(self) -> None:
