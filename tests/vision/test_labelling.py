@@ -77,6 +77,10 @@ def test_thresholds_are_those_of_validate(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ValueError, match=r"holds no thresholds: give the validate\.json"):
             read_thresholds(file)
+    for confidence in ("NaN", "-0.1", "1e999"):
+        file.write_text(f'{{"classes": {{"cat": {{"confidence": {confidence}}}}}}}')
+        with pytest.raises(ValueError, match=r"the confidence of class 'cat' is .*: it must be from 0 to 1"):
+            read_thresholds(file)
     file.write_text('{"classes": {"cat": {}}}')
     with pytest.raises(ValueError, match="has no threshold of any class"):
         read_thresholds(file)

@@ -89,6 +89,8 @@ def read_thresholds(path: Path) -> dict[str, float]:
         found = {str(name): float(one["confidence"]) for name, one in classes.items() if "confidence" in one}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no thresholds: give the validate.json of arclight validate") from error
+    if wrong := [name for name, confidence in found.items() if not 0 <= confidence <= 1]:
+        raise ValueError(f"{path}: the confidence of class {wrong[0]!r} is {found[wrong[0]]}: it must be from 0 to 1")
     if not found:
         raise ValueError(f"{path} has no threshold of any class: the detector found nothing when it was written")
     return found
