@@ -396,7 +396,7 @@ def test_instruction_sets_that_libraries_need_are_recorded() -> None:
 
     others = {"zvector", "vsx"}  # of processors whose instruction sets Linux does not list
     names = {name for isa in cpu_vec_isa.supported_vec_isa_list for name in str(isa).split()} - others
-    assert {formats._ISA.get(name, name) for name in names} <= processor._TOLD
+    assert {formats._ISA.get(name, name) for name in names} <= processor._RECORDED
 
 
 class InPlace(nn.Module):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import arclight as al
 from arclight.fabric.errors import MisconfigurationError
-from arclight.fabric.precision import names
+from arclight.fabric.precision import MixedPrecision, names
 from arclight.trainer.callbacks import (
     BasePredictionWriter,
     EarlyStopping,
@@ -381,6 +381,56 @@ def test_a_window_that_a_skip_closes_updates_all_ranks_alike(ranks: Ranks, tmp_p
             parameter.data -= 0.01 * parameter.grad
             parameter.grad = None
     assert first == pytest.approx(module.weights, rel=1e-12)
+
+
+class NoLoss(Streamed):
+    """Has no loss for some batches, given by rank and number."""
+
+    def __init__(self, without: set[tuple[int, int]]) -> None:
+        super().__init__()
+        self.without = without
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step([batch[0].to(self.dtype)], batch_idx)
+        return None if (self.global_rank, batch_idx) in self.without else loss
+
+
+def without_a_loss(
+    rank: int, folder: str, without: set[tuple[int, int]], closure: bool, half: bool = False, ends: int | None = None
+) -> list[float]:
+    module = NoLoss(without)
+    if closure:
+        module.optimizer_step = lambda epoch, index, optimizer, closure: optimizer.step(closure)  # type: ignore[method-assign]
+    if half:
+        module.float()
+    trainer = make(
+        folder, *([] if ends is None else [SkipFrom(ends)]), max_epochs=1, accumulate_grad_batches=3, enable_checkpointing=False,
+        plugins=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0)) if half else None,
+    )  # fmt: skip
+    trainer.fit(module, numbers(12))
+    return module.weights
+
+
+@pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`")
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_window_whose_last_batch_has_no_loss_updates_all_ranks_alike(
+    ranks: Ranks, tmp_path: Path, closure: bool, half: bool
+) -> None:
+    first, second = ranks(without_a_loss, str(tmp_path), {(0, 2), (1, 2)}, closure, half)
+    assert first == second
+    whole, _ = ranks(
+        without_a_loss, str(tmp_path), {(rank, batch) for rank in (0, 1) for batch in (0, 1, 2)}, closure, half
+    )
+    assert first != whole, "the first two batches of the window were trained on"
+
+
+@pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`")
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_window_that_ends_early_averages_a_rank_without_losses(ranks: Ranks, tmp_path: Path, closure: bool) -> None:
+    """Its two batches have a loss on rank 0 alone."""
+    first, second = ranks(without_a_loss, str(tmp_path), {(1, 3), (1, 4)}, closure, False, 5)
+    assert first == second
 
 
 def refused(rank: int, folder: str, kind: str) -> str:

@@ -329,9 +329,12 @@ class Strategy:
         """Copy rank 0's values into every rank's tensors."""
 
     def average_gradients(self, module: nn.Module) -> None:
-        """Average gradients over ranks that no backward has averaged.
+        """Average gradients over ranks after a backward of manual optimization."""
 
-        After one of manual optimization, and at the end of an accumulation window whose last batch was not known to be the last.
+    def average_accumulated(self, module: nn.Module) -> None:
+        """Average the gradients of an accumulation window over ranks if no backward has.
+
+        Its last batch has no loss, or was not known to be the last. Ranks may differ in which parameters have a gradient.
         """
 
     def move(self, batch: Any) -> Any:

@@ -127,6 +127,15 @@ class DDPStrategy(ParallelStrategy):
             work.wait()
             gradient /= self.world_size
 
+    def average_accumulated(self, module: nn.Module) -> None:
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.root_device)
+        dist.all_reduce(present, dist.ReduceOp.MAX)
+        for parameter, elsewhere in zip(parameters, present.tolist(), strict=True):
+            if elsewhere and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.average_gradients(module)
+
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         return module.no_sync() if enabled and isinstance(module, DistributedDataParallel) else nullcontext()
 

@@ -38,6 +38,10 @@ class AccumulationState:
         """Start a window of ``length`` batches with losses in units of ``size`` samples."""
         self.length, self.first_size, self.total = length, size, 0
 
+    def has_loss(self) -> bool:
+        """Return True if a batch so far had a loss."""
+        return bool(self.total)
+
     def clear(self) -> None:
         """Discard the window under way; the next batch starts a new one."""
         self.count = 0

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from arclight.fabric.errors import MisconfigurationError
-from arclight.trainer.loop.gradients import parameters_of
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
@@ -195,7 +194,7 @@ class ManagedOptimizer:
         self._optimizer, self._strategy, self._toggled = optimizer, strategy, toggled
         self.actions: tuple[Callable[[], Any], ...] = ()
         self.count: Callable[[], Any] = _nothing
-        self._automatic = False
+        self._has_gradients: Callable[[], bool] = _always
         self._unscaled = False
         # A class of its own below both, for code that asks what kind of optimizer it has.
         self.__class__ = type("Lightning" + type(optimizer).__name__, (type(self), type(optimizer)), {})
@@ -204,12 +203,14 @@ class ManagedOptimizer:
     def optimizer(self) -> Optimizer:
         return self._optimizer
 
-    def manage(self, actions: tuple[Callable[[], Any], ...], count: Callable[[], Any], *, automatic: bool) -> None:
+    def manage(
+        self, actions: tuple[Callable[[], Any], ...], count: Callable[[], Any], has_gradients: Callable[[], bool] | None = None
+    ) -> None:  # fmt: skip
         """Run ``actions`` between backward and update, and ``count`` after each update.
 
-        ``automatic``: the trainer runs it, and a closure that returns None has skipped its batch.
+        ``has_gradients``: returns whether a batch before that of a closure without a result had a backward (default: True).
         """
-        self.actions, self.count, self._automatic = actions, count, automatic
+        self.actions, self.count, self._has_gradients = actions, count, has_gradients or _always
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the parameters once, with hooks and clipping before the update.
@@ -239,7 +240,7 @@ class ManagedOptimizer:
 
     def _scaled(self, precision: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         result = closure() if closure is not None else None
-        if result is None and self._automatic and all(p.grad is None for p in parameters_of(self._optimizer)):
+        if result is None and not self._has_gradients():
             return None  # nothing was scaled: all batches of the window were skipped
         self.unscale()
         for action in self.actions:
@@ -295,3 +296,7 @@ class ManagedOptimizer:
 
 def _nothing() -> None:
     return None
+
+
+def _always() -> bool:
+    return True

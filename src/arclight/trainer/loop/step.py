@@ -201,8 +201,13 @@ class StepBuilder:
             weigh_windows=self.behavior.weigh_windows,
         )
 
-    def _skip(self) -> None:
-        """Warn once in a fit that ``training_step`` gave no loss."""
+    def _skip(self, ends_window: bool = False) -> None:
+        """Warn once in a fit that ``training_step`` gave no loss.
+
+        ``ends_window``: the batches before it wait for the backward that averages their gradients.
+        """
+        if ends_window:
+            self.strategy.average_accumulated(self.module)
         if not self.run.warned_of_no_loss:
             self.run.warned_of_no_loss = True
             self.trainer.warn(
@@ -260,7 +265,9 @@ class StepBuilder:
                 if first:
                     for action in parts.zero_first:
                         action()
-                if loss is not None:
+                if loss is None:
+                    self._skip(ends_window=last and not first)
+                else:
                     window.total += windows.size
                     parts.run_backward(loss, loss * share)
                     run.last_loss = loss
@@ -269,7 +276,7 @@ class StepBuilder:
             return output
 
         def close() -> None:
-            strategy.average_gradients(module)  # which no backward did: none was known to be the last
+            strategy.average_accumulated(module)
             update()
 
         run.close_window = close
@@ -284,7 +291,8 @@ class StepBuilder:
         parts, windows = self.parts(optimizer, zero_first=True), self._accumulator(optimizer)
         managed = run.managed_optimizers[0]
         stepped: list[ManagedOptimizer] = []
-        managed.manage((windows.end, *self._before_step(optimizer)), partial(stepped.append, managed), automatic=True)
+        before_step = (windows.end, *self._before_step(optimizer))
+        managed.manage(before_step, partial(stepped.append, managed), run.window.has_loss)
         repeats = isinstance(optimizer, torch.optim.LBFGS)
         optimizer_step = profile_module_hook(self.trainer.profiler, module, "optimizer_step", module.optimizer_step)
 
@@ -309,7 +317,7 @@ class StepBuilder:
                 if loss is None:
                     if repeats:
                         raise MisconfigurationError("LBFGS needs a loss for every batch: training_step returned None")
-                    skip()
+                    skip(ends_window=last and not first)
                     return None
                 run.window.total = windows.size + (0 if first else total)
                 parts.run_backward(loss, loss if share == 1 else loss * share)
@@ -326,7 +334,7 @@ class StepBuilder:
             return output
 
         def close() -> None:
-            self.strategy.average_gradients(module)  # which no backward did: none was known to be the last
+            self.strategy.average_accumulated(module)
             optimizer_step(run.progress.epoch, run.progress.batch - 1, managed, lambda: None)
             run.window.clear()
             self._after_closure(parts, stepped, True)
@@ -370,7 +378,7 @@ class StepBuilder:
         for managed in optimizers:
             before = tuple(partial(h, managed.optimizer) for h in self.trainer.resolve("on_before_optimizer_step"))
             count = partial(_count, progress) if every else partial(stepped.append, managed)
-            managed.manage(before, count, automatic=False)
+            managed.manage(before, count)
         if every:
             return lambda batch, index: _manual_output(forward(batch, index))
 
