@@ -82,7 +82,8 @@ class _HubDetector(torch.nn.Module):
         if not isinstance(self.max_det, int | np.integer) or self.max_det < 1:
             raise ValueError(f"max_det is {self.max_det!r}: give 1 or more")
         known = range(len(self.names))
-        if self.classes is not None and (np.ndim(self.classes) != 1 or any(one not in known for one in self.classes)):
+        chosen = self.classes
+        if chosen is not None and (np.ndim(chosen) != 1 or not len(chosen) or any(one not in known for one in chosen)):
             raise ValueError(
                 f"classes is {self.classes!r}: give numbers from 0 to {len(self.names) - 1}, or None for all"
             )

@@ -8,6 +8,7 @@ import pickle
 import shutil
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import yaml
 import arclight as al
 from arclight import checkpoint
 from arclight.trainer.callbacks import EMAWeightAveraging, MissingMetricError, ModelCheckpoint, OnExceptionCheckpoint
+from arclight.trainer.callbacks.checkpoint.model_checkpoint import SaveSchedule, SaveTrigger
 from arclight.trainer.fabric.checkpoint_io import AsyncCheckpointIO, CheckpointIO, FolderCheckpointIO, TorchCheckpointIO
 
 
@@ -563,3 +565,25 @@ def test_checkpoints_are_deleted_by_the_plugin_that_wrote_them(
     assert removed == ["epoch=0.ckpt", "epoch=1.ckpt"], "the link is none of the plugin's"
     assert names(saver.dirpath) == {"epoch=2.ckpt", "last.ckpt"}
     Recording().remove_checkpoint(tmp_path / "kept" / "epoch=0.ckpt")  # which is gone
+
+
+@pytest.mark.parametrize(("before", "first"), [((10_000, 1_000_000), 1000), ((0, 0), 0), ((0, 0), 100)])
+def test_no_save_by_samples_is_missed_where_batches_grow(before: tuple[int, int], first: int) -> None:
+    """Ranks ask rank 0 seldom: it must not go by the batches of long ago, nor by one that is small."""
+    asked = 0
+
+    def broadcast(value: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return value
+
+    progress = SimpleNamespace(batches=before[0], samples=before[1])
+    ranks: Any = SimpleNamespace(world_size=2, progress=progress, strategy=SimpleNamespace(broadcast=broadcast))
+    trigger = SaveTrigger(SaveSchedule.of(None, None, None, "100_000sp"), ranks, lambda: 0.0)
+    due = []
+    for batch in range(3000):
+        progress.batches += 1
+        progress.samples += 1000 if batch else first
+        due.append(trigger.due(ranks))
+    assert sum(due) == progress.samples // 100_000 - before[1] // 100_000
+    assert asked < len(due) / 10

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies import DDPStrategy, FSDPStrategy
 from arclight.optim import AdamW
 from arclight.trainer.callbacks import LossGuard
-from arclight.trainer.callbacks.loss_guard import TrainingSpikeException
+from arclight.trainer.callbacks.loss_guard import TrainingSpikeException, _as_lists
 from arclight.trainer.loggers import CSVLogger
 from arclight.trainer.loggers.csv_logger import read_rows
 from arclight.trainer.logging.reporting import NonFiniteLossError
@@ -244,6 +245,12 @@ def test_a_window_that_a_resume_completes_is_judged_as_a_whole(tmp_path: Path) -
     assert [event.batches for event in whole.events] == [[(0, 8), (0, 9)]]
     assert whole.events == resumed.events
     assert torch.equal(weights, again)
+
+
+def test_names_of_samples_are_lists_whatever_holds_them() -> None:
+    """A checkpoint within a window has them, and can hold no array of strings."""
+    names = _as_lists([np.array(["a", "b"]), torch.tensor([1, 2]), ["c"]])
+    assert names == [["a", "b"], [1, 2], ["c"]]
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:

@@ -102,7 +102,7 @@ def test_a_file_of_the_user_s_own_detects_as_the_detector_does(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("classes", [2]), ("classes", [-1]), ("classes", ["a"]), ("classes", 0), ("max_det", 0), ("max_det", -1), ("max_det", 1.5),
+    [("classes", [2]), ("classes", [-1]), ("classes", []), ("classes", ["a"]), ("classes", 0), ("max_det", 0), ("max_det", -1), ("max_det", 1.5),
      ("conf", float("nan")), ("conf", "0.5"), ("iou", 2.0)],
 )  # fmt: skip
 def test_settings_that_would_find_nothing_are_refused(name: str, value: object) -> None:

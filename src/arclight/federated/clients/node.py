@@ -31,7 +31,18 @@ from arclight.federated.clients.secure_sum_client import Identity
 from arclight.federated.clients.session import ClosedError, Session
 from arclight.federated.codecs.delta_chain import WeightsReplica
 from arclight.federated.errors import OBSERVED, BlobError, CancelledError, LinkError, ProtocolError
-from arclight.federated.protocol import Close, Evaluate, Fit, Heartbeat, HeldRound, Receipt, Update, Wait, WorkRequest
+from arclight.federated.protocol import (
+    Close,
+    Evaluate,
+    Failed,
+    Fit,
+    Heartbeat,
+    HeldRound,
+    Receipt,
+    Update,
+    Wait,
+    WorkRequest,
+)
 
 if TYPE_CHECKING:
     from arclight.federated.clients.client import Client
@@ -277,9 +288,18 @@ class Node:
                 self._jobs.finish(job)
                 return
             failed = failure_of(job, error)
-            if failed.retryable:  # so that a disk that is full has time to get room
-                self._stopping.wait(_RETRY_PAUSE_S)
-            self._jobs.done(job, failed)
+            if failed.retryable:
+                self._thread(f"retry-{job.client}", lambda: self._report_later(job, failed)).start()
+            else:
+                self._jobs.done(job, failed)
+
+    def _report_later(self, job: Job, failed: Failed) -> None:
+        """Report a failure that may pass after a pause, in which a full disk may get room.
+
+        The server asks again at once. Other jobs go on meanwhile.
+        """
+        self._stopping.wait(_RETRY_PAUSE_S)
+        self._jobs.done(job, failed)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 

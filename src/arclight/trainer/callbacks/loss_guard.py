@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -470,7 +471,8 @@ class LossGuard(Callback):
 
 
 def _as_lists(samples: list[Any]) -> list[Any]:
-    return [value.tolist() if isinstance(value, torch.Tensor) else value for value in samples]
+    """Return the names of each batch's samples; those of a tensor or an array as a list, which a checkpoint can hold."""
+    return [value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value for value in samples]
 
 
 def _described(event: Event) -> str:

@@ -109,7 +109,9 @@ class SaveTrigger:
 
     def __init__(self, rhythm: SaveSchedule, trainer: Trainer, clock: Callable[[], float]) -> None:
         self.rhythm, self._clock = rhythm.resolved(trainer), clock
-        self._time, self._counted, self._ask_at = clock(), self._count(trainer), 0
+        self._time, self._counted = clock(), self._count(trainer)
+        self._begun = trainer.progress.batches
+        self._ask_at, self._asked = 0, (self._begun, self._seen(trainer))
 
     def due(self, trainer: Trainer) -> bool:
         """Return True if a save is due after this batch."""
@@ -126,17 +128,19 @@ class SaveTrigger:
     def _rank_zero_is_due(self, trainer: Trainer, count: Duration) -> bool:
         """Return True on all ranks if a save is due by the samples or tokens of rank 0.
 
-        Other ranks may have seen more or fewer. Asked again after half of the batches that rank 0 expects until then, so that most cost no exchange.
+        Other ranks may have seen more or fewer. Asked again after half of the batches that rank 0 expects until then by their size since the
+        last question, but at most after as many as there were since training began: most batches cost no exchange.
         """
-        progress = trainer.progress
-        if progress.batches < self._ask_at:
+        batches, seen = trainer.progress.batches, self._seen(trainer)
+        if batches < self._ask_at:
             return False
         before, self._counted = self._counted, self._count(trainer)
-        seen = getattr(progress, _COUNTED[count.unit])
+        (asked_at, seen_then), self._asked = self._asked, (batches, seen)
         left = (self._counted + 1) * count.value - seen
-        wait = max(1, int(left * progress.batches / max(1, seen) / 2))
+        expected = left * (batches - asked_at) // max(1, seen - seen_then)
+        wait = max(1, min(int(expected) // 2, batches - self._begun))
         due, wait = trainer.strategy.broadcast((self._counted > before, wait))
-        self._ask_at = progress.batches + wait
+        self._ask_at = batches + wait
         return bool(due)
 
     def _time_is_over(self, trainer: Trainer, seconds: float) -> bool:
@@ -151,10 +155,10 @@ class SaveTrigger:
 
     def _count(self, trainer: Trainer) -> int:
         """Count how often the schedule's unit fits into what has been trained so far."""
-        count = self.rhythm.count
-        if count is None:
-            return 0
-        return int(getattr(trainer.progress, _COUNTED[count.unit]) // count.value)
+        return 0 if self.rhythm.count is None else int(self._seen(trainer) // self.rhythm.count.value)
+
+    def _seen(self, trainer: Trainer) -> Any:
+        return 0 if self.rhythm.count is None else getattr(trainer.progress, _COUNTED[self.rhythm.count.unit])
 
 
 _COUNTED = {Unit.BATCHES: "batches", Unit.SAMPLES: "samples", Unit.TOKENS: "tokens"}
@@ -402,11 +406,13 @@ class ModelCheckpoint(Checkpoint):
         saved = trainer.global_step == self._latest.saved and self._latest.newest
         unsaved = not saved and trainer.progress.batches > 0 and not trainer.sanity_checking
         try:
-            if self._fitting and self.save_on_exception and possible and unsaved:
-                self._save(trainer, rank=False, keep=True)
-            if trainer.world_size == 1:
-                self._finish_save(trainer)
-            self._stop_writing(trainer, failed=trainer.world_size > 1)
+            try:
+                if self._fitting and self.save_on_exception and possible and unsaved:
+                    self._save(trainer, rank=False, keep=True)
+                if trainer.world_size == 1:
+                    self._finish_save(trainer)
+            finally:
+                self._stop_writing(trainer, failed=trainer.world_size > 1)
         except Exception as error:  # whatever it is, the error that ends the run is the one to raise
             exception.add_note(str(error))
         self._fitting = False
