@@ -203,8 +203,8 @@ def fork(
     """Fork a new run from a round of another, by default the newest complete one.
 
     Returns the path of the new run's round. A `Server` in the target's folder begins there, with the same or other
-    settings: weights, moments, the strategy's states, history and clock are those of the round; another strategy starts
-    without states. Either may be at an address. Raises FederatedError if the target holds a run already.
+    settings: weights, moments, the strategy's states, history and clock are those of the round; a strategy whose states are
+    of other kinds starts without. Either may be at an address. Raises FederatedError if the target holds a run already.
     """
     source, new = Rounds(run), Rounds(target)
     number = _chosen(source, number)

@@ -173,7 +173,10 @@ class _PreviousRound:
         self.buffers: list[str] = trees.get("buffers", [])
 
     def keep_states_of(self, strategy: Strategy) -> None:
-        """Drop states and counts of another strategy, as of the run that a fork is from."""
+        """Drop states and counts that are of other kinds than those of ``strategy``.
+
+        A fork may have another strategy than the run that it is from.
+        """
         kinds = {stored.partition("/")[0] for stored in self.server}
         if kinds != set(strategy.state_keys):
             self.server, self.counts = {}, {}

@@ -27,7 +27,7 @@ def simulate(
 
     The coordinator is the one of real runs, on a virtual clock; messages weigh what they would weigh. A million clients of which
     a thousand are drawn take seconds. ``waiting.heartbeat_interval_s`` may be raised to 30 s if clients train for minutes, which saves
-    time here.
+    time here in fleets of which clients vanish.
 
     model: parameter name to shape, or the model's bytes. dtype: of its weights, as safetensors names it.
     Raises FederatedError for a run that comes to a halt; one that fails by its own rules is reported in the result.
