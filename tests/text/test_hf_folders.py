@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests import warm
-from tests.text.hf_models import CASES, DEEPSEEK_V3, SMALL, STRETCHED, YARN, hf_folder, hf_model
+from tests.text.hf_models import CASES, DEEPSEEK_V3, LLAMA4, QWEN3_MOE, SMALL, STRETCHED, YARN, hf_folder, hf_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import cross_entropy
 
 from arclight.parallel import initialize
 from arclight.text import ByteTokenizer, Tokenizer, build_model, from_hf, generate, to_hf
 from arclight.text.hf.read import Folder
+from arclight.text.hf.registry import family_of_type
 
 
 def tokens(seed: int = 1) -> torch.Tensor:
@@ -219,6 +220,15 @@ def test_unsupported_folders_are_refused_by_name(folders: Any, tmp_path: Path) -
         ({"rms_norm_eps": None}, "has rms_norm_eps = None: need a number above 0"),
         ({"rope_theta": 0}, "has rope_theta = 0: need a number above 0"),
         ({"rope_scaling": True}, "has rope_scaling = True: need a table, or null"),
+        (
+            {"rope_scaling": STRETCHED, "rope_parameters": {"type": "default", "rope_theta": 500000.0}},
+            "has rope_type = 'llama3' in rope_scaling and 'default' in rope_parameters: leave one table out",
+        ),
+        ({"quantization_config": [1]}, r"has quantization_config = \[1\]: need a table, or null"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}},
+            "has weight_block_size = 0: need a whole number of 1 or more",
+        ),
         ({"tie_word_embeddings": "no"}, "has tie_word_embeddings = 'no': need true or false"),
     ],
 )
@@ -246,13 +256,44 @@ def test_settings_of_other_types_are_refused(tmp_path: Path, content: Any, says:
         ("llama4_text", "interleave_moe_layer_step", None, "a whole number of 1 or more"),
         ("mpt", "attn_config", 1, "a table, or null"),
         ("deepseek_v3", "first_k_dense_replace", -1, "a whole number of 0 or more"),
+        ("deepseek_v3", "norm_topk_prob", 0, "true or false"),
+        ("qwen3_moe", "norm_topk_prob", "false", "true or false"),
     ],
 )
 def test_sizes_with_a_default_are_above_zero(tmp_path: Path, kind: str, field: str, value: Any, need: str) -> None:
     sizes = SMALL | {"intermediate_size_mlp": 80}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"model_type": kind, field: value}))
-    with pytest.raises(ValueError, match=f"has {field} = {value}: need {need}"):
+    with pytest.raises(ValueError, match=f"has {field} = {value!r}: need {need}"):
         from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"),
+    [
+        ("Llama", SMALL),
+        ("Qwen3", SMALL),
+        ("Qwen3Moe", QWEN3_MOE),
+        ("DeepseekV3", DEEPSEEK_V3),
+        ("Llama4Text", LLAMA4 | {"attn_scale": 0.2}),
+        ("GPT2", {"num_attention_heads": 3, "num_hidden_layers": 2, "hidden_size": 48, "n_inner": 192}),
+        ("GPT2", {"n_inner": 3072, "max_position_embeddings": 64}),
+        ("Mpt", {"num_attention_heads": 4, "hidden_size": 64}),
+    ],
+)
+def test_fields_that_are_left_out_are_read_as_transformers_reads_them(kind: str, theirs: dict[str, Any]) -> None:
+    config = getattr(pytest.importorskip("transformers"), f"{kind}Config").from_dict(dict(theirs))
+    family = family_of_type(config.model_type)
+    read, expected = (family.config(**family.read(fields)) for fields in (theirs, config.to_dict()))
+    if "head_dim" not in theirs and kind == "Llama":
+        expected = dataclasses.replace(expected, head_dim=None)
+    assert read == expected
+
+
+def test_the_scale_of_growing_queries_is_a_number() -> None:
+    family = family_of_type("llama4_text")
+    for scale in ("0.1", -0.1, float("nan")):
+        with pytest.raises(ValueError, match="temperature: need number >= 0"):
+            family.config(**family.read(LLAMA4 | {"attn_scale": scale}))
 
 
 @pytest.mark.parametrize(("field", "value"), [("attention_factor", 1.2), ("truncate", False)])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arclight._intervals import PositiveFloat
+from arclight._intervals import NonNegativeFloat, PositiveFloat
 from arclight.text.families.llama import Attention, Block, Llama, LlamaConfig
 from arclight.text.model.attention import Mask
 from arclight.text.model.decoder import BlockContext
@@ -34,7 +34,7 @@ class Llama4Config(LlamaConfig):
     """A layer attends to all, without rotary embeddings (NoPE), if this divides its number plus one."""
     qk_l2_norm: bool = True
     """Whether rotated queries and keys are divided by their root mean square."""
-    temperature: float | None = 0.1
+    temperature: NonNegativeFloat | None = 0.1
     """Rate at which queries of NoPE layers grow with the logarithm of their position; None: they do not."""
     temperature_floor: PositiveFloat = 8192
     """Length of the steps of positions by which they grow; up to the first they stay as they are."""

@@ -45,6 +45,8 @@ class Family:
     """Our field: (their field, its value if config.json leaves it out)."""
     fixed: dict[str, Any]
     """Fields of theirs of which our model supports one value, which is also the value if config.json leaves them out."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Other names under which transformers reads fields of theirs: other name -> name."""
     keys: tuple[Key, ...]
     """Map of tensors. Of several keys for one parameter of ours the first that a file has is read, and the first is written."""
     prefix: str = "model."
@@ -61,6 +63,7 @@ class Family:
 
         Raises ValueError for what our model does not do.
         """
+        theirs = {name: theirs[other] for other, name in self.aliases.items() if other in theirs} | theirs
         for name, value in self.fixed.items():
             if theirs.get(name, value) != value:
                 raise ValueError(
@@ -106,12 +109,21 @@ def check_type(name: str, value: Any, default: Any, least: int = 1) -> None:
 
 
 def rope_table(theirs: Fields) -> Fields:
-    """Return the settings of rotary embeddings, also from transformers 5's rope_parameters."""
+    """Return the settings of rotary embeddings, also from transformers 5's rope_parameters.
+
+    Raises ValueError for two tables that differ in a setting.
+    """
     found: Fields = {}
     for name in ("rope_scaling", "rope_parameters"):
         table = theirs.get(name) or {}
         if not isinstance(table, dict):
             raise ValueError(f"config.json has {name} = {table!r}: need a table, or null")
+        table = {"rope_type" if key == "type" and "rope_type" not in table else key: table[key] for key in table}
+        for key in found.keys() & table.keys():
+            if found[key] != table[key]:
+                raise ValueError(
+                    f"config.json has {key} = {found[key]!r} in rope_scaling and {table[key]!r} in rope_parameters: leave one table out"
+                )
         found |= table
     return found
 
@@ -130,7 +142,7 @@ def rope_number(rope: Fields, name: str, like: float) -> Any:
 def read_rope(theirs: Fields, theta: float) -> Fields:
     """Read rope_theta and rope_scaling, also from transformers 5's rope_parameters."""
     rope = rope_table(theirs)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     base = rope.get("rope_theta", theirs.get("rope_theta", theta))
     check_type("rope_theta", base, theta)
     if kind == "default":
@@ -154,12 +166,12 @@ def write_rope(config: LlamaConfig) -> Fields:
     return {"rope_theta": config.rope_theta, "rope_scaling": stretched}
 
 
-def read_llama(theirs: Fields) -> Fields:
+def read_llama(theirs: Fields, theta: float = 10_000.0) -> Fields:
     heads = theirs.get("num_attention_heads")
     kv_heads = theirs.get("num_key_value_heads")
     if kv_heads is not None:
         check_type("num_key_value_heads", kv_heads, REQUIRED)
-    return read_rope(theirs, 10_000.0) | {"kv_heads": heads if kv_heads is None else kv_heads}
+    return read_rope(theirs, theta) | {"kv_heads": heads if kv_heads is None else kv_heads}
 
 
 def write_llama(config: LlamaConfig) -> Fields:
@@ -264,9 +276,9 @@ def _gpt2_keys() -> tuple[Key, ...]:
 
 
 def _read_gpt2(theirs: Fields) -> Fields:
-    inner = theirs.get("n_inner")
-    if inner is not None and inner != 4 * theirs["n_embd"]:
-        raise ValueError(f"config.json has n_inner = {inner}; GPT2 here knows only 4 * n_embd = {4 * theirs['n_embd']}")
+    inner, usual = theirs.get("n_inner"), 4 * theirs.get("n_embd", 768)
+    if inner is not None and inner != usual:
+        raise ValueError(f"config.json has n_inner = {inner}; GPT2 here knows only 4 * n_embd = {usual}")
     return {}
 
 
@@ -290,6 +302,12 @@ GPT2_FAMILY = Family(
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
+    },
+    aliases={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
     },
     keys=_gpt2_keys(),
     prefix="transformer.",
@@ -361,6 +379,7 @@ MPT_FAMILY = Family(
         "std": ("initializer_range", 0.02),
     },
     fixed={"no_bias": True, "expansion_ratio": 4, "norm_type": "low_precision_layernorm", "logit_scale": None},
+    aliases={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
     keys=_mpt_keys(),
     prefix="transformer.",
     ignored=(),

@@ -61,10 +61,12 @@ def _known(theirs: Fields, name: str, value: Any) -> None:
 def _read_qwen3_moe(theirs: Fields) -> Fields:
     if theirs.get("mlp_only_layers"):
         raise ValueError(f"config.json has mlp_only_layers = {theirs['mlp_only_layers']}; all layers here have experts")
+    norm = theirs.get("norm_topk_prob", False)
+    check_type("norm_topk_prob", norm, False)
     experts: int = theirs.get("num_experts") or _required(theirs, "num_local_experts")
     moe = MoEConfig(
         experts=experts, top_k=theirs.get("num_experts_per_tok", 8), hidden=theirs.get("moe_intermediate_size", 768),
-        route_norm=theirs.get("norm_topk_prob", False),
+        route_norm=norm,
     )  # fmt: skip
     return read_llama(theirs) | {"moe": moe}
 
@@ -102,14 +104,16 @@ def _read_deepseek(theirs: Fields) -> Fields:
     _known(theirs, "scoring_func", "sigmoid")
     _known(theirs, "topk_method", "noaux_tc")
     _known(theirs, "rope_interleave", True)
+    norm = theirs.get("norm_topk_prob", True)
+    check_type("norm_topk_prob", norm, True)
     moe = MoEConfig(
         experts=theirs.get("n_routed_experts", 256), top_k=theirs.get("num_experts_per_tok", 8),
         hidden=theirs.get("moe_intermediate_size", 2048), shared=theirs.get("n_shared_experts", 1), score="sigmoid",
-        route_norm=theirs.get("norm_topk_prob", True), route_scale=theirs.get("routed_scaling_factor", 2.5),
+        route_norm=norm, route_scale=theirs.get("routed_scaling_factor", 2.5),
         groups=theirs.get("n_group", 8), top_groups=theirs.get("topk_group", 4), bias_rate=0.0,
     )  # fmt: skip
     rope = rope_table(theirs)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     if kind not in ("default", "yarn"):
         raise ValueError(f"config.json stretches rotary embeddings as {kind!r}; only 'default' and 'yarn' are known")
     yarn = None
@@ -212,7 +216,7 @@ def _read_llama4(theirs: Fields) -> Fields:
         hidden=_required(theirs, "intermediate_size"), score="sigmoid", score_before=True,
     )  # fmt: skip
     tuned = theirs.get("attn_temperature_tuning", True)
-    return read_llama(theirs) | {
+    return read_llama(theirs, 500_000.0) | {
         "moe": moe, "moe_every": every, "no_rope_layer_interval": interval,
         "temperature": theirs.get("attn_scale", 0.1) if tuned else None,
     }  # fmt: skip
@@ -240,6 +244,7 @@ LLAMA4 = Family(
         "chunk": ("attention_chunk_size", 8192),
         "qk_l2_norm": ("use_qk_norm", True),
         "temperature_floor": ("floor_scale", 8192.0),
+        "norm_eps": ("rms_norm_eps", 1e-5),
     },
     fixed=LLAMA_FIXED,
     keys=(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from arclight.fabric.modules import find_shared_parameters, set_shared_parameters
 from arclight.fabric.weight_files import WeightFiles
-from arclight.text.hf.families import Family
+from arclight.text.hf.families import REQUIRED, Family, check_type
 from arclight.text.hf.registry import family_of_model, family_of_type
 from arclight.text.hf.state_keys import Bounds, Key, own_part, same_tensors, tensors
 
@@ -126,12 +126,16 @@ def _blocks(theirs: dict[str, Any]) -> tuple[int, int] | None:
     settings = theirs.get("quantization_config")
     if settings is None:
         return None
+    if not isinstance(settings, dict):
+        raise ValueError(f"config.json has quantization_config = {settings!r}: need a table, or null")
     if settings.get("quant_method") != "fp8" or len(settings.get("weight_block_size") or ()) != 2:
         raise ValueError(
             f"weights are quantized as {settings.get('quant_method')!r} with blocks {settings.get('weight_block_size')}; "
             "only 'fp8' in blocks of two dimensions can be read"
         )
     height, width = settings["weight_block_size"]
+    for size in (height, width):
+        check_type("weight_block_size", size, REQUIRED)
     return height, width
 
 
