@@ -63,6 +63,8 @@ def test_shards_come_to_their_places() -> None:
 class Lazy:
     """A share that is still in its file."""
 
+    dtype = torch.float32
+
     def __init__(self, *shape: int) -> None:
         self.shape = shape
 

@@ -281,13 +281,16 @@ def _decode_sharded(node: dict[str, Any], files: Mapping[str, Mapping[str, torch
     check_shape(node["shape"])
     if not boxes_cover([(offset, part.shape) for part, offset in parts], node["shape"]):
         raise ValueError(f"the shards of a tensor of shape {node['shape']} do not cover it once")
+    dtype = _dtype(node["dtype"])
+    if any(part.dtype != dtype for part, _ in parts):
+        raise ValueError(f"the shards of a tensor of {dtype} have other types")
     if parts and hasattr(parts[0][0], "joined"):  # of tensors that are still in their files
         joined: torch.Tensor = parts[0][0].joined(parts, node["shape"])
         return joined
     if len(parts) == 1 and list(parts[0][0].shape) == node["shape"]:
         return parts[0][0]
     device = parts[0][0].device if parts else None
-    whole = torch.empty(node["shape"], dtype=_dtype(node["dtype"]), device=device)
+    whole = torch.empty(node["shape"], dtype=dtype, device=device)
     for part, offset in parts:
         whole[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))] = part
     return whole
@@ -295,12 +298,12 @@ def _decode_sharded(node: dict[str, Any], files: Mapping[str, Mapping[str, torch
 
 def boxes_cover(boxes: list[tuple[list[int], Sequence[int]]], shape: list[int]) -> bool:
     """Return whether boxes (offset, shape) make up a whole without gap or overlap."""
-    if any(len(offset) != len(shape) for offset, _ in boxes):
+    if any(len(offset) != len(shape) or any(type(start) is not int for start in offset) for offset, _ in boxes):
         return False
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
         return False
     if len(boxes) < 2 or not shape:
-        return all(not any(offset) for offset, _ in boxes)
+        return all(not any(offset) and list(size) == shape for offset, size in boxes)
     low = np.array([offset for offset, _ in boxes])
     high = low + np.array([tuple(size) for _, size in boxes])
     if (low < 0).any() or (high > np.array(shape)).any():
