@@ -471,7 +471,10 @@ class LossGuard(Callback):
 
 
 def _as_lists(samples: list[Any]) -> list[Any]:
-    """Return the names of each batch's samples; those of a tensor or an array as a list, which a checkpoint can hold."""
+    """Return the names of each batch's samples, those of a tensor or an array as a list.
+
+    A checkpoint holds no array of strings.
+    """
     return [value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value for value in samples]
 
 
