@@ -50,7 +50,8 @@ cases = st.tuples(st.integers(0, 2**31), st.integers(1024, 9000), st.integers(-6
 def test_int8_errs_by_at_most_half_a_step_of_its_block(case: tuple[int, int, int, int], block: int) -> None:
     x = tensor_of(*case)
     error = blocks_of(read(say(x, Int8(block=block))) - x, block).abs()
-    assert (error.amax(1) <= blocks_of(x, block).abs().amax(1) / 254 * (1 + 1e-5)).all()
+    # float32 rounds scales and products, each by up to 2 ** -24 of the largest value, which is 254 half steps
+    assert (error.amax(1) <= blocks_of(x, block).abs().amax(1) / 254 * (1 + 4 * 254 * 2**-24)).all()
 
 
 @quick

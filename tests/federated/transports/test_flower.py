@@ -75,7 +75,7 @@ def test_two_supernodes_and_one_process_come_to_the_same_bits(tmp_path: Path) ->
     expected = in_process(tmp_path / "here")
     with Deployment(tmp_path / "flower", 2) as flower:
         flower.run(app(tmp_path))
-        finished(flower, 100)
+        finished(flower, 400)
         said = steps(flower, tmp_path / "run" / "server.log")
         assert "is over after round 3" in said, said
     assert result(tmp_path / "run") == result(tmp_path / "here")
