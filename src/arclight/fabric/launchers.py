@@ -351,8 +351,10 @@ def leave_group() -> None:
 
 
 _GLOO_LOOKS = 5
+"""Looks in a row at which gloo's threads must sleep to count as idle."""
 _GLOO_LOOK_INTERVAL_S = 0.01
 _GLOO_LIMIT_S = 10.0
+"""Seconds after which a process ends though they are busy."""
 
 
 def _wait_for_gloo() -> None:

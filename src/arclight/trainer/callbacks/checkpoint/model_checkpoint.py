@@ -109,9 +109,9 @@ class SaveTrigger:
 
     def __init__(self, rhythm: SaveSchedule, trainer: Trainer, clock: Callable[[], float]) -> None:
         self.rhythm, self._clock = rhythm.resolved(trainer), clock
-        self._time, self._counted = clock(), self._count(trainer)
-        self._begun = trainer.progress.batches
-        self._ask_at, self._asked = 0, (self._begun, self._seen(trainer))
+        self._time, self._seen = clock(), self._look(trainer)
+        """Seconds of the clock and progress when a save was last due, or asked for."""
+        self._begun, self._ask_at = trainer.progress.batches, 0
 
     def due(self, trainer: Trainer) -> bool:
         """Return True if a save is due after this batch."""
@@ -121,25 +121,23 @@ class SaveTrigger:
         if rhythm.count is None:
             return rhythm.steps > 0 and trainer.global_step % rhythm.steps == 0
         if trainer.world_size > 1 and rhythm.count.unit is not Unit.BATCHES:
-            return self._rank_zero_is_due(trainer, rhythm.count)
-        before, self._counted = self._counted, self._count(trainer)
-        return self._counted > before
+            return self._rank_zero_is_due(trainer, rhythm.count.value)
+        (_, before), self._seen = self._seen, self._look(trainer)
+        return self._seen[1] // rhythm.count.value > before // rhythm.count.value
 
-    def _rank_zero_is_due(self, trainer: Trainer, count: Duration) -> bool:
+    def _rank_zero_is_due(self, trainer: Trainer, value: float) -> bool:
         """Return True on all ranks if a save is due by the samples or tokens of rank 0.
 
         Other ranks may have seen more or fewer. Asked again after half of the batches that rank 0 expects until then by their size since the
         last question, but at most after as many as there were since training began: most batches cost no exchange.
         """
-        batches, seen = trainer.progress.batches, self._seen(trainer)
-        if batches < self._ask_at:
+        if trainer.progress.batches < self._ask_at:
             return False
-        before, self._counted = self._counted, self._count(trainer)
-        (asked_at, seen_then), self._asked = self._asked, (batches, seen)
-        left = (self._counted + 1) * count.value - seen
-        expected = left * (batches - asked_at) // max(1, seen - seen_then)
+        (asked_at, before), self._seen = self._seen, self._look(trainer)
+        batches, seen = self._seen
+        expected = (value - seen % value) * (batches - asked_at) // max(1, seen - before)
         wait = max(1, min(int(expected) // 2, batches - self._begun))
-        due, wait = trainer.strategy.broadcast((self._counted > before, wait))
+        due, wait = trainer.strategy.broadcast((seen // value > before // value, wait))
         self._ask_at = batches + wait
         return bool(due)
 
@@ -153,12 +151,10 @@ class SaveTrigger:
             self._time = now
         return over
 
-    def _count(self, trainer: Trainer) -> int:
-        """Count how often the schedule's unit fits into what has been trained so far."""
-        return 0 if self.rhythm.count is None else int(self._seen(trainer) // self.rhythm.count.value)
-
-    def _seen(self, trainer: Trainer) -> Any:
-        return 0 if self.rhythm.count is None else getattr(trainer.progress, _COUNTED[self.rhythm.count.unit])
+    def _look(self, trainer: Trainer) -> tuple[int, int]:
+        """Return the batches so far, and what the schedule counts; 0 if it counts nothing."""
+        progress, count = trainer.progress, self.rhythm.count
+        return progress.batches, 0 if count is None else getattr(progress, _COUNTED[count.unit])
 
 
 _COUNTED = {Unit.BATCHES: "batches", Unit.SAMPLES: "samples", Unit.TOKENS: "tokens"}
